@@ -1,0 +1,36 @@
+# Everything the project needs is made here: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out/demo
+
+.PHONY: demo test test-heavy lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q
+
+test-heavy: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m montecarlo
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+# torch first: resolved together with the rest, another version of it could win.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,219 @@
+"""The command line: transformers' TrainingArguments, the script's own flags, and one flag per field of RMMConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import typing
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from glue_finetune.errors import UserError, one_line
+from glue_finetune.scoring import SOURCES
+from glue_finetune.sketch_flags import add_sketch_flags, build_config, sketch_defaults
+from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task, training_defaults
+from rmm_linear import RMMConfig
+
+PROGRAM = "glue_finetune"
+DEMO_OUTPUT = "out/demo"
+_DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched linear layers.
+
+  python -m glue_finetune --demo
+  python -m glue_finetune --task_name cola --kind countsketch --ratio 0.1 --output_dir out/cola
+  python -m glue_finetune --task_name cola --compare exact gaussian:0.1 countsketch:0.1 --seeds 0 1 2 --output_dir out/cmp
+
+The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
+
+
+@dataclasses.dataclass
+class GlueArguments:
+    """The script's own flags."""
+
+    _argument_group_name = "task, model and data"
+
+    task_name: str | None = dataclasses.field(default=None, metadata={"help": f"The task: {', '.join(TASKS)}."})
+    model_name_or_path: str = dataclasses.field(
+        default="roberta-base", metadata={"help": "A folder written by save_pretrained, or a model of the hub."}
+    )
+    data_dir: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."},
+    )
+    max_seq_length: int = dataclasses.field(
+        default=MAX_SEQ_LENGTH, metadata={"help": "Tokens per example; longer ones are cut, shorter ones are not padded."}
+    )
+    max_train_samples: int | None = dataclasses.field(
+        default=None, metadata={"help": "Train on the first so many rows. Default: all."}
+    )
+    max_eval_samples: int | None = dataclasses.field(
+        default=None, metadata={"help": "Evaluate on the first so many rows of each dev set. Default: all."}
+    )
+    metric_source: str = dataclasses.field(
+        default="shipped",
+        metadata={"help": "Where the metric's code comes from; both give the same numbers.", "choices": SOURCES},
+    )
+    demo: bool = dataclasses.field(
+        default=False,
+        metadata={"help": f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}."},
+    )
+    compare: list[str] | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Settings to compare, as in: exact gaussian:0.1 countsketch:0.1. Without a ratio: --ratio."},
+    )
+    seeds: list[int] | None = dataclasses.field(
+        default=None, metadata={"help": "Seeds of a comparison. Default: the one of --seed."}
+    )
+
+
+@dataclasses.dataclass
+class GlueTrainingArguments(TrainingArguments):
+    """TrainingArguments with this script's rule for an output_dir that is not empty."""
+
+    _argument_group_name = "training (transformers.TrainingArguments)"
+
+    overwrite_output_dir: bool = dataclasses.field(
+        default=False,
+        metadata={"help": "Allow a non-empty output_dir; checkpoints and results of an earlier run in it are removed."},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Everything the command line says.
+
+    Attributes:
+        glue: The script's own flags.
+        training: transformers' flags.
+        config: How layers are sketched; None is the exact baseline.
+        argv: The command line itself.
+        given: Names of the flags that the user gave.
+    """
+
+    glue: GlueArguments
+    training: GlueTrainingArguments
+    config: RMMConfig | None
+    argv: tuple[str, ...]
+    given: frozenset[str]
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def flags_parser(*names: str, **options: Any) -> argparse.ArgumentParser:
+    """Make a parser that picks a few flags out of a command line and leaves the rest, see ``parse_known_args``.
+
+    Args:
+        *names: Flags, without the dashes in front.
+        **options: Options of ``add_argument`` for all of them.
+
+    Returns:
+        The parser.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **options)
+    return parser
+
+
+def make_parser() -> HfArgumentParser:
+    """Build the parser with the defaults that hold for every task.
+
+    Returns:
+        The parser; :func:`parse` adds the task's defaults.
+    """
+    parser = _Parser(
+        prog=f"python -m {PROGRAM}",
+        description=_DESCRIPTION,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    for group in (GlueArguments, None, GlueTrainingArguments):
+        if group is None:
+            add_sketch_flags(parser)
+        else:
+            parser.dataclass_types.append(group)
+            parser._add_dataclass_arguments(group)
+    parser.set_defaults(
+        output_dir="",
+        per_device_eval_batch_size=64,
+        eval_strategy="epoch",
+        logging_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=not sys.stderr.isatty(),
+    )
+    return parser
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows every default that is one, and the description as it was written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # TrainingArguments' texts contain per cent signs that argparse would take for its own.
+        text = (action.help or "").replace("%", "%%").replace("%%(", "%(")
+        empty = action.default in (None, "", argparse.SUPPRESS) or action.nargs == 0
+        return text if empty or "default" in text.lower() else f"{text} (default: %(default)s)"
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Parse and check a command line. Reads the file of --rmm_config, writes nothing.
+
+    Args:
+        argv: The arguments, without the program's name.
+
+    Returns:
+        The checked arguments.
+
+    Raises:
+        UserError: If a flag is unknown or missing, or a value is outside its range.
+    """
+    parser = make_parser()
+    early, _ = flags_parser("task_name", "rmm_config").parse_known_args(argv)
+    if early.task_name is not None:
+        parser.set_defaults(**training_defaults(get_task(early.task_name)))
+    if early.rmm_config is not None:
+        parser.set_defaults(**sketch_defaults(Path(early.rmm_config)))
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(parser, unknown[0])
+    values = vars(namespace)
+    glue = GlueArguments(**_pick(values, GlueArguments))
+    if glue.task_name is None and not glue.demo:
+        raise UserError(f"task_name is required, one of {', '.join(TASKS)}. Or start with --demo.")
+    if not values["output_dir"] and not glue.demo:
+        raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
+    if glue.max_seq_length < 1:
+        raise UserError(f"max_seq_length must be at least 1, got {glue.max_seq_length}.")
+    config = build_config(values)
+    given = _given(parser, argv)
+    try:
+        training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
+    except (ValueError, TypeError, ImportError) as error:
+        raise UserError(one_line(error)) from error
+    return Arguments(glue, training, config, tuple(argv), given)
+
+
+def _pick(values: dict[str, Any], cls: type) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def _given(parser: argparse.ArgumentParser, argv: list[str]) -> frozenset[str]:
+    """Names of the flags in argv: those that stay when every default is suppressed."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    return frozenset(vars(parser.parse_known_args(argv)[0]))
+
+
+def _refuse(parser: argparse.ArgumentParser, flag: str) -> NoReturn:
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(flag.split("=")[0], typing.cast("list[str]", known), n=1)
+    remedy = f"Did you mean {near[0]}?" if near else "See --help for all flags."
+    raise UserError(f"Every argument must be a known flag or its value, got {flag!r}. {remedy}")

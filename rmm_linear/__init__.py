@@ -1,0 +1,23 @@
+"""rmm_linear: linear layers that keep a small unbiased sketch of their input for the backward pass.
+
+    import rmm_linear
+    print(rmm_linear.convert(model, ratio=0.1))   # train as before
+"""
+
+from rmm_linear._version import __version__
+from rmm_linear.config import RMMConfig
+from rmm_linear.convert import convert, revert
+from rmm_linear.functional import sketched_linear
+from rmm_linear.linear import RMMLinear
+from rmm_linear.report import ConversionReport, ConvertedLayer
+
+__all__ = [
+    "ConversionReport",
+    "ConvertedLayer",
+    "RMMConfig",
+    "RMMLinear",
+    "__version__",
+    "convert",
+    "revert",
+    "sketched_linear",
+]

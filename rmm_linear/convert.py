@@ -1,0 +1,245 @@
+"""convert and revert: swap a model's linear layers for sketched ones, in place, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.linear import RMMLinear, SketchedLayer
+from rmm_linear.report import ConversionReport, ConvertedLayer
+from rmm_linear.scope import ForwardScope
+
+logger = logging.getLogger(__name__)
+
+
+def convert(
+    model: nn.Module, config: RMMConfig | None = None, *, dry_run: bool = False, **overrides: Any
+) -> ConversionReport:
+    """Make a model's linear layers keep a sketch of their input for the backward pass, in place.
+
+    Exact ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear` and GPT-2's ``Conv1D`` its sketched twin. The layer
+    objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before goes on working. Names
+    are matched as in PEFT. Everything is checked before the first layer changes.
+
+    Args:
+        model: Model whose submodules are converted.
+        config: Which layers, and how; None is ``RMMConfig()``.
+        dry_run: Report what would be done and change nothing.
+        **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, as ``ratio=0.2``.
+
+    Returns:
+        What was converted and what was skipped, with the reason. Print it.
+
+    Raises:
+        ValueError: If nothing matches (the nearest layer names are given), a list entry or override matches nothing, or
+            the model is converted already.
+        TypeError: If ``config`` is no RMMConfig or a keyword is no field of it.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> list(convert(model, target_modules=["0"]).converted)
+        ['0']
+        >>> model[0]
+        RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, ratio=0.1, min_rows=64)
+    """
+    config = _configuration(config, overrides)
+    names = _first_names(model)
+    if any(isinstance(module, SketchedLayer) for module in names):
+        raise ValueError(
+            "convert takes a model that is not converted yet, got one with sketched layers. "
+            "Call rmm_linear.revert(model) first."
+        )
+    chosen, skipped = _choose(model, config, names)
+    converted = {
+        name: ConvertedLayer(name, type(module).__name__, *_features(module), config.for_module(name))
+        for name, module in chosen.items()
+    }
+    report = ConversionReport(config, converted, skipped, dry_run)
+    if dry_run:
+        return report
+    classes = {name: _sketched_class(module) for name, module in chosen.items()}
+    scope = ForwardScope()
+    scope.attach(model)
+    for index, (name, module) in enumerate(chosen.items()):
+        # The object stays, so ties, hooks, optimizers and everybody's references to it do too.
+        module.__class__ = classes[name]
+        module._set_up(converted[name].config, scope, index)  # pyright: ignore[reportCallIssue]
+    logger.info(report.summary())
+    return report
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Give every sketched layer of a model its original class back, in place.
+
+    Args:
+        model: A converted model, or part of one.
+
+    Returns:
+        The same model, exact again.
+
+    Raises:
+        ValueError: If the model has no sketched layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
+    if not layers:
+        raise ValueError("revert takes a converted model, got one without sketched layers. Call rmm_linear.convert first.")
+    for layer in layers:
+        if layer.rmm_scope is not None:
+            layer.rmm_scope.detach()
+        layer._tear_down()
+        layer.__class__ = next(c for c in type(layer).__mro__ if not issubclass(c, SketchedLayer))
+    return model
+
+
+def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
+    if config is not None and not isinstance(config, RMMConfig):
+        raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use RMMConfig.from_dict.")
+    known = [f.name for f in dataclasses.fields(RMMConfig)]
+    for name in overrides:
+        if name not in known:
+            raise TypeError(f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}.")
+    return dataclasses.replace(config or RMMConfig(), **overrides)
+
+
+def _first_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Every submodule with the first of its names, the model itself excluded."""
+    return {module: name for name, module in model.named_modules() if name}
+
+
+def _choose(
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    linears = {name: module for module, name in names.items() if _is_linear_like(module)}
+    if not linears:
+        itself = " Use RMMLinear.from_linear for a layer by itself." if _is_linear_like(model) else ""
+        raise ValueError(f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}")
+    heads = _output_heads(model)
+    chosen: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
+    for name, module in linears.items():
+        reason = _not_selected(name, module, config, heads) or _not_convertible(module)
+        if reason:
+            skipped[name] = reason
+        else:
+            chosen[name] = module
+    if not chosen:
+        raise ValueError(_nothing_matches(config, linears, skipped))
+    _check_used(config, linears, list(chosen))
+    return chosen, skipped
+
+
+def _not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
+    if config.target_modules == "all-linear":
+        if any(module is head for head in heads):
+            return "the output head"
+    elif not _matches(config.target_modules, name):
+        return "not in target_modules"
+    if config.exclude_modules is not None and _matches(config.exclude_modules, name):
+        return "in exclude_modules"
+    return None
+
+
+def _not_convertible(module: nn.Module) -> str | None:
+    kind = type(module)
+    if not (kind is nn.Linear or _is_conv1d(module)):
+        return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
+    if "forward" in vars(module):
+        return "its forward method was replaced on the object (by hooks of accelerate, for example)"
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _is_linear_like(module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
+        return True
+    named_so = re.search(r"Linear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
+    return bool(named_so) and hasattr(module, "weight") and not any(module.children())
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    inputs, outputs = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
+    return int(inputs), int(outputs)
+
+
+def _sketched_class(module: nn.Module) -> type[nn.Module]:
+    if isinstance(module, nn.Linear):
+        return RMMLinear
+    from rmm_linear.conv1d import RMMConv1D
+
+    return RMMConv1D
+
+
+def _output_heads(model: nn.Module) -> list[nn.Module]:
+    """The layers that make logits over the vocabulary, asked of every submodule that knows its own."""
+    heads: list[nn.Module] = []
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if callable(get):
+            try:
+                head = get()
+            except (AttributeError, NotImplementedError):
+                continue
+            if isinstance(head, nn.Module):
+                heads.append(head)
+    return heads
+
+
+def _matches(patterns: str | Sequence[str], name: str) -> bool:
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        tails = (".".join(parts[i:]) for i in range(len(parts)))
+        return max(difflib.SequenceMatcher(None, pattern, tail).ratio() for tail in tails)
+
+    return ", ".join(sorted(names, key=likeness, reverse=True)[:3])
+
+
+def _nothing_matches(config: RMMConfig, linears: dict[str, nn.Module], skipped: dict[str, str]) -> str:
+    target = config.target_modules
+    if all(reason == "not in target_modules" for reason in skipped.values()):
+        pattern = target if isinstance(target, str) else target[0]
+        rule = "a regular expression for the whole name" if isinstance(target, str) else "names or dotted suffixes"
+        shown = target if isinstance(target, str) else list(target)
+        return (
+            f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
+            f"The nearest layers are {_nearest(pattern, list(linears))}."
+        )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+    return (
+        f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons}). "
+        f"Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
+    )
+
+
+def _check_used(config: RMMConfig, linears: dict[str, nn.Module], chosen: Sequence[str]) -> None:
+    for pattern in config.overrides:
+        single = dataclasses.replace(config, overrides={pattern: {}})
+        if not any(single.override_pattern(name) for name in chosen):
+            raise ValueError(
+                f"overrides[{pattern!r}] must match a converted layer, and matches none. "
+                f"The nearest layers are {_nearest(pattern, list(chosen))}."
+            )
+    if not isinstance(config.target_modules, str):
+        for entry in config.target_modules:
+            if not any(_matches([entry], name) for name in linears):
+                logger.warning(
+                    "target_modules: %r matches no linear layer; the nearest are %s.", entry, _nearest(entry, list(linears))
+                )

@@ -1,0 +1,137 @@
+"""RMMLinear: nn.Linear that keeps a sketch of its input for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.functional import evaluated_linear, sketched_linear
+from rmm_linear.scope import ForwardScope
+
+
+class SketchedLayer(nn.Module):
+    """What every sketched layer has beside its parameters: a configuration, and its place in a converted model.
+
+    Attributes:
+        rmm_config: How the input is kept.
+        rmm_scope: What the layers of a converted model share, or None for a layer by itself.
+        rmm_index: Number of the layer in the converted model.
+    """
+
+    rmm_config: RMMConfig
+    rmm_scope: ForwardScope | None
+    rmm_index: int
+
+    def _set_up(self, config: RMMConfig | None, scope: ForwardScope | None = None, index: int = 0) -> None:
+        self.rmm_config = config or RMMConfig()
+        self.rmm_scope = scope
+        self.rmm_index = index
+
+    def _tear_down(self) -> None:
+        for name in ("rmm_config", "rmm_scope", "rmm_index"):
+            self.__dict__.pop(name, None)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.training:
+            return evaluated_linear(input, weight, bias)
+        # Asked for whether grad mode is on or not, so that both passes of a checkpoint ask alike.
+        seed = self.rmm_scope.layer_seed(self.rmm_index) if self.rmm_scope is not None else None
+        return sketched_linear(input, weight, bias, config=self.rmm_config, seed=seed)
+
+    def _describe(self) -> str:
+        config = self.rmm_config
+        block = "" if config.block is None else f", block={config.block}"
+        return f"kind={config.kind}, ratio={config.ratio:g}{block}, min_rows={config.min_rows}"
+
+
+class RMMLinear(SketchedLayer, nn.Linear):
+    """A drop-in for ``nn.Linear`` that keeps K sketched rows of its input instead of N.
+
+    Exact: output, gradient by the input, gradient by the bias. Random and unbiased: the gradient by the weight. In eval
+    mode nothing is kept, so gradients by the weight need train mode. The state_dict is that of ``nn.Linear``.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: Whether the layer adds a bias.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
+        config: How the input is kept; None is ``RMMConfig()``.
+
+    Example:
+        >>> RMMLinear(16, 4, config=RMMConfig(ratio=0.2))
+        RMMLinear(in_features=16, out_features=4, bias=True, kind=countsketch, ratio=0.2, min_rows=64)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: RMMConfig | None = None,
+    ) -> None:
+        """Make a layer with fresh parameters."""
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_up(config)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, config: RMMConfig | None = None) -> RMMLinear:
+        """Make a sketched layer that shares the parameters, hooks and mode of an existing one.
+
+        Args:
+            linear: An exact ``nn.Linear``; it stays usable, and both train the same Parameter objects.
+            config: How the input is kept; None is ``RMMConfig()``.
+
+        Returns:
+            The sketched layer.
+
+        Raises:
+            TypeError: If ``linear`` is not exactly an ``nn.Linear``.
+        """
+        if type(linear) is not nn.Linear:
+            raise TypeError(f"from_linear takes an nn.Linear and none of its subclasses, got {type(linear).__name__}.")
+        layer = cls.__new__(cls)
+        layer.__dict__.update(_shared_state(linear))
+        layer._set_up(config)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """Make an ``nn.Linear`` that shares this layer's parameters, hooks and mode.
+
+        Returns:
+            The exact layer.
+        """
+        linear = nn.Linear.__new__(nn.Linear)
+        linear.__dict__.update(_shared_state(self))
+        SketchedLayer._tear_down(linear)  # pyright: ignore[reportArgumentType]
+        return linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input: Activations, shape (*, I).
+
+        Returns:
+            Shape (*, O).
+        """
+        return self._linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Describe the layer.
+
+        Returns:
+            The fields of ``nn.Linear`` and of the sketch.
+        """
+        return f"{super().extra_repr()}, {self._describe()}"
+
+
+def _shared_state(module: nn.Module) -> dict[str, Any]:
+    """The module's state with the same Parameter and hook objects, in containers of its own."""
+    return {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}

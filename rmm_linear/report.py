@@ -1,0 +1,123 @@
+"""What a conversion did: one line to grep, a table to read, a dictionary to save."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rmm_linear.config import RMMConfig
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One layer of a conversion.
+
+    Attributes:
+        name: Dotted name in the model.
+        type: Class of the original layer.
+        in_features: I.
+        out_features: O.
+        config: How the layer keeps its input.
+    """
+
+    name: str
+    type: str
+    in_features: int
+    out_features: int
+    config: RMMConfig
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of :func:`rmm_linear.convert`.
+
+    Attributes:
+        config: The configuration the conversion was asked for.
+        converted: Name to layer, in the model's order.
+        skipped: Name of every other linear-like layer to the reason why it was left alone.
+        dry_run: Whether the model was left as it was.
+    """
+
+    config: RMMConfig
+    converted: dict[str, ConvertedLayer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    dry_run: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types.
+
+        Returns:
+            A dictionary with the keys config, converted, skipped and dry_run.
+        """
+        converted = {
+            name: {**asdict(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
+        }
+        return {
+            "config": self.config.to_dict(),
+            "converted": converted,
+            "skipped": dict(self.skipped),
+            "dry_run": self.dry_run,
+        }
+
+    def summary(self) -> str:
+        """Return the report's first line.
+
+        Returns:
+            One line of ``key=value`` pairs behind ``rmm_linear:``.
+        """
+        config = self.config
+        return (
+            f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} kind={config.kind} "
+            f"ratio={config.ratio:g} min_rows={config.min_rows} dry_run={self.dry_run}"
+        )
+
+    def __str__(self) -> str:
+        """Return the summary line and a table in which numbered siblings share a row."""
+        rows = [
+            (pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()
+        ]
+        return f"{self.summary()}\n{_table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        converted = [
+            (layer.name, str(layer.in_features), str(layer.out_features), _kept(layer.config))
+            for layer in self.converted.values()
+        ]
+        return converted + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+
+
+def _sketch_fields(config: RMMConfig) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k not in ("target_modules", "exclude_modules", "overrides")}
+
+
+def _kept(config: RMMConfig) -> str:
+    block = "" if config.block is None else f", blocks of {config.block}"
+    return f"{config.kind}, {config.ratio:g} of the rows, {config.min_rows} at least{block}"
+
+
+def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    """Group rows that differ in one number of their name only: layer.0.query, layer.1.query → layer.*.query."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        groups.setdefault((pattern, *cells), []).append(name)
+    return {(names[0] if len(names) == 1 else key[0], *key[1:]): names for key, names in groups.items()}
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    if importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        buffer = io.StringIO()
+        Console(file=buffer, width=140).print(table)
+        return buffer.getvalue().rstrip()
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)

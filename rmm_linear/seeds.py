@@ -1,0 +1,57 @@
+"""Seeds: fresh for every step, layer and rank, and reproducible under torch.manual_seed.
+
+Seeds come from torch's global CPU generator, so whatever restores that generator (torch.manual_seed, a Trainer that
+resumes) restores the sketches. The rank is folded in, because set_seed gives all ranks one seed and averaging equal
+sketches over ranks would not lower the noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import torch
+
+_LIMIT = 2**63 - 1
+
+
+def mix(*parts: int) -> int:
+    """Hash integers into one signed 64-bit seed.
+
+    Args:
+        *parts: Signed 64-bit integers.
+
+    Returns:
+        The seed; it depends on every part and on their order.
+
+    Example:
+        >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
+        (True, False)
+    """
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def draw_seed() -> int:
+    """Draw a seed from the global CPU generator, which moves on.
+
+    Returns:
+        A seed that differs between calls and between ranks.
+    """
+    return mix(int(torch.randint(_LIMIT, ())), _rank())
+
+
+def peek_seed() -> int:
+    """Return the seed that :func:`draw_seed` would give now, without moving the global generator.
+
+    Returns:
+        A seed that follows from the generator's state and the rank.
+    """
+    copy = torch.Generator()
+    copy.set_state(torch.get_rng_state())
+    return mix(int(torch.randint(_LIMIT, (), generator=copy)), _rank())
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

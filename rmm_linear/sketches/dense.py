@@ -1,0 +1,85 @@
+"""Dense families: gaussian and rademacher, whole or block-diagonal.
+
+S has independent entries of mean 0 and variance 1/K, so E[S Sᵀ] = 1. With ``block=b`` S is block-diagonal: every b
+consecutive tokens have their own K_b = ⌈K·b/N⌉ rows, which makes the cost of SᵀX linear in N; tokens of two blocks
+never mix.
+
+Variance of dŴ = (SᵀY)ᵀ(SᵀX), from the fourth moments of the entries: (P + g)/K for gaussian, (P + g − 2d)/K for
+rademacher; with blocks, the sum over blocks of the same with K_b.
+
+Entry (i, k) is word k of token i: lanes and bits never cross tokens, so a kernel makes any tile of S in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2, sqrt
+
+import torch
+from torch import Tensor
+
+from rmm_linear.sketches.family import Family, Moments
+from rmm_linear.sketches.philox import normal, philox, unpack_signs
+
+
+def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int]:
+    """Return how a block-diagonal sketch is cut.
+
+    Args:
+        tokens: N.
+        rows: Rows asked for, K ≤ N.
+        block: Tokens per block; None is one block.
+
+    Returns:
+        Tokens per block, number of blocks, and rows per block K_b; their product with the number of blocks is the
+        number of rows really kept, at least ``rows``.
+    """
+    block = min(block or tokens, tokens)
+    blocks = -(-tokens // block)
+    return block, blocks, -(-rows // blocks)
+
+
+def _gaussian_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Tensor:
+    groups = -(-rows // 4)
+    counters = torch.arange(first * groups, (first + tokens) * groups, device=seed.device)
+    words = philox(seed, counters)
+    lanes = (*normal(words[0], words[1]), *normal(words[2], words[3]))
+    return torch.stack(lanes, dim=-1).view(tokens, groups * 4)[:, :rows]
+
+
+def _rademacher_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Tensor:
+    groups = -(-rows // 32)
+    counters = torch.arange(first * groups, (first + tokens) * groups, device=seed.device)
+    return unpack_signs(philox(seed, counters)[0]).view(tokens, groups * 32)[:, :rows]
+
+
+def _family(name: str, summary: str, entries: Callable[[Tensor, int, int, int], Tensor], diagonal: float) -> Family:
+    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None) -> Tensor:
+        tokens, columns = matrix.shape
+        size, blocks, rows_per_block = block_rows(tokens, rows, block)
+        # A power of two is exact in every dtype; the rest of 1/√K goes to the result, or half types would scale dW.
+        power = 2.0 ** -round(log2(rows_per_block) / 2)
+        result = torch.empty(blocks, rows_per_block, columns, dtype=matrix.dtype, device=matrix.device)
+        whole = tokens // size
+
+        def multiply(first: int, count: int, length: int) -> Tensor:
+            s = (entries(seed, first, count * length, rows_per_block) * power).to(matrix.dtype)
+            s = s.view(count, length, rows_per_block)
+            return torch.bmm(s.transpose(1, 2), matrix[first : first + count * length].view(count, length, columns))
+
+        matrix = matrix.contiguous()
+        result[:whole] = multiply(0, whole, size)
+        if whole < blocks:
+            result[whole:] = multiply(whole * size, 1, tokens - whole * size)
+        return result.view(blocks * rows_per_block, columns).mul_(1 / (power * sqrt(rows_per_block)))
+
+    def variance(x: Tensor, y: Tensor, rows: int, block: int | None) -> Tensor:
+        size, _, rows_per_block = block_rows(x.shape[0], rows, block)
+        parts = [Moments.of(*pair) for pair in zip(x.split(size), y.split(size), strict=True)]
+        return torch.stack([(m.p + m.g - diagonal * m.d) / rows_per_block for m in parts]).sum()
+
+    return Family(name, summary, sketch, variance, blocks=True)
+
+
+GAUSSIAN = _family("gaussian", "independent normal entries (the published method)", _gaussian_entries, diagonal=0.0)
+RADEMACHER = _family("rademacher", "independent random signs", _rademacher_entries, diagonal=2.0)

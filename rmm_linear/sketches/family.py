@@ -1,0 +1,76 @@
+"""What every family of sketches has: a linear map that follows from a seed, and its exact variance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of sketches S, with E[S Sᵀ] = 1.
+
+    Attributes:
+        name: The ``kind`` users write.
+        summary: One line for tables and help texts.
+        sketch: ``sketch(matrix, seed, rows, block)`` maps a matrix of shape (N, D) to SᵀM of shape (K, D). The map is linear
+            and depends on nothing but the seed, N, ``rows`` and ``block``.
+        variance: ``variance(x, y, rows, block)`` is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a float64 scalar.
+        blocks: Whether ``block`` means something to the family.
+    """
+
+    name: str
+    summary: str
+    sketch: Callable[[Tensor, Tensor, int, int | None], Tensor]
+    variance: Callable[[Tensor, Tensor, int, int | None], Tensor]
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The three numbers every variance is made of.
+
+    Attributes:
+        p: P = ‖X‖²_F ‖Y‖²_F.
+        g: ‖XᵀY‖²_F, the squared norm of the exact gradient.
+        d: Σᵢ ‖xᵢ‖²‖yᵢ‖².
+    """
+
+    p: Tensor
+    g: Tensor
+    d: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor) -> Moments:
+        """Compute the moments in float64.
+
+        Args:
+            x: Layer input, shape (N, I).
+            y: Gradient by the layer output, shape (N, O).
+
+        Returns:
+            The three moments as float64 scalars.
+        """
+        x, y = x.double(), y.double()
+        x_norms, y_norms = x.square().sum(1), y.square().sum(1)
+        return cls(x_norms.sum() * y_norms.sum(), (x.T @ y).square().sum(), (x_norms * y_norms).sum())
+
+    @property
+    def signed(self) -> Tensor:
+        """P + g − 2d: K times the variance of a dense sketch of random signs."""
+        return self.p + self.g - 2 * self.d
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype sums are made in: float64 for float64, else float32.
+
+    Args:
+        dtype: dtype of the matrix that is sketched.
+
+    Returns:
+        The dtype of the accumulator.
+    """
+    return torch.promote_types(dtype, torch.float32)

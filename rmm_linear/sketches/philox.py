@@ -1,0 +1,109 @@
+"""Counter-based random numbers: Philox 4x32-10 in plain torch.
+
+A counter-based generator maps (seed, counter) to random words with no state, so any element of a sketch can be made
+anywhere, in any order: on CPU here, in registers inside a kernel, again in the backward pass. The words equal those of
+Triton's ``tl.philox(seed, offset_lo, offset_hi, stream, 0)``; with ``stream=0`` they are ``tl.randint4x(seed, offset)``,
+and :func:`uniform` and :func:`normal` follow ``tl.rand`` and ``tl.randn4x``.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_ROUNDS = 10
+
+
+def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four independent 32-bit words per counter.
+
+    Costs about a hundred elementwise integer operations on the shape of ``offset``.
+
+    Args:
+        seed: Key of the generator, int64 with one element, any value. It is never copied to the host.
+        offset: Counters, int64, any shape, on the device of ``seed``.
+        stream: Number of an independent stream under the same seed, in [0, 2**32).
+
+    Returns:
+        Four int64 tensors of the shape of ``offset`` with values in [0, 2**32).
+
+    Example:
+        >>> words = philox(torch.tensor(7), torch.arange(2))
+        >>> [len(words), words[0].dtype, bool((words[0] >= 0).all())]
+        [4, torch.int64, True]
+    """
+    c0, c1 = offset & _WORD, (offset >> 32) & _WORD
+    c2, c3 = torch.full_like(c0, stream & _WORD), torch.zeros_like(c0)
+    seed = seed.reshape(())
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(_ROUNDS):
+        # The 64-bit product may wrap into the sign bit; its bits, and so both halves, stay right.
+        product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
+        c0 = ((product_b >> 32) & _WORD) ^ c1 ^ k0
+        c2 = ((product_a >> 32) & _WORD) ^ c3 ^ k1
+        c1, c3 = product_b & _WORD, product_a & _WORD
+        k0, k1 = (k0 + _KEY_A) & _WORD, (k1 + _KEY_B) & _WORD
+    return c0, c1, c2, c3
+
+
+def uniform(words: Tensor) -> Tensor:
+    """Turn 32-bit words into float32 numbers in [0, 1), as Triton's ``tl.rand`` does.
+
+    Args:
+        words: Words of :func:`philox`, int64 in [0, 2**32), any shape.
+
+    Returns:
+        float32 of the same shape.
+    """
+    signed = torch.where(words >= 2**31, words - 2**32, words)
+    return torch.where(signed < 0, -signed - 1, signed).to(torch.float32) * 4.6566127342e-10
+
+
+def normal(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn two words into two standard normal numbers by Box and Muller, as Triton's ``tl.randn`` does.
+
+    Args:
+        first: Words that give the radius, int64, any shape.
+        second: Words that give the angle, same shape.
+
+    Returns:
+        Two float32 tensors of the same shape.
+    """
+    radius = torch.sqrt(-2.0 * torch.log(uniform(first).clamp_min(1.0e-7)))
+    angle = (2 * math.pi) * uniform(second)
+    return radius * torch.cos(angle), radius * torch.sin(angle)
+
+
+def signs(seed: Tensor, count: int, stream: int = 0) -> Tensor:
+    """Return ``count`` random signs; sign i is bit i % 32 of word i // 32.
+
+    Args:
+        seed: int64 with one element.
+        count: Number of signs.
+        stream: Stream of the generator.
+
+    Returns:
+        Tensor of +1 and -1, int8, shape (count,).
+    """
+    words = philox(seed, torch.arange((count + 31) // 32, device=seed.device), stream)[0]
+    return unpack_signs(words).reshape(-1)[:count]
+
+
+def unpack_signs(words: Tensor) -> Tensor:
+    """Turn every 32-bit word into 32 signs, lowest bit first; a set bit is -1.
+
+    Args:
+        words: int64 in [0, 2**32), shape (*,).
+
+    Returns:
+        Tensor of +1 and -1, int8, shape (*, 32).
+    """
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
+    return 1 - 2 * bits.to(torch.int8)

@@ -1,0 +1,105 @@
+"""Subsampled orthogonal transforms: hadamard, dct, dft.
+
+Sᵀ = √(N/K) · R T D: random signs D, an orthonormal real transform T, K of its N rows R, uniform and without replacement.
+D and T are orthogonal and every row is kept with probability K/N, so E[S Sᵀ] = 1.
+
+    Var = (N−K)/(K(N−1)) · (P + g − 2d)
+
+holds when Σ_k t_ka² t_kc² = 1/N for all pairs of tokens a, c. Hadamard's entries are ±1/√N, so it is exact there, with
+N the next power of two (the padding rows are zero). For the cosine and the Hartley transform the sum differs from 1/N
+for few pairs (c = a, and the mirrored token), a relative error of order 1/N: asymptotically exact.
+
+dft is the discrete Fourier transform in its real, Hartley form (cos + sin), so that Z stays real.
+
+Cost: O(N·D·log N) by fast transforms; memory for one copy of the matrix while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import pi, sqrt
+
+import torch
+from torch import Tensor
+
+from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
+from rmm_linear.sketches.philox import signs
+from rmm_linear.sketches.rows import sample
+
+
+def next_power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``.
+
+    Args:
+        number: A positive integer.
+
+    Returns:
+        The power of two.
+    """
+    return 1 << (number - 1).bit_length()
+
+
+def _identity(tokens: int) -> int:
+    return tokens
+
+
+def _hadamard_rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of the orthonormal Walsh-Hadamard transform of ``matrix`` (N, D), in natural order.
+
+    Entry (k, i) is (−1)^popcount(k & i) / √M with M the padded length.
+    """
+    tokens, columns = matrix.shape
+    padded = next_power_of_two(tokens)
+    work = torch.nn.functional.pad(matrix, (0, 0, 0, padded - tokens))
+    half = 1
+    while half < padded:
+        pairs = work.view(-1, 2, half, columns)
+        work = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
+        half *= 2
+    return work.view(padded, columns).index_select(0, index) / sqrt(padded)
+
+
+def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of the orthonormal DCT-II of ``matrix`` (N, D), by one FFT (Makhoul 1980)."""
+    tokens = matrix.shape[0]
+    folded = torch.cat((matrix[::2], matrix[1::2].flip(0)))
+    spectrum = torch.view_as_real(_fourier_rows(folded, index))
+    angle = (pi / (2 * tokens)) * index.to(matrix.dtype).unsqueeze(1)
+    rows = spectrum[..., 0] * torch.cos(angle) + spectrum[..., 1] * torch.sin(angle)
+    return rows * torch.where(index == 0, sqrt(1 / tokens), sqrt(2 / tokens)).to(matrix.dtype).unsqueeze(1)
+
+
+def _dft_rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of the orthonormal Hartley transform of ``matrix`` (N, D): entries (cos + sin)/√N."""
+    spectrum = torch.view_as_real(_fourier_rows(matrix, index))
+    return (spectrum[..., 0] - spectrum[..., 1]) / sqrt(matrix.shape[0])
+
+
+def _fourier_rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of the discrete Fourier transform of a real matrix; half of them follow by conjugation."""
+    tokens = matrix.shape[0]
+    mirrored = index > tokens // 2
+    spectrum = torch.fft.rfft(matrix, dim=0).index_select(0, torch.where(mirrored, tokens - index, index))
+    return torch.where(mirrored.unsqueeze(1), spectrum.conj(), spectrum)
+
+
+def _family(
+    name: str, summary: str, transform: Callable[[Tensor, Tensor], Tensor], length: Callable[[int], int] = _identity
+) -> Family:
+    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None) -> Tensor:
+        tokens = matrix.shape[0]
+        size = length(tokens)
+        dtype = accumulator_dtype(matrix.dtype)
+        signed = matrix.to(dtype) * signs(seed, tokens).to(dtype).unsqueeze(1)
+        return (transform(signed, sample(seed, size, rows)) * sqrt(size / rows)).to(matrix.dtype)
+
+    def variance(x: Tensor, y: Tensor, rows: int, block: int | None) -> Tensor:
+        size = length(x.shape[0])
+        return (size - rows) / (rows * max(size - 1, 1)) * Moments.of(x, y).signed
+
+    return Family(name, summary, sketch, variance)
+
+
+HADAMARD = _family("hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two)
+DCT = _family("dct", "subsampled cosine transform", _dct_rows)
+DFT = _family("dft", "subsampled Fourier transform in its real, Hartley form", _dft_rows)
