@@ -129,16 +129,15 @@ def make_parser() -> HfArgumentParser:
     """
     parser = _Parser(
         prog=f"python -m {PROGRAM}",
+        usage=f"python -m {PROGRAM} --task_name TASK --output_dir DIR [flags]",
         description=_DESCRIPTION,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    for group in (GlueArguments, None, GlueTrainingArguments):
-        if group is None:
-            add_sketch_flags(parser)
-        else:
-            parser.dataclass_types.append(group)
-            parser._add_dataclass_arguments(group)
+    # HfArgumentParser's own method, so that the short groups stand before transformers' hundred flags.
+    parser._add_dataclass_arguments(GlueArguments)
+    add_sketch_flags(parser)
+    parser._add_dataclass_arguments(GlueTrainingArguments)
     parser.set_defaults(
         output_dir="",
         per_device_eval_batch_size=64,

@@ -86,14 +86,16 @@ def build_config(values: dict[str, Any]) -> RMMConfig | None:
     """
     fields = {field.name: values[field.name] for field in dataclasses.fields(RMMConfig) if field.name in values}
     fields.update({name: _names(fields[name]) for name in _NAMES})
-    exact = fields["kind"] == EXACT
-    if exact:
-        fields.pop("kind")
+    kind = fields["kind"]
+    if kind not in (EXACT, *KINDS):
+        raise UserError(f"kind must be one of {EXACT}, {', '.join(KINDS)}, got {kind!r}.")
+    if kind == EXACT:
+        del fields["kind"]  # the other fields are checked all the same
     try:
         config = RMMConfig(**fields)
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
-    return None if exact else config
+    return None if kind == EXACT else config
 
 
 def _default(field: dataclasses.Field) -> Any:

@@ -1,7 +1,7 @@
 """rmm_linear: linear layers that keep a small unbiased sketch of their input for the backward pass.
 
-    import rmm_linear
-    print(rmm_linear.convert(model, ratio=0.1))   # train as before
+import rmm_linear
+print(rmm_linear.convert(model, ratio=0.1))   # train as before
 """
 
 from rmm_linear._version import __version__

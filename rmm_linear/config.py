@@ -64,7 +64,9 @@ class RMMConfig:
         _check_integer("min_rows", self.min_rows)
         if self.block is not None and not FAMILIES[self.kind].blocks:
             able = " and ".join(name for name in KINDS if FAMILIES[name].blocks)
-            raise ValueError(f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None.")
+            raise ValueError(
+                f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None."
+            )
         object.__setattr__(self, "target_modules", _names("target_modules", self.target_modules))
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", _names("exclude_modules", self.exclude_modules))
@@ -159,7 +161,9 @@ class RMMConfig:
         if unknown:
             written = values.get(_VERSION_KEY)
             if not _is_newer(written):
-                raise ValueError(f"Unknown keys {', '.join(unknown)}. A configuration has the fields {', '.join(known)}.")
+                raise ValueError(
+                    f"Unknown keys {', '.join(unknown)}. A configuration has the fields {', '.join(known)}."
+                )
             warnings.warn(
                 f"Ignoring {', '.join(unknown)}: written by rmm_linear {written}, this is {__version__}. "
                 "Upgrade rmm_linear to use them.",

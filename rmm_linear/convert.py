@@ -90,7 +90,9 @@ def revert(model: nn.Module) -> nn.Module:
     """
     layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
     if not layers:
-        raise ValueError("revert takes a converted model, got one without sketched layers. Call rmm_linear.convert first.")
+        raise ValueError(
+            "revert takes a converted model, got one without sketched layers. Call rmm_linear.convert first."
+        )
     for layer in layers:
         if layer.rmm_scope is not None:
             layer.rmm_scope.detach()
@@ -241,5 +243,7 @@ def _check_used(config: RMMConfig, linears: dict[str, nn.Module], chosen: Sequen
         for entry in config.target_modules:
             if not any(_matches([entry], name) for name in linears):
                 logger.warning(
-                    "target_modules: %r matches no linear layer; the nearest are %s.", entry, _nearest(entry, list(linears))
+                    "target_modules: %r matches no linear layer; the nearest are %s.",
+                    entry,
+                    _nearest(entry, list(linears)),
                 )

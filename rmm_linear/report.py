@@ -76,9 +76,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Return the summary line and a table in which numbered siblings share a row."""
-        rows = [
-            (pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()
-        ]
+        rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
         return f"{self.summary()}\n{_table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
 
     def _rows(self) -> list[tuple[str, ...]]:

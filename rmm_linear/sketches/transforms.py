@@ -3,11 +3,13 @@
 Sᵀ = √(N/K) · R T D: random signs D, an orthonormal real transform T, K of its N rows R, uniform and without replacement.
 D and T are orthogonal and every row is kept with probability K/N, so E[S Sᵀ] = 1.
 
-    Var = (N−K)/(K(N−1)) · (P + g − 2d)
+Write q_ac = Σ_k t_ka² t_kc² for two tokens a, c. The fourth moments of the signs give
 
-holds when Σ_k t_ka² t_kc² = 1/N for all pairs of tokens a, c. Hadamard's entries are ±1/√N, so it is exact there, with
-N the next power of two (the padding rows are zero). For the cosine and the Hartley transform the sum differs from 1/N
-for few pairs (c = a, and the mirrored token), a relative error of order 1/N: asymptotically exact.
+    Var = (N−K)/(K(N−1)) · [ P + g − 2d + N · Σ_ac (q_ac − 1/N) · (‖x_a‖²‖y_c‖² + 2 x_a·x_c y_a·y_c − 2 [a=c] d_a) ].
+
+Hadamard's entries are ±1/√N, so q_ac = 1/N and the last sum vanishes; N is the next power of two there (the padding rows
+are zero). For the cosine transform q_ac − 1/N = ([c=a] + [c=N−1−a])/2N − 1/N², for the Hartley transform
+([2(a−c)≡0] − [2(a+c)≡0])/2N modulo N: a few mirrored tokens, a relative error of order 1/N if it were left out.
 
 dft is the discrete Fourier transform in its real, Hartley form (cos + sin), so that Z stays real.
 
@@ -66,7 +68,7 @@ def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
     spectrum = torch.view_as_real(_fourier_rows(folded, index))
     angle = (pi / (2 * tokens)) * index.to(matrix.dtype).unsqueeze(1)
     rows = spectrum[..., 0] * torch.cos(angle) + spectrum[..., 1] * torch.sin(angle)
-    return rows * torch.where(index == 0, sqrt(1 / tokens), sqrt(2 / tokens)).to(matrix.dtype).unsqueeze(1)
+    return torch.where(index.unsqueeze(1) == 0, rows * sqrt(1 / tokens), rows * sqrt(2 / tokens))
 
 
 def _dft_rows(matrix: Tensor, index: Tensor) -> Tensor:
@@ -83,9 +85,41 @@ def _fourier_rows(matrix: Tensor, index: Tensor) -> Tensor:
     return torch.where(mirrored.unsqueeze(1), spectrum.conj(), spectrum)
 
 
+def _no_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
+    return []
+
+
+def _dct_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
+    index = torch.arange(tokens)
+    return [(index, 0.5), (index.flip(0), 0.5)]
+
+
+def _dft_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
+    """The tokens c with 2(a−c) ≡ 0 or 2(a+c) ≡ 0 modulo N, each with N times its part of q_ac − 1/N."""
+    index = torch.arange(tokens)
+    turns = (0, tokens // 2) if tokens % 2 == 0 else (0,)
+    return [((sign * index + turn) % tokens, 0.5 * sign) for turn in turns for sign in (1, -1)]
+
+
+def _mirrored(x: Tensor, y: Tensor, mirror: Tensor) -> Tensor:
+    """Σ_a of the bracket behind q_ac for c = mirror(a)."""
+    x, y, mirror = x.double(), y.double(), mirror.to(x.device)
+    x_norms, y_norms = x.square().sum(1), y.square().sum(1)
+    products = (x * x[mirror]).sum(1) * (y * y[mirror]).sum(1)
+    same = mirror == torch.arange(len(mirror), device=x.device)
+    return (x_norms * y_norms[mirror] + 2 * products - 2 * same * x_norms * y_norms).sum()
+
+
 def _family(
-    name: str, summary: str, transform: Callable[[Tensor, Tensor], Tensor], length: Callable[[int], int] = _identity
+    name: str,
+    summary: str,
+    transform: Callable[[Tensor, Tensor], Tensor],
+    mirrors: Callable[[int], list[tuple[Tensor, float]]] = _no_mirrors,
+    uniform: float = 0.0,
+    length: Callable[[int], int] = _identity,
 ) -> Family:
+    """Make a family; ``mirrors`` and ``uniform`` are N · (q_ac − 1/N) on some pairs and, times 1/N, on all."""
+
     def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None) -> Tensor:
         tokens = matrix.shape[0]
         size = length(tokens)
@@ -94,12 +128,15 @@ def _family(
         return (transform(signed, sample(seed, size, rows)) * sqrt(size / rows)).to(matrix.dtype)
 
     def variance(x: Tensor, y: Tensor, rows: int, block: int | None) -> Tensor:
-        size = length(x.shape[0])
-        return (size - rows) / (rows * max(size - 1, 1)) * Moments.of(x, y).signed
+        size, m = length(x.shape[0]), Moments.of(x, y)
+        total = m.signed + uniform / size * (m.p + 2 * m.g - 2 * m.d)
+        for mirror, weight in mirrors(x.shape[0]):
+            total = total + weight * _mirrored(x, y, mirror)
+        return (size - rows) / (rows * max(size - 1, 1)) * total
 
     return Family(name, summary, sketch, variance)
 
 
 HADAMARD = _family("hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two)
-DCT = _family("dct", "subsampled cosine transform", _dct_rows)
-DFT = _family("dft", "subsampled Fourier transform in its real, Hartley form", _dft_rows)
+DCT = _family("dct", "subsampled cosine transform", _dct_rows, _dct_mirrors, uniform=-1.0)
+DFT = _family("dft", "subsampled Fourier transform in its real, Hartley form", _dft_rows, _dft_mirrors)
