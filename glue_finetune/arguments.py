@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
@@ -41,10 +42,13 @@ class GlueArguments:
     )
     data_dir: str | None = dataclasses.field(
         default=None,
-        metadata={"help": "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."},
+        metadata={
+            "help": "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."
+        },
     )
     max_seq_length: int = dataclasses.field(
-        default=MAX_SEQ_LENGTH, metadata={"help": "Tokens per example; longer ones are cut, shorter ones are not padded."}
+        default=MAX_SEQ_LENGTH,
+        metadata={"help": "Tokens per example; longer ones are cut, shorter ones are not padded."},
     )
     max_train_samples: int | None = dataclasses.field(
         default=None, metadata={"help": "Train on the first so many rows. Default: all."}
@@ -147,6 +151,7 @@ def make_parser() -> HfArgumentParser:
         save_total_limit=1,
         report_to="none",
         disable_tqdm=not sys.stderr.isatty(),
+        dataloader_pin_memory=torch.cuda.is_available(),
     )
     return parser
 

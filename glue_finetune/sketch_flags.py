@@ -44,7 +44,10 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(RMMConfig):
         if field.name == _OVERRIDES:
             continue
-        options: dict[str, Any] = {"default": _default(field), "help": _HELP.get(field.name, "See rmm_linear.RMMConfig.")}
+        options: dict[str, Any] = {
+            "default": _default(field),
+            "help": _HELP.get(field.name, "See rmm_linear.RMMConfig."),
+        }
         if field.name in _NAMES:
             options.update(nargs="+", metavar="NAME")
         else:

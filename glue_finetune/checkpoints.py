@@ -1,0 +1,111 @@
+"""The rules for output_dir: when it may be used, and which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from glue_finetune.arguments import GlueTrainingArguments
+from glue_finetune.errors import UserError
+from glue_finetune.results import RESULTS_FILE
+from glue_finetune.trainer import SETTINGS_FILE
+
+_STATE_FILE = "trainer_state.json"  # the Trainer writes it last, so a checkpoint that has it is complete
+_PATTERN = re.compile(r"checkpoint-(\d+)")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List a run's complete checkpoints.
+
+    Args:
+        folder: The run's output_dir.
+
+    Returns:
+        The checkpoints in the order of their steps.
+    """
+    if not folder.is_dir():
+        return []
+    found = {path: _PATTERN.fullmatch(path.name) for path in folder.iterdir()}
+    steps = {path: int(match[1]) for path, match in found.items() if match and (path / _STATE_FILE).is_file()}
+    return sorted(steps, key=lambda path: steps[path])
+
+
+def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any]) -> Path | None:
+    """Apply the rules for output_dir, reading only.
+
+    Args:
+        training: The Trainer's arguments.
+        settings: What determines the outcome of the run.
+
+    Returns:
+        The checkpoint to go on from; None to start anew.
+
+    Raises:
+        UserError: If output_dir is not empty though the run neither resumes nor overwrites, or if it should resume
+            and there is nothing to resume from, or that belongs to a run with other settings.
+    """
+    folder, wanted = Path(training.output_dir or ""), training.resume_from_checkpoint
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output_dir must be a folder, got the file {folder}. Choose another one.")
+    if not wanted or str(wanted).lower() == "false":
+        if not training.overwrite_output_dir and folder.is_dir() and any(folder.iterdir()):
+            raise UserError(
+                f"output_dir must be empty, got {folder} with files in it. Choose another one, go on with "
+                "--resume_from_checkpoint last, or start anew with --overwrite_output_dir."
+            )
+        return None
+    if str(wanted).lower() in ("true", "last"):
+        checkpoints = list_checkpoints(folder)
+        if not checkpoints:
+            raise UserError(f"resume_from_checkpoint needs a checkpoint, {folder} has none. Leave the flag out.")
+        checkpoint = checkpoints[-1]
+    else:
+        checkpoint = Path(str(wanted)).expanduser()
+        if not (checkpoint / _STATE_FILE).is_file():
+            raise UserError(f"resume_from_checkpoint must be a checkpoint folder; {checkpoint} has no {_STATE_FILE}.")
+    if checkpoint.parent.resolve() == folder.resolve() and (folder / RESULTS_FILE).exists():
+        raise UserError(f"The run in {folder} is finished, see {RESULTS_FILE}. Start anew with --overwrite_output_dir.")
+    _check_settings(checkpoint, settings)
+    return checkpoint
+
+
+def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
+    try:
+        saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"resume_from_checkpoint must be one of this script's; {checkpoint} has no {SETTINGS_FILE}."
+        ) from None
+    differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
+    if differing:
+        changes = ", ".join(f"{name} was {saved.get(name)!r}, now {settings.get(name)!r}" for name in differing[:3])
+        raise UserError(f"A resumed run must have the settings it began with; {changes}. Choose another output_dir.")
+
+
+def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
+    """Make output_dir; when overwriting, remove an earlier run's checkpoints and results and nothing else.
+
+    Args:
+        training: The Trainer's arguments.
+        resuming: Keep what is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    folder = Path(training.output_dir or "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if training.overwrite_output_dir and not resuming:
+            (folder / RESULTS_FILE).unlink(missing_ok=True)
+            for path in folder.iterdir():
+                if path.is_dir() and _PATTERN.fullmatch(path.name):
+                    shutil.rmtree(path)
+    except OSError as error:
+        raise UserError(f"Cannot write output_dir {folder}: {error.strerror}. Choose another one.") from error
+    return folder

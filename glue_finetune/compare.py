@@ -1,0 +1,242 @@
+"""Run several settings with several seeds, each in a process of its own, and compare them.
+
+A process per run makes peak memory honest. A finished run is reused when the comparison is started again, an interrupted
+one goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
+from glue_finetune.checkpoints import list_checkpoints
+from glue_finetune.errors import UserError
+from glue_finetune.modeling import check_conversion, load_config
+from glue_finetune.results import read_results, run_settings, write_json
+from glue_finetune.summary import write_summary
+from glue_finetune.tasks import get_task
+from glue_finetune.training import check_run
+
+MARKER = "comparison.json"  # tells a comparison's folder from somebody's files
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One entry of --compare.
+
+    Attributes:
+        label: The entry as it was typed.
+        flags: The flags that it stands for.
+    """
+
+    label: str
+    flags: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder."""
+        return self.label.replace(":", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a comparison.
+
+    Attributes:
+        setting: What is compared.
+        seed: The seed.
+        argv: Its command line.
+        arguments: The same, parsed.
+        folder: Its output_dir.
+    """
+
+    setting: Setting
+    seed: int
+    argv: tuple[str, ...]
+    arguments: Arguments
+    folder: Path
+
+
+def parse_setting(text: str) -> Setting:
+    """Read one entry of --compare, ``kind`` or ``kind:ratio``. The values are checked where the flags are.
+
+    Args:
+        text: The entry.
+
+    Returns:
+        The setting.
+
+    Raises:
+        UserError: If the entry has another form.
+    """
+    parts = text.split(":")
+    names = ("--kind", "--ratio")
+    if len(parts) > len(names) or not all(parts):
+        raise UserError(f"An entry of --compare must be kind or kind:ratio, got {text!r}. Example: countsketch:0.1")
+    return Setting(text, tuple(word for pair in zip(names, parts, strict=False) for word in pair))
+
+
+def run_comparison(arguments: Arguments) -> int:
+    """Do what --compare says.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status: 0, that of the first run that failed, or 128 plus the number of a signal.
+
+    Raises:
+        UserError: If an entry, a seed or the folder cannot be used. Nothing is written then.
+    """
+    if "kind" in arguments.given:
+        raise UserError("--kind and --compare exclude each other. Name the kinds in --compare.")
+    settings = [parse_setting(text) for text in arguments.glue.compare or ()]
+    seeds = arguments.glue.seeds or [arguments.training.seed]
+    for name, values in (("--compare", [setting.label for setting in settings]), ("--seeds", seeds)):
+        if len(set(values)) < len(values):
+            raise UserError(f"{name} must name everything once, got {' '.join(map(str, values))}.")
+    folder = Path(arguments.training.output_dir or "")
+    overwrite = arguments.training.overwrite_output_dir
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARKER).is_file():
+        raise UserError(
+            f"output_dir must be empty or hold an earlier comparison, got {folder} with other files in it. "
+            "Choose another one."
+        )
+    runs = plan_runs(_own_flags(arguments.argv), settings, seeds, folder)
+    _check(runs)
+    pending = [run for run in runs if overwrite or not _is_finished(run)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / MARKER, {"compare": [setting.label for setting in settings], "seeds": seeds})
+    status = _execute(runs, pending, overwrite)
+    if status:
+        return status
+    results = {(run.setting.label, run.seed): read_results(run.folder) or {} for run in runs}
+    print("\n" + write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv))))
+    return 0
+
+
+def plan_runs(argv: Sequence[str], settings: Sequence[Setting], seeds: Sequence[int], folder: Path) -> list[Run]:
+    """Make the command line of each run and parse it, which checks it.
+
+    Args:
+        argv: The flags that all runs share.
+        settings: What is compared.
+        seeds: Seeds for each setting.
+        folder: The comparison's output_dir.
+
+    Returns:
+        The runs, setting by setting.
+    """
+    runs = []
+    for setting in settings:
+        for seed in seeds:
+            target = folder / setting.folder / f"seed-{seed}"
+            own = ("--save_strategy", "no", *argv, *setting.flags, "--seed", str(seed), "--output_dir", str(target))
+            runs.append(Run(setting, seed, own, parse(list(own)), target))
+    return runs
+
+
+def _own_flags(argv: Sequence[str]) -> list[str]:
+    """The user's command line without the flags that each run gets its own of."""
+    for parser in (
+        flags_parser("compare", "seeds", nargs="+"),
+        flags_parser("output_dir", "seed", "resume_from_checkpoint"),
+        flags_parser("overwrite_output_dir", "demo", nargs="?"),
+    ):
+        _, argv = parser.parse_known_args(argv)
+    return list(argv)
+
+
+def _check(runs: Sequence[Run]) -> None:
+    first = runs[0].arguments
+    check_run(first)
+    model_config = load_config(get_task(first.glue.task_name or ""), first.glue.model_name_or_path)
+    for config in {id(run.setting): run.arguments.config for run in runs}.values():
+        check_conversion(model_config, config)
+
+
+def _is_finished(run: Run) -> bool:
+    results = read_results(run.folder)
+    if results is None:
+        return False
+    settings: dict[str, Any] = results.get("settings", {})
+    wanted = run_settings(run.arguments)
+    differing = [name for name in {**settings, **wanted} if settings.get(name) != wanted.get(name)]
+    if differing:
+        changes = ", ".join(f"{name} was {settings.get(name)!r}, now {wanted.get(name)!r}" for name in differing[:3])
+        raise UserError(
+            f"{run.folder} holds a run with other settings: {changes}. "
+            "Choose another output_dir, or run all anew with --overwrite_output_dir."
+        )
+    return True
+
+
+def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> int:
+    for number, run in enumerate(runs, start=1):
+        title = f"[{number}/{len(runs)}] {run.setting.label}, seed {run.seed}"
+        if run not in pending:
+            print(f"{title}: finished before, reused (--overwrite_output_dir runs it again)", flush=True)
+            continue
+        extra = ["--overwrite_output_dir"] if overwrite else []
+        if not overwrite and list_checkpoints(run.folder):
+            extra = ["--resume_from_checkpoint", "last"]
+        print(
+            f"{title}: {'going on from its checkpoint' if '--resume_from_checkpoint' in extra else 'running'}",
+            flush=True,
+        )
+        status = run_process([*run.argv, *extra])
+        if status:
+            print(
+                f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} ended with exit status {status}, see above. "
+                "Finished runs are kept: the same command goes on from here.",
+                file=sys.stderr,
+            )
+            return status
+    return 0
+
+
+def run_process(argv: Sequence[str]) -> int:
+    """Run this program in another process and hand it the signals that come meanwhile.
+
+    Args:
+        argv: Its arguments.
+
+    Returns:
+        Its exit status; 128 plus the number of the signal if one ended it.
+    """
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # A session of its own: the terminal sends Ctrl-C to this process alone, and the child gets it once, from here.
+    with (
+        subprocess.Popen([sys.executable, "-m", PROGRAM, *argv], env=environment, start_new_session=True) as process,
+        _passing_on(process) as received,
+    ):
+        status = process.wait()
+    if status < 0:
+        status = 128 - status
+    return status or (128 + received[0] if received else 0)
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen) -> Iterator[list[int]]:
+    received: list[int] = []
+
+    def handle(signum: int, frame: Any) -> None:
+        received.append(signum)
+        process.send_signal(signum)
+
+    previous = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

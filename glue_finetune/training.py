@@ -1,0 +1,115 @@
+"""One fine-tuning run, from the checked command line to results.json."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import datasets
+from transformers import DataCollatorWithPadding, set_seed
+
+from glue_finetune.arguments import Arguments
+from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
+from glue_finetune.data import GlueData, load_task
+from glue_finetune.interrupt import InterruptCallback
+from glue_finetune.modeling import check_conversion, load_config, load_model, load_tokenizer, sketch, tokenize
+from glue_finetune.results import RESULTS_FILE, make_results, run_settings, write_json
+from glue_finetune.scoring import make_scorer
+from glue_finetune.tasks import get_task
+from glue_finetune.trainer import GlueTrainer, SettingsCallback, StepTimer, add_progress
+
+logger = logging.getLogger(__name__)
+
+
+def train(arguments: Arguments) -> int:
+    """Fine-tune, evaluate after each epoch, and write results.json into output_dir.
+
+    Everything is read and checked before the first byte is written. The weights of the run follow from its settings
+    and seed alone, however often it was interrupted and resumed.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status: 0, or 128 plus the number of the signal that ended the run early.
+    """
+    with InterruptCallback().installed() as interrupt:
+        return _train(arguments, interrupt)
+
+
+def check_run(arguments: Arguments) -> GlueData:
+    """Read a run's data and check its sketch against its model, without loading weights or writing anything.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The data.
+    """
+    glue = arguments.glue
+    task = get_task(glue.task_name or "")
+    data = load_task(task, glue.data_dir, glue.max_train_samples, glue.max_eval_samples)
+    check_conversion(load_config(task, glue.model_name_or_path), arguments.config)
+    return data
+
+
+def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
+    glue, training = arguments.glue, arguments.training
+    task = get_task(glue.task_name or "")
+    settings = run_settings(arguments)
+    checkpoint = choose_checkpoint(training, settings)
+    data = check_run(arguments)
+    tokenizer = load_tokenizer(glue.model_name_or_path)
+    set_seed(training.seed)  # the classifier starts from random weights
+    model = load_model(glue.model_name_or_path, load_config(task, glue.model_name_or_path))
+    report = sketch(model, arguments.config)
+    print(report or "exact: every layer keeps its whole input")
+
+    def prepare(rows: datasets.Dataset) -> datasets.Dataset:
+        return tokenize(rows, tokenizer, glue.max_seq_length)
+
+    dev = {name: prepare(rows) for name, rows in data.dev.items()}
+    train_rows = prepare(data.train)
+    timer = StepTimer()
+    folder = prepare_folder(training, resuming=checkpoint is not None)
+    trainer = GlueTrainer(
+        model=model,
+        args=training,
+        train_dataset=train_rows,
+        eval_dataset=dev if len(dev) > 1 else next(iter(dev.values())),
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None),
+        compute_metrics=make_scorer(task, glue.metric_source),
+        callbacks=[interrupt, timer, SettingsCallback(settings)],
+    )
+    add_progress(trainer)
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    seconds = time.perf_counter() - began
+    state = trainer.state
+    if state.global_step < state.max_steps and interrupt.signum is not None:
+        logger.warning(
+            "Stopped after step %d of %d; %s has the checkpoint. Go on with --resume_from_checkpoint last.",
+            state.global_step, state.max_steps, folder,
+        )  # fmt: skip
+        return 128 + interrupt.signum
+    if str(training.save_strategy.value) != "no":
+        trainer.save_model()
+    if trainer.is_world_process_zero():
+        extra = {
+            "seconds_of_training": seconds,
+            "steps": state.global_step,
+            "resumed": checkpoint is not None,
+            "converted": [] if report is None else list(report.converted),
+            "skipped": {} if report is None else dict(report.skipped),
+        }
+        results = make_results(arguments, task, state.log_history, timer.summary(), extra)
+        write_json(Path(folder) / RESULTS_FILE, results)
+        print(f"{task.main_metric}: best {_show(results['score']['best'])}, last {_show(results['score']['last'])}")
+        print(f"results: {Path(folder) / RESULTS_FILE}")
+    return 0 if interrupt.signum is None else 128 + interrupt.signum
+
+
+def _show(score: float | None) -> str:
+    return "none" if score is None else f"{score:.4f}"
