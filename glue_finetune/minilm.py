@@ -8,7 +8,6 @@ states agree with BERT's to the last bit.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 from pathlib import Path
 
@@ -121,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m glue_finetune.minilm DIR   writes MiniLM as a RoBERTa model into DIR")
         return 0 if arguments in (["-h"], ["--help"]) else 2
-    logging.basicConfig(format="%(message)s")
+    transformers.logging.disable_progress_bar()
     try:
         print(f"MiniLM as a RoBERTa model: {save_minilm(Path(arguments[0]))}")
     except UserError as error:

@@ -32,8 +32,10 @@ def load_config(task: Task, name: str) -> Any:
     Raises:
         UserError: If there is no such folder or model, or the hub cannot be reached.
     """
-    labels = {"num_labels": 1, "problem_type": "regression"} if task.is_regression else {"num_labels": len(task.labels)}
-    return _from_pretrained(AutoConfig, name, **labels)
+    if task.is_regression:
+        return _from_pretrained(AutoConfig, name, num_labels=1, problem_type="regression")
+    names = dict(enumerate(task.labels))
+    return _from_pretrained(AutoConfig, name, id2label=names, label2id={label: place for place, label in names.items()})
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -112,21 +114,36 @@ def sketch(model: torch.nn.Module, config: RMMConfig | None, dry_run: bool = Fal
         raise UserError(one_line(error)) from error
 
 
+def limit_length(tokenizer: Tokenizer, max_length: int) -> int:
+    """Cut the wanted length to what the model can take.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        max_length: Tokens per row wanted at most.
+
+    Returns:
+        Tokens per row at most; a line in the log says so where it is less than wanted.
+    """
+    limit = min(max_length, tokenizer.model_max_length)
+    if limit < max_length:
+        logger.info("max_seq_length: %d is more than the model takes, %d is used", max_length, limit)
+    return limit
+
+
 def tokenize(rows: datasets.Dataset, tokenizer: Tokenizer, max_length: int) -> datasets.Dataset:
     """Turn texts into token numbers, without padding.
 
     Args:
         rows: Rows with "text", for pairs also "text_pair", and "label".
         tokenizer: The model's tokenizer.
-        max_length: Tokens per row at most, cut to what the model can take.
+        max_length: Tokens per row at most.
 
     Returns:
         Rows with "input_ids", "attention_mask", whatever else the model reads, and "label".
     """
-    limit = min(max_length, tokenizer.model_max_length)
 
     def encode(batch: dict[str, list[str]]) -> Any:
-        return tokenizer(batch["text"], batch.get("text_pair"), truncation=True, max_length=limit)
+        return tokenizer(batch["text"], batch.get("text_pair"), truncation=True, max_length=max_length)
 
     texts = [name for name in rows.column_names if name != "label"]
     return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenizing")

@@ -26,7 +26,7 @@ _PACKAGES = ("rmm_linear", "torch", "transformers", "datasets", "evaluate", "acc
 _INCIDENTAL = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint logging_dir run_name disable_tqdm report_to project log_level "
     "log_level_replica log_on_each_node save_strategy save_steps save_total_limit save_on_each_node hub_token "
-    "compare seeds demo local_rank".split()
+    "compare seeds demo local_rank dataloader_pin_memory".split()
 )
 
 

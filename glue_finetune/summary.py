@@ -181,6 +181,6 @@ def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
     seeds = int(table["n"].max())
     axes.set_xlabel("kept for the backward pass of one step (MiB)")
     axes.set_ylabel(f"{metric.replace('_', ' ')}, best epoch (mean{' ± std' if seeds > 1 else ''}, n = {seeds})")
-    axes.set_title(f"GLUE {task}")
+    axes.set_title(f"task {task}")
     axes.grid(alpha=0.3)
     return figure

@@ -6,14 +6,21 @@ import logging
 import time
 from pathlib import Path
 
-import datasets
 from transformers import DataCollatorWithPadding, set_seed
 
 from glue_finetune.arguments import Arguments
 from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
 from glue_finetune.data import GlueData, load_task
 from glue_finetune.interrupt import InterruptCallback
-from glue_finetune.modeling import check_conversion, load_config, load_model, load_tokenizer, sketch, tokenize
+from glue_finetune.modeling import (
+    check_conversion,
+    limit_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    sketch,
+    tokenize,
+)
 from glue_finetune.results import RESULTS_FILE, make_results, run_settings, write_json
 from glue_finetune.scoring import make_scorer
 from glue_finetune.tasks import get_task
@@ -66,11 +73,9 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     report = sketch(model, arguments.config)
     print(report or "exact: every layer keeps its whole input")
 
-    def prepare(rows: datasets.Dataset) -> datasets.Dataset:
-        return tokenize(rows, tokenizer, glue.max_seq_length)
-
-    dev = {name: prepare(rows) for name, rows in data.dev.items()}
-    train_rows = prepare(data.train)
+    length = limit_length(tokenizer, glue.max_seq_length)
+    dev = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
+    train_rows = tokenize(data.train, tokenizer, length)
     timer = StepTimer()
     folder = prepare_folder(training, resuming=checkpoint is not None)
     trainer = GlueTrainer(

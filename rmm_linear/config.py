@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear._version import __version__
+from rmm_linear.kept import Recipe
+from rmm_linear.packing import WIDTHS, packed_bytes
 from rmm_linear.sketches import FAMILIES, KINDS
 
 _VERSION_KEY = "rmm_linear_version"
+_DEFAULT_MEMORY = 0.1
+_AUTO_BITS = 4
 _SELECTION = ("target_modules", "exclude_modules", "overrides")
 
 
@@ -26,9 +30,15 @@ class RMMConfig:
 
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
-        ratio: Rows kept by rows seen, K/N, in (0, 1]. 1 keeps every row: exact.
+        ratio: Rows kept by rows seen, K/N, in (0, 1]; 1 keeps every row. Give ``ratio`` or ``memory``, not both.
+        memory: Bytes kept by bytes of the input, in (0, 1]; the rows follow from it and from ``bits``. 0.1 when neither is
+            given.
+        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each layer
+            from the noise predicted on the first steps, with ``ratio`` the dtype itself.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
-        min_rows: K is never smaller, so heads that see one row per sequence stay exact. At least 1.
+        min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence
+            are. At least 1.
+        mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
         target_modules: Layers to convert: "all-linear" (all but the output head), a regular expression that the whole
             name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
         exclude_modules: Layers to leave alone, a regular expression or a list as above.
@@ -40,7 +50,7 @@ class RMMConfig:
         TypeError: If a value has the wrong type.
 
     Example:
-        >>> RMMConfig(ratio=0.2).rows(1000)
+        >>> RMMConfig(ratio=0.2).recipe(1000, 768, itemsize=4).rows
         200
         >>> RMMConfig(ratio=1.5)
         Traceback (most recent call last):
@@ -49,9 +59,12 @@ class RMMConfig:
     """
 
     kind: str = "countsketch"
-    ratio: float = 0.1
+    ratio: float | None = None
+    memory: float | None = None
+    bits: int | str | None = "auto"
     block: int | None = None
     min_rows: int = 64
+    mask_padding: bool = True
     target_modules: str | Sequence[str] = "all-linear"
     exclude_modules: str | Sequence[str] | None = None
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -59,7 +72,16 @@ class RMMConfig:
     def __post_init__(self) -> None:
         """Validate, and freeze the containers."""
         _check_kind(self.kind)
-        _check_ratio(self.ratio)
+        if self.ratio is not None and self.memory is not None:
+            raise ValueError(f"ratio and memory exclude each other, got ratio={self.ratio}, memory={self.memory}. Give one.")
+        if self.ratio is None and self.memory is None:
+            object.__setattr__(self, "memory", _DEFAULT_MEMORY)
+        _check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
+        _check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
+        if self.bits not in (None, "auto", *WIDTHS) or isinstance(self.bits, bool | float):
+            raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
+        if not isinstance(self.mask_padding, bool):
+            raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
         _check_integer("block", self.block, optional=True)
         _check_integer("min_rows", self.min_rows)
         if self.block is not None and not FAMILIES[self.kind].blocks:
@@ -85,22 +107,55 @@ class RMMConfig:
             if unknown:
                 raise ValueError(f"overrides[{pattern!r}] may change {', '.join(allowed)}; got {', '.join(unknown)}.")
             try:
-                dataclasses.replace(self, overrides={}, **changes)
+                self.replace(overrides={}, **changes)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"overrides[{pattern!r}]: {error}") from None
             checked[pattern] = dict(changes)
         return checked
 
-    def rows(self, tokens: int) -> int:
-        """Return K for a layer that sees ``tokens`` rows.
+    def recipe(self, tokens: int, features: int, itemsize: int, bits: int | None = None) -> Recipe | None:
+        """Return how an input is kept.
+
+        K = max(min_rows, round(ratio · N)), or with ``memory`` the most rows whose bytes fit; at most N.
 
         Args:
             tokens: N.
+            features: I.
+            itemsize: Bytes per element of the input.
+            bits: Stands in for ``bits="auto"`` under ``memory``; None is 4.
 
         Returns:
-            max(min_rows, round(ratio · N)), at most N; N means that the layer stores its input itself.
+            The recipe, or None where the input itself is kept: N ≤ min_rows, or K ≥ N in the input's own dtype.
         """
-        return min(tokens, max(self.min_rows, round(self.ratio * tokens)))
+        if tokens <= self.min_rows:
+            return None
+        width = self.bits
+        if width == "auto":
+            width = None if self.ratio is not None else (bits or _AUTO_BITS)
+        if self.ratio is not None:
+            rows = round(self.ratio * tokens)
+        else:
+            row_bytes = features * itemsize if width is None else packed_bytes(1, features, int(width))
+            rows = int((self.memory or 0) * tokens * features * itemsize / row_bytes)
+        rows = min(tokens, max(self.min_rows, rows))
+        if rows == tokens and width is None:
+            return None
+        return Recipe(self.kind, rows, self.block, None if width is None else int(width))
+
+    def replace(self, **changes: Any) -> RMMConfig:
+        """Return a copy with other values; a new ``ratio`` drops ``memory``, and the other way round.
+
+        Args:
+            **changes: Fields to change.
+
+        Returns:
+            The new configuration.
+        """
+        if changes.get("ratio") is not None:
+            changes.setdefault("memory", None)
+        if changes.get("memory") is not None:
+            changes.setdefault("ratio", None)
+        return dataclasses.replace(self, **changes)
 
     def for_module(self, name: str) -> RMMConfig:
         """Return the configuration of one layer: this one with the first matching override applied.
@@ -112,7 +167,7 @@ class RMMConfig:
             A configuration without overrides.
         """
         pattern = self.override_pattern(name)
-        return dataclasses.replace(self, overrides={}, **(self.overrides[pattern] if pattern is not None else {}))
+        return self.replace(overrides={}, **(self.overrides[pattern] if pattern is not None else {}))
 
     def override_pattern(self, name: str) -> str | None:
         """Return the first pattern of ``overrides`` that matches a layer.
@@ -212,11 +267,13 @@ def _check_kind(kind: object) -> None:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
 
 
-def _check_ratio(ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f"ratio must be a number in (0, 1], got {ratio!r}.")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio must be in (0, 1], got {ratio}. Use ratio=1 to store every row.")
+def _check_fraction(name: str, value: object, hint: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number in (0, 1], got {value!r}. {hint}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {value}. {hint}")
 
 
 def _check_integer(name: str, value: object, *, optional: bool = False) -> None:

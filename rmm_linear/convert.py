@@ -62,16 +62,16 @@ def convert(
         name: ConvertedLayer(name, type(module).__name__, *_features(module), config.for_module(name))
         for name, module in chosen.items()
     }
-    report = ConversionReport(config, converted, skipped, dry_run)
     if dry_run:
-        return report
+        return ConversionReport(config, converted, skipped, dry_run)
     classes = {name: _sketched_class(module) for name, module in chosen.items()}
-    scope = ForwardScope()
+    scope = ForwardScope(list(chosen))
     scope.attach(model)
     for index, (name, module) in enumerate(chosen.items()):
         # The object stays, so ties, hooks, optimizers and everybody's references to it do too.
         module.__class__ = classes[name]
         module._set_up(converted[name].config, scope, index)  # pyright: ignore[reportCallIssue]
+    report = ConversionReport(config, converted, skipped, scope=scope)
     logger.info(report.summary())
     return report
 
@@ -108,7 +108,7 @@ def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMCo
     for name in overrides:
         if name not in known:
             raise TypeError(f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}.")
-    return dataclasses.replace(config or RMMConfig(), **overrides)
+    return (config or RMMConfig()).replace(**overrides)
 
 
 def _first_names(model: nn.Module) -> dict[nn.Module, str]:

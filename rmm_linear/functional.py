@@ -1,15 +1,17 @@
 """sketched_linear: a linear layer that keeps a sketch of its input for the backward pass.
 
-    forward    out = X Wᵀ + b (exact)    keep Z = SᵀX, the seed of S, and W
-    backward   dX = Y W (exact)   db = Yᵀ1 (exact)   dW = (SᵀY)ᵀ Z
+    forward    out = X Wᵀ + b (exact)    keep Z = pack(SᵀX), the seed of S, and W
+    backward   dX = Y W (exact)   db = Yᵀ1 (exact)   dW = (SᵀY)ᵀ unpack(Z)
 
-E[S Sᵀ] = 1 makes E[dW] = YᵀX: the gradient is unbiased, whatever Y is.
+E[S Sᵀ] = 1 and E[unpack(pack(Z)) | Z] = Z make E[dW] = YᵀX: the gradient is unbiased, whatever Y is.
 
 Source: Bershatsky et al. 2022, arXiv 2201.13195, algorithm 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,31 +19,67 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.kept import Recipe, keep, weight_gradient
 from rmm_linear.seeds import draw_seed
-from rmm_linear.sketches import sketch
+from rmm_linear.sharing import SharedSketches
+from rmm_linear.sketches import TokenMask
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of one layer does with its input.
+
+    Attributes:
+        recipe: How the input is kept.
+        seed: Seed of S and of the rounding.
+        mask: The tokens that count, or None for all.
+        shared: Sketches of this forward pass that other layers made, or None to share nothing.
+        index: Number of the layer, for ``shared``.
+        on_backward: Called with Y, shape (N, O), and the mask before anything is made of them.
+    """
+
+    recipe: Recipe
+    seed: int
+    mask: TokenMask | None = None
+    shared: SharedSketches | None = None
+    index: int = 0
+    on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
 
 
 def sketched_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: RMMConfig, seed: int | None = None
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: RMMConfig,
+    seed: int | None = None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and keep K rows of a sketch for the backward pass instead of the input.
+    """Apply ``input @ weight.T + bias`` and keep a small sketch for the backward pass instead of the input.
 
     Exact: the output, the gradient by the input and the gradient by the bias. Random and unbiased: the gradient by the
-    weight. Nothing is kept when the weight is frozen or grad mode is off; K ≥ N keeps the input itself and is exact.
+    weight. Nothing is kept when the weight is frozen or grad mode is off. With N ≤ ``min_rows``, or K ≥ N and no bits, the
+    input itself is kept and everything is exact.
 
-    Memory: K·I elements and one seed, with K = ``config.rows(N)``. Time: the weight gradient costs K/N of the exact one,
-    the sketches of X and Y come on top (one pass each for countsketch).
+    Memory: ``config.recipe(N, I, itemsize).bytes(...)``. Time: the weight gradient costs K/N of the exact one; the
+    sketches of X and Y come on top (one pass each for countsketch).
 
     Args:
         input: Activations X, shape (*, I); N is the product of the leading dimensions.
         weight: Shape (O, I).
         bias: Shape (O,), or None.
-        config: Kind, ratio, block and min_rows of the sketch; its module patterns are not used here.
-        seed: Seed of S, a 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is on or not,
-            so that later random numbers do not depend on it.
+        config: Kind, ratio or memory, bits, block and min_rows; its module patterns are not used here.
+        seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is on
+            or not, so that later random numbers do not depend on it.
+        token_mask: True for rows whose gradient by the output is not zero, shape (*) as the leading dimensions of
+            ``input``; padding is false and leaves the sketch. It is the caller's word: a masked row with a gradient would
+            be missing from dW.
 
     Returns:
         Shape (*, O). Equal to the output of ``torch.nn.functional.linear`` to the bit.
+
+    Raises:
+        ValueError: If ``token_mask`` has another shape than the leading dimensions of ``input``.
 
     Example:
         >>> import torch
@@ -50,75 +88,95 @@ def sketched_linear(
         >>> w.grad.shape
         torch.Size([4, 8])
     """
-    if not weight.requires_grad:
+    if token_mask is not None and token_mask.shape != input.shape[:-1]:
+        raise ValueError(
+            "token_mask must have the shape of input without its last dimension, "
+            f"got {tuple(token_mask.shape)} for an input of {tuple(input.shape)}."
+        )
+    recipe = recipe_for(input, weight, config)
+    if recipe is None:
         return F.linear(input, weight, bias)
-    if input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
-        return F.linear(input, weight, bias)  # torch's own error
-    tokens = input.shape[:-1].numel()
-    rows = config.rows(tokens)
-    if rows >= tokens:
-        return F.linear(input, weight, bias)
-    if seed is None:
-        seed = draw_seed()
-    if not torch.is_grad_enabled():
-        return F.linear(input, weight, bias)
-    return _apply(input, weight, bias, config, rows, seed)
+    seed = draw_seed() if seed is None else seed
+    mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
+    return planned_linear(input, weight, bias, Plan(recipe, seed, mask))
 
 
-def evaluated_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and keep nothing, as a layer in eval mode does.
+def recipe_for(input: Tensor, weight: Tensor, config: RMMConfig, bits: int | None = None) -> Recipe | None:
+    """Return how a layer keeps its input, by the shapes and dtypes alone.
 
-    The gradients by input and bias are exact; asking for the gradient by the weight raises in the backward pass.
+    Args:
+        input: Activations X, shape (*, I).
+        weight: Shape (O, I).
+        config: The layer's configuration.
+        bits: What ``bits="auto"`` stands for; None is the configuration's own rule.
+
+    Returns:
+        The recipe; None when the layer is exact: frozen weight, few tokens, or a shape that torch will refuse.
+    """
+    if not weight.requires_grad or input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
+        return None
+    itemsize = (autocast_dtype(input) or input.dtype).itemsize
+    return config.recipe(input.shape[:-1].numel(), input.shape[-1], itemsize, bits)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast runs a linear layer in, or None when it is off.
+
+    Args:
+        input: Activations; their device and dtype decide.
+
+    Returns:
+        The dtype, or None.
+    """
+    device_type = input.device.type
+    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor:
+    """Apply ``input @ weight.T + bias`` and keep what a plan says.
 
     Args:
         input: Activations X, shape (*, I).
         weight: Shape (O, I).
         bias: Shape (O,), or None.
+        plan: What is kept. None keeps nothing, as a layer in eval mode does: the gradients by input and bias are exact, and
+            asking for the gradient by the weight raises in the backward pass.
 
     Returns:
         Shape (*, O).
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
-    return _apply(input, weight, bias, None, 0, 0)
-
-
-def _apply(
-    input: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig | None, rows: int, seed: int
-) -> Tensor:
-    device_type = input.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    return _SketchedLinear.apply(input, weight, bias, config, rows, seed, dtype)
+    return _SketchedLinear.apply(input, weight, bias, plan, autocast_dtype(input))
 
 
 class _SketchedLinear(torch.autograd.Function):
-    """The linear layer whose backward pass needs Z, not X; ``config=None`` keeps nothing at all."""
+    """The linear layer whose backward pass needs what a plan keeps, not X."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: RMMConfig | None,
-        rows: int,
-        seed: int,
-        autocast_dtype: torch.dtype | None,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None, dtype: torch.dtype | None
     ) -> Tensor:
-        ctx.config, ctx.rows, ctx.autocast_dtype = config, rows, autocast_dtype
+        ctx.plan, ctx.autocast_dtype = plan, dtype
         ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
-        with torch.autocast(input.device.type, enabled=False):
-            x, w = _cast(input, autocast_dtype), _cast(weight, autocast_dtype)
-            b = None if bias is None else _cast(bias, autocast_dtype)
-            output = F.linear(x, w, b)
-            sketched = seeds = None
-            if config is not None:
-                # The seed travels with Z: a recomputation under checkpointing replaces both, or neither.
-                seeds = torch.full((1,), seed, dtype=torch.int64, device=input.device)
-                x = x.reshape(-1, x.shape[-1])
-                sketched = sketch(x, kind=config.kind, seed=seeds, rows=rows, block=config.block)
-        ctx.save_for_backward(sketched, seeds, weight if ctx.needs_input_grad[0] else None)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        with torch.autocast(input.device.type, enabled=False):
+            x, b = _cast(input, dtype), None if bias is None else _cast(bias, dtype)
+            output = F.linear(x, _cast(weight, dtype), b)
+            saved: tuple[Tensor | None, ...] = ()
+            if plan is not None:
+                x = x.reshape(-1, x.shape[-1])
+
+                def make() -> tuple[Tensor, ...]:
+                    return keep(x, plan.recipe, plan.seed, plan.mask)
+
+                key = (plan.recipe, plan.mask, dtype)
+                kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
+                # The seed and the mask travel with Z: a recomputation under checkpointing replaces all of them, or none.
+                saved = (*((None, None) if plan.mask is None else (plan.mask.order, plan.mask.count)), *kept)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
 
     @staticmethod
@@ -128,24 +186,28 @@ class _SketchedLinear(torch.autograd.Function):
                 "sketched_linear does not support double backward: its input is not kept, so a backward pass with "
                 "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer from the conversion."
             )
-        sketched, seeds, weight = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
+        plan: Plan | None = ctx.plan
         grad_input = grad_weight = grad_bias = None
         with torch.autocast(grad_output.device.type, enabled=False):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
                 grad_input = (y @ _cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
             if ctx.needs_input_grad[1]:
-                if sketched is None:
+                if plan is None:
                     raise RuntimeError(
                         "The gradient by the weight needs the layer's input, and a layer in eval mode keeps nothing. "
                         "Call model.train() before the forward pass; for gradients in eval mode use rmm_linear.revert(model)."
                     )
-                config = ctx.config
-                sketched_y = sketch(y, kind=config.kind, seed=seeds, rows=ctx.rows, block=config.block)
-                grad_weight = (sketched_y.T @ sketched).to(ctx.weight_dtype)
+                order, count, *kept = saved
+                mask = None if order is None else TokenMask(order, count)
+                if plan.on_backward is not None:
+                    plan.on_backward(y, mask)
+                gradient = weight_gradient(y, tuple(kept), plan.recipe, ctx.input_shape[-1], mask)
+                grad_weight = gradient.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from rmm_linear.bits import BitsChoice
 from rmm_linear.config import RMMConfig
-from rmm_linear.functional import evaluated_linear, sketched_linear
-from rmm_linear.scope import ForwardScope
+from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
+from rmm_linear.scope import ForwardScope, in_backward
+from rmm_linear.seeds import draw_seed
+from rmm_linear.sketches import TokenMask
 
 
 class SketchedLayer(nn.Module):
@@ -19,32 +23,72 @@ class SketchedLayer(nn.Module):
         rmm_config: How the input is kept.
         rmm_scope: What the layers of a converted model share, or None for a layer by itself.
         rmm_index: Number of the layer in the converted model.
+        rmm_choice: The width chosen by a layer by itself with ``bits="auto"``.
+        rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
     """
 
     rmm_config: RMMConfig
     rmm_scope: ForwardScope | None
     rmm_index: int
+    rmm_choice: BitsChoice
+    rmm_mask_checked: bool
 
     def _set_up(self, config: RMMConfig | None, scope: ForwardScope | None = None, index: int = 0) -> None:
         self.rmm_config = config or RMMConfig()
         self.rmm_scope = scope
         self.rmm_index = index
+        self.rmm_choice = BitsChoice() if scope is None else scope.choice(index)
+        self.rmm_mask_checked = False
 
     def _tear_down(self) -> None:
-        for name in ("rmm_config", "rmm_scope", "rmm_index"):
+        for name in SketchedLayer.__annotations__:
             self.__dict__.pop(name, None)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.training:
-            return evaluated_linear(input, weight, bias)
-        # Asked for whether grad mode is on or not, so that both passes of a checkpoint ask alike.
-        seed = self.rmm_scope.layer_seed(self.rmm_index) if self.rmm_scope is not None else None
-        return sketched_linear(input, weight, bias, config=self.rmm_config, seed=seed)
+        plan = self._plan(input, weight) if self.training else None
+        if plan is None and self.training:
+            return F.linear(input, weight, bias)
+        return planned_linear(input, weight, bias, plan)
+
+    def _plan(self, input: Tensor, weight: Tensor) -> Plan | None:
+        """Say what this call keeps. Asks for seeds whether grad mode is on or not, as both passes of a checkpoint must."""
+        config, scope, index = self.rmm_config, self.rmm_scope, self.rmm_index
+        recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
+        if recipe is None:
+            return None
+        tokens = input.shape[:-1].numel()
+        mask = scope.token_mask(tokens, index) if scope is not None and config.mask_padding else None
+        if config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None and not in_backward():
+            dtype = autocast_dtype(input) or input.dtype
+            x = input.detach().reshape(tokens, -1)
+            self.rmm_choice.observe(x, config, dtype.itemsize, mask)
+            if scope is None:
+                self.rmm_choice.settle()
+        if scope is None:
+            return Plan(recipe, draw_seed(), mask)
+        return Plan(recipe, scope.layer_seed(index), mask, scope.shared, index, self._on_backward)
+
+    def _on_backward(self, y: Tensor, mask: TokenMask | None) -> None:
+        if self.rmm_scope is not None:
+            self.rmm_scope.note_backward()
+        if mask is None or self.rmm_mask_checked:
+            return
+        padding = y[mask.order[int(mask.count) :]]
+        finite = padding.isfinite()
+        if bool((finite & (padding != 0)).any()):
+            name = self.rmm_scope.names[self.rmm_index] if self.rmm_scope is not None else "the layer"
+            raise RuntimeError(
+                f"Padding must not reach the loss, but masked tokens of {name} carry a gradient (the model pools over "
+                "padding, or the labels cover it). Leaving them out would bias the weight gradient. "
+                "Convert with mask_padding=False, or mask the padding in the loss."
+            )
+        self.rmm_mask_checked = bool(finite.all())  # an overflowing step shows nothing
 
     def _describe(self) -> str:
         config = self.rmm_config
+        amount = f"ratio={config.ratio:g}" if config.ratio is not None else f"memory={config.memory:g}, bits={config.bits}"
         block = "" if config.block is None else f", block={config.block}"
-        return f"kind={config.kind}, ratio={config.ratio:g}{block}, min_rows={config.min_rows}"
+        return f"kind={config.kind}, {amount}{block}, min_rows={config.min_rows}"
 
 
 class RMMLinear(SketchedLayer, nn.Linear):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.scope import ForwardScope
 
 
 @dataclass(frozen=True)
@@ -39,26 +40,44 @@ class ConversionReport:
         converted: Name to layer, in the model's order.
         skipped: Name of every other linear-like layer to the reason why it was left alone.
         dry_run: Whether the model was left as it was.
+        scope: The converted model's shared state, from which ``bits`` and ``groups`` are read; None after a dry run.
     """
 
     config: RMMConfig
     converted: dict[str, ConvertedLayer] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    scope: ForwardScope | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Name of every layer that has settled on a width under ``bits="auto"`` to that width."""
+        if self.scope is None:
+            return {}
+        return {self.scope.names[index]: c.bits for index, c in self.scope.choices.items() if c.bits is not None}
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names of the layers that were seen to share one sketch of one input, group by group."""
+        if self.scope is None:
+            return []
+        return [tuple(self.scope.names[index] for index in group) for group in sorted(self.scope.shared.groups)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, skipped and dry_run.
+            A dictionary with the keys config, converted, skipped, bits, groups and dry_run.
         """
         converted = {
-            name: {**asdict(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
+            name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
         }
         return {
             "config": self.config.to_dict(),
             "converted": converted,
             "skipped": dict(self.skipped),
+            "bits": self.bits,
+            "groups": [list(group) for group in self.groups],
             "dry_run": self.dry_run,
         }
 
@@ -71,7 +90,7 @@ class ConversionReport:
         config = self.config
         return (
             f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} kind={config.kind} "
-            f"ratio={config.ratio:g} min_rows={config.min_rows} dry_run={self.dry_run}"
+            f"{_amount(config, '=')} min_rows={config.min_rows} dry_run={self.dry_run}"
         )
 
     def __str__(self) -> str:
@@ -91,9 +110,15 @@ def _sketch_fields(config: RMMConfig) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k not in ("target_modules", "exclude_modules", "overrides")}
 
 
+def _amount(config: RMMConfig, between: str) -> str:
+    amount = ("ratio", config.ratio) if config.ratio is not None else ("memory", config.memory)
+    bits = "" if config.bits == "auto" and config.ratio is not None else f" bits{between}{config.bits}"
+    return f"{amount[0]}{between}{amount[1]:g}{bits}"
+
+
 def _kept(config: RMMConfig) -> str:
     block = "" if config.block is None else f", blocks of {config.block}"
-    return f"{config.kind}, {config.ratio:g} of the rows, {config.min_rows} at least{block}"
+    return f"{config.kind}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:

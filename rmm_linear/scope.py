@@ -1,29 +1,79 @@
-"""What the layers of a converted model share during one forward pass."""
+"""What the layers of a converted model share during one forward pass: the seeds, the token mask, the sketches.
+
+Forward passes are seen by hooks on the model and on every submodule whose forward takes an ``attention_mask``; the
+outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm.
+
+Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on only
+when the forward pass is over. So nothing random inside it (dropout) sees a difference between the converted and the
+original model, with or without gradients.
+
+Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
+none known (the decoder of an encoder-decoder model), and any other mask changes nothing.
+
+Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take further
+seeds from the last step's, and the mask of the forward passes that wait for their backward pass.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear.bits import BitsChoice
 from rmm_linear.seeds import draw_seed, mix, peek_seed
+from rmm_linear.sharing import SharedSketches
+from rmm_linear.sketches import TokenMask
+
+_ARGUMENT = "attention_mask"
+_MOST_WAITING = 64  # forward passes remembered until a backward pass; who never runs one must not fill the memory
+
+
+@dataclass(eq=False)
+class _Mask:
+    """An attention mask, flattened; its ranks are made when the first layer asks."""
+
+    flat: Tensor
+    ranks: TokenMask | None = None
+
+    def token_mask(self) -> TokenMask | None:
+        if self.ranks is None:
+            self.ranks = TokenMask.of(self.flat)
+        padded = self.flat.device.type != "cpu" or int(self.ranks.count) < len(self.flat)
+        return self.ranks if padded else None
 
 
 class ForwardScope:
-    """The seeds of one converted model: one per step, from which every layer's follows.
+    """What one converted model's layers share.
 
-    The step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on only
-    when the model's forward pass is over. So nothing random inside the forward pass (dropout) sees a difference between
-    the converted and the original model, with or without gradients, and a recomputation in the backward pass (activation
-    checkpointing) finds the generator as it was. Layers that run while no forward pass is open, as in that
-    recomputation, take further seeds from the last step's.
+    Attributes:
+        names: Name of every converted layer; its place is the layer's number.
+        choices: Width chosen by every layer with ``bits="auto"``, by number.
+        shared: Sketches of the running forward pass, and the groups of layers that share one.
     """
 
-    def __init__(self) -> None:
-        """Make a scope that no model uses yet."""
+    def __init__(self, names: list[str] | None = None) -> None:
+        """Make a scope that no model uses yet.
+
+        Args:
+            names: Names of the layers.
+        """
+        self.names = names or []
+        self.choices: dict[int, BitsChoice] = {}
+        self.shared = SharedSketches()
         self._handles: list[RemovableHandle] = []
-        self._depth = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._masks: list[_Mask | None] = []
+        self._waiting: dict[int, deque[_Mask | None]] = {}
+        self._backward_seen = False
+        self._recomputing = False
         self._count = 0
         self._step_seed: int | None = None
 
@@ -33,16 +83,19 @@ class ForwardScope:
         Args:
             model: The model whose layers share this scope.
         """
-        self._handles += [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._exit, always_call=True),
-        ]
+        for module in model.modules():
+            if module is model or _mask_position(module) is not None:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(self._exit, always_call=True),
+                ]
 
     def detach(self) -> None:
         """Remove the scope from its model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.shared.clear()
 
     def layer_seed(self, index: int) -> int:
         """Return a fresh seed for one call of one layer.
@@ -54,18 +107,122 @@ class ForwardScope:
             A seed no other call of this step has.
         """
         if self._step_seed is None:
-            if self._depth == 0:  # a part of the model is called by itself, and no step was ever open
+            if not self._masks:  # a layer is called by itself, and no step was ever open
                 return draw_seed()
             self._step_seed = peek_seed()
+        elif not self._masks and not in_backward():
+            return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
 
+    def token_mask(self, tokens: int, index: int) -> TokenMask | None:
+        """Return the mask for a layer that sees ``tokens`` rows.
+
+        Args:
+            tokens: N.
+            index: Number of the layer in the model.
+
+        Returns:
+            The mask, or None if there is none, it has another size, or nothing is padded.
+
+        Raises:
+            RuntimeError: If a recomputation cannot tell which of several forward passes it belongs to.
+        """
+        waiting = self._waiting.setdefault(index, deque(maxlen=_MOST_WAITING))
+        if not in_backward():
+            mask = self._masks[-1] if self._masks else None
+            mask = mask if mask is not None and len(mask.flat) == tokens else None
+            waiting.append(mask)
+            return None if mask is None else mask.token_mask()
+        fitting = [mask for mask in waiting if mask is None or len(mask.flat) == tokens]
+        if any(not _same(mask, fitting[0]) for mask in fitting):
+            raise RuntimeError(
+                f"Activation checkpointing recomputes {self.names[index]}, and several forward passes with different "
+                "attention masks wait for their backward pass: the layer cannot tell which one is its own. Run backward "
+                "after every forward, or convert with mask_padding=False."
+            )
+        return fitting[0].token_mask() if fitting and fitting[0] is not None else None
+
+    def choice(self, index: int) -> BitsChoice:
+        """Return a layer's choice of bits.
+
+        Args:
+            index: Number of the layer.
+
+        Returns:
+            The choice, made when the layer asks first.
+        """
+        return self.choices.setdefault(index, BitsChoice())
+
+    def note_backward(self) -> None:
+        """Remember that the backward pass of the last forward pass has begun."""
+        self._backward_seen = True
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._depth == 0:
-            self._step_seed, self._count = None, 0
-        self._depth += 1
+        if not self._masks:
+            self._recomputing = in_backward()
+            if not self._recomputing:
+                self._open_step()
+        self._masks.append(self._known_mask(module, args, kwargs))
+
+    def _open_step(self) -> None:
+        self._step_seed, self._count = None, 0
+        self.shared.clear()
+        if self._backward_seen:
+            self._waiting.clear()
+            self._backward_seen = False
+            for choice in self.choices.values():
+                choice.settle()
+
+    def _known_mask(self, module: nn.Module, args: Any, kwargs: Any) -> _Mask | None:
+        outer = self._masks[-1] if self._masks else None
+        position = _mask_position(module)
+        if position is None:
+            return outer
+        given = kwargs.get(_ARGUMENT, args[position] if len(args) > position else None)
+        if given is None:
+            return None
+        if not isinstance(given, Tensor) or given.dim() != 2:
+            return outer
+        flat = given.detach().reshape(-1)
+        if outer is not None and outer.flat.data_ptr() == flat.data_ptr() and outer.flat.shape == flat.shape:
+            return outer
+        return _Mask(flat)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self._step_seed is not None:
-            draw_seed()
+        self._masks.pop()
+        if not self._masks:
+            self.shared.clear()
+            if self._step_seed is not None and not self._recomputing:
+                draw_seed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the running forward pass behind."""
+        transient = ("_masks", "_waiting", "_backward_seen", "_recomputing", "_count", "_step_seed")
+        return {name: value for name, value in vars(self).items() if name not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with no forward pass running."""
+        vars(self).update(state)
+        self._reset()
+
+
+def _same(first: _Mask | None, second: _Mask | None) -> bool:
+    if first is None or second is None or first is second:
+        return first is second
+    return torch.equal(first.flat, second.flat)
+
+
+def _mask_position(module: nn.Module) -> int | None:
+    """Where the module's forward takes an attention mask, or None."""
+    parameters = list(inspect.signature(type(module).forward).parameters)
+    return parameters.index(_ARGUMENT) - 1 if _ARGUMENT in parameters else None
+
+
+def in_backward() -> bool:
+    """Say whether a backward pass is running, as it is while activation checkpointing recomputes.
+
+    Returns:
+        True inside the backward pass.
+    """
+    return torch._C._current_graph_task_id() != -1

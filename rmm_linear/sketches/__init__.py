@@ -9,11 +9,13 @@ family's module; they differ from the ones stated there.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rmm_linear.sketches.countsketch import COUNTSKETCH
-from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER
+from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER, block_rows
 from rmm_linear.sketches.family import Family, Moments
+from rmm_linear.sketches.masks import TokenMask
 from rmm_linear.sketches.rows import ROWS
 from rmm_linear.sketches.transforms import DCT, DFT, HADAMARD
 
@@ -23,18 +25,40 @@ FAMILIES: dict[str, Family] = {
 KINDS: tuple[str, ...] = tuple(FAMILIES)
 
 
-def sketch(matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None = None) -> Tensor:
+def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
+    """Return the rows a sketch really has: with ``block``, rounded up to a whole number per block.
+
+    Args:
+        tokens: N.
+        rows: K asked for.
+        block: Tokens per block, or None.
+
+    Returns:
+        K; N when every row is stored.
+    """
+    if rows >= tokens or block is None:
+        return min(rows, tokens)
+    _, blocks, rows_per_block = block_rows(tokens, rows, block)
+    return blocks * rows_per_block
+
+
+def sketch(
+    matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None = None, mask: TokenMask | None = None
+) -> Tensor:
     """Return SᵀM for the S that ``kind`` draws from ``seed``.
+
+    Where K rows hold every token (K ≥ N, or K ≥ n with a mask) they are the tokens' rows themselves.
 
     Args:
         matrix: M, shape (N, D), floating point.
         kind: One of :data:`KINDS`.
         seed: int64 with one element, on the device of ``matrix``.
-        rows: K, 1 ≤ K ≤ N.
+        rows: K, at least 1.
         block: Tokens per block of a block-diagonal S (gaussian and rademacher); None mixes all tokens.
+        mask: The tokens that count; the others are left out of S. None is all.
 
     Returns:
-        Shape (K, D), dtype of ``matrix``. With ``block``, K is rounded up to a whole number per block.
+        Shape (:func:`kept_rows`, D), dtype of ``matrix``.
 
     Example:
         >>> import torch
@@ -43,7 +67,47 @@ def sketch(matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | N
         tensor([[2., 2., 2.],
                 [2., 2., 2.]])
     """
-    return FAMILIES[kind].sketch(matrix, seed, rows, block)
+    tokens, family = matrix.shape[0], FAMILIES[kind]
+    if mask is None:
+        return matrix if rows >= tokens else family.sketch(matrix, seed, rows, block, None)
+    kept = kept_rows(tokens, rows, block)
+    if matrix.device.type != "cpu":
+        compact = mask.compact(matrix)
+        if rows >= tokens:
+            return compact
+        return torch.where(mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count))
+    count = int(mask.count)
+    if count <= kept:
+        real = matrix.index_select(0, mask.order[:count])
+        return torch.cat((real, real.new_zeros(kept - count, real.shape[1])))
+    if family.local and (block is None or block >= tokens):
+        return family.sketch(matrix.index_select(0, mask.order[:count]), seed, rows, None, None)
+    return family.sketch(mask.compact(matrix), seed, rows, block, mask.count)
 
 
-__all__ = ["FAMILIES", "KINDS", "Family", "Moments", "sketch"]
+def variance(
+    x: Tensor, y: Tensor, *, kind: str, rows: int, block: int | None = None, mask: TokenMask | None = None
+) -> Tensor:
+    """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module.
+
+    Args:
+        x: Layer input, shape (N, I).
+        y: Gradient by the layer output, shape (N, O); zero where the mask is false.
+        kind: One of :data:`KINDS`.
+        rows: K, at least 1.
+        block: Tokens per block, or None.
+        mask: The tokens that count. None is all.
+
+    Returns:
+        float64 scalar.
+    """
+    tokens = x.shape[0]
+    kept = kept_rows(tokens, rows, block)
+    if rows >= tokens or (mask is not None and int(mask.count) <= kept):
+        return x.new_zeros((), dtype=torch.float64)
+    if mask is None:
+        return FAMILIES[kind].variance(x, y, rows, block, None)
+    return FAMILIES[kind].variance(mask.compact(x), mask.compact(y), rows, block, mask.count)
+
+
+__all__ = ["FAMILIES", "KINDS", "Family", "Moments", "TokenMask", "kept_rows", "sketch", "variance"]

@@ -54,7 +54,9 @@ def destinations(seed: Tensor, tokens: int, rows: int) -> Tensor:
     return (index % rows + shift[index // rows]) % rows
 
 
-def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None) -> Tensor:
+def sketch(
+    matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
+) -> Tensor:
     """Return SᵀM.
 
     Args:
@@ -62,6 +64,7 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None) ->
         seed: int64 with one element, on the device of ``matrix``.
         rows: K.
         block: Not used by this family.
+        count: Not used: zero rows at the end change nothing.
 
     Returns:
         Shape (K, D), dtype of ``matrix``; sums are made in float32 at least.
@@ -82,7 +85,9 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None) ->
     return result.to(matrix.dtype)
 
 
-def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None) -> Tensor:
+def variance(
+    x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
+) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
     Args:
@@ -90,6 +95,7 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None) -> Tenso
         y: Gradient by the layer output, shape (N, O).
         rows: K.
         block: Not used by this family.
+        count: Not used: zero rows at the end change nothing.
 
     Returns:
         float64 scalar.
@@ -98,4 +104,4 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None) -> Tenso
     return (Moments.of(x, y).signed - torch.stack(inside).sum()) / rows
 
 
-COUNTSKETCH = Family("countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance)
+COUNTSKETCH = Family("countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True)

@@ -26,7 +26,7 @@ def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int
     """Return how a block-diagonal sketch is cut.
 
     Args:
-        tokens: N.
+        tokens: N ≥ 1.
         rows: Rows asked for, K ≤ N.
         block: Tokens per block; None is one block.
 
@@ -54,31 +54,52 @@ def _rademacher_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Ten
 
 
 def _family(name: str, summary: str, entries: Callable[[Tensor, int, int, int], Tensor], diagonal: float) -> Family:
-    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None) -> Tensor:
+    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
         tokens, columns = matrix.shape
         size, blocks, rows_per_block = block_rows(tokens, rows, block)
         # A power of two is exact in every dtype; the rest of 1/√K goes to the result, or half types would scale dW.
         power = 2.0 ** -round(log2(rows_per_block) / 2)
-        result = torch.empty(blocks, rows_per_block, columns, dtype=matrix.dtype, device=matrix.device)
-        whole = tokens // size
 
-        def multiply(first: int, count: int, length: int) -> Tensor:
-            s = (entries(seed, first, count * length, rows_per_block) * power).to(matrix.dtype)
-            s = s.view(count, length, rows_per_block)
-            return torch.bmm(s.transpose(1, 2), matrix[first : first + count * length].view(count, length, columns))
+        def made(first: int, length: int) -> Tensor:
+            return (entries(seed, first, length, rows_per_block) * power).to(matrix.dtype)
+
+        def multiply(first: int, times: int, length: int) -> Tensor:
+            s = made(first, times * length).view(times, length, rows_per_block)
+            return torch.bmm(s.transpose(1, 2), matrix[first : first + times * length].view(times, length, columns))
 
         matrix = matrix.contiguous()
-        result[:whole] = multiply(0, whole, size)
-        if whole < blocks:
-            result[whole:] = multiply(whole * size, 1, tokens - whole * size)
+        if count is None or blocks == 1:
+            whole = tokens // size
+            parts = [multiply(0, whole, size)]
+            if whole < blocks:
+                parts.append(multiply(whole * size, 1, tokens - whole * size))
+            result = torch.cat(parts)
+        else:
+            index, real = _even_blocks(tokens, size, blocks, count)
+            s = torch.where(real.unsqueeze(-1), made(0, tokens)[index], 0)
+            result = torch.bmm(s.transpose(1, 2), matrix[index])
         return result.view(blocks * rows_per_block, columns).mul_(1 / (power * sqrt(rows_per_block)))
 
-    def variance(x: Tensor, y: Tensor, rows: int, block: int | None) -> Tensor:
-        size, _, rows_per_block = block_rows(x.shape[0], rows, block)
+    def variance(x: Tensor, y: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
+        size, blocks, rows_per_block = block_rows(x.shape[0], rows, block)
+        if count is not None:
+            size = -(-int(count) // blocks)
         parts = [Moments.of(*pair) for pair in zip(x.split(size), y.split(size), strict=True)]
         return torch.stack([(m.p + m.g - diagonal * m.d) / rows_per_block for m in parts]).sum()
 
-    return Family(name, summary, sketch, variance, blocks=True)
+    return Family(name, summary, sketch, variance, blocks=True, local=True)
+
+
+def _even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that no block's rows are left without tokens.
+
+    Returns:
+        Index of every block's tokens, shape (blocks, size), and which of them are tokens of the block.
+    """
+    place = torch.arange(size, device=count.device)
+    length = (count + blocks - 1) // blocks
+    index = torch.arange(blocks, device=count.device).unsqueeze(1) * length + place
+    return index.clamp_max(tokens - 1), (place < length) & (index < count)
 
 
 GAUSSIAN = _family("gaussian", "independent normal entries (the published method)", _gaussian_entries, diagonal=0.0)

@@ -19,6 +19,7 @@ _WORD = 0xFFFFFFFF
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _ROUNDS = 10
+_CHUNK = 1 << 14
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,6 +40,11 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
         >>> [len(words), words[0].dtype, bool((words[0] >= 0).all())]
         [4, torch.int64, True]
     """
+    if offset.device.type == "cpu" and offset.numel() > _CHUNK:
+        # Hundreds of passes over a vector cost a third of the time when it stays in the cache.
+        chunks = [philox(seed, part, stream) for part in offset.reshape(-1).split(_CHUNK)]
+        c0, c1, c2, c3 = (torch.cat(words).view(offset.shape) for words in zip(*chunks, strict=True))
+        return c0, c1, c2, c3
     c0, c1 = offset & _WORD, (offset >> 32) & _WORD
     c2, c3 = torch.full_like(c0, stream & _WORD), torch.zeros_like(c0)
     seed = seed.reshape(())

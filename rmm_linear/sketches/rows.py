@@ -14,31 +14,37 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from rmm_linear.sketches.family import Family, Moments
+from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
 from rmm_linear.sketches.philox import philox
 
 _KEYS = 2
 
 
-def sample(seed: Tensor, population: int, count: int) -> Tensor:
-    """Draw ``count`` of ``population`` indices, uniformly and without replacement.
+def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None) -> Tensor:
+    """Draw ``size`` of ``population`` indices, uniformly and without replacement.
 
     The indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
 
     Args:
         seed: int64 with one element.
         population: N.
-        count: K ≤ N.
+        size: K ≤ N.
+        count: Draw among the first n indices only, int64, shape (1,); those beyond come last. None is N.
 
     Returns:
         int64, shape (K,), ascending.
     """
     words = philox(seed, torch.arange(population, device=seed.device), _KEYS)
     keys = (words[0] << 31) | (words[1] >> 1)
-    return torch.topk(keys, count, largest=False, sorted=False).indices.sort().values
+    if count is not None:
+        index = torch.arange(population, device=seed.device)
+        keys = torch.where(index < count, keys, torch.iinfo(torch.int64).max - population + index)
+    return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
 
-def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None) -> Tensor:
+def sketch(
+    matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
+) -> Tensor:
     """Return SᵀM: the sampled rows, scaled.
 
     Args:
@@ -46,15 +52,21 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None) ->
         seed: int64 with one element, on the device of ``matrix``.
         rows: K ≤ N.
         block: Not used by this family.
+        count: n; the sample is drawn from the first n rows. None is N.
 
     Returns:
         Shape (K, D), dtype of ``matrix``.
     """
     tokens = matrix.shape[0]
-    return matrix.index_select(0, sample(seed, tokens, rows)).mul_(sqrt(tokens / rows))
+    chosen = matrix.index_select(0, sample(seed, tokens, rows, count))
+    if count is None:
+        return chosen.mul_(sqrt(tokens / rows))
+    return (chosen * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
 
 
-def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None) -> Tensor:
+def variance(
+    x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
+) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
     Args:
@@ -62,11 +74,12 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None) -> Tenso
         y: Gradient by the layer output, shape (N, O).
         rows: K.
         block: Not used by this family.
+        count: n; the rows from n on are zero. None is N.
 
     Returns:
         float64 scalar.
     """
-    tokens, m = x.shape[0], Moments.of(x, y)
+    tokens, m = x.shape[0] if count is None else int(count), Moments.of(x, y)
     return (tokens - rows) / (rows * max(tokens - 1, 1)) * (tokens * m.d - m.g)
 
 

@@ -120,14 +120,14 @@ def _family(
 ) -> Family:
     """Make a family; ``mirrors`` and ``uniform`` are N · (q_ac − 1/N) on some pairs and, times 1/N, on all."""
 
-    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None) -> Tensor:
+    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
         tokens = matrix.shape[0]
         size = length(tokens)
         dtype = accumulator_dtype(matrix.dtype)
         signed = matrix.to(dtype) * signs(seed, tokens).to(dtype).unsqueeze(1)
         return (transform(signed, sample(seed, size, rows)) * sqrt(size / rows)).to(matrix.dtype)
 
-    def variance(x: Tensor, y: Tensor, rows: int, block: int | None) -> Tensor:
+    def variance(x: Tensor, y: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
         size, m = length(x.shape[0]), Moments.of(x, y)
         total = m.signed + uniform / size * (m.p + 2 * m.g - 2 * m.d)
         for mirror, weight in mirrors(x.shape[0]):

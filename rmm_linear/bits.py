@@ -1,0 +1,107 @@
+"""bits="auto": the width of the stored elements, chosen for each layer by its predicted noise.
+
+At one number of bytes, few bits mean many rows: less sketch noise, more rounding noise. Which weighs more depends on the
+batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
+
+The prediction needs no gradient. Y is stood in for by random signs on the tokens that count: the sketch term is then the
+kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the
+prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.packing import WIDTHS, rounding_variance
+from rmm_linear.sketches import TokenMask, sketch, variance
+from rmm_linear.sketches.philox import signs
+
+STEPS = 4
+_COLUMNS = 8
+_STREAM = 4
+
+
+@dataclass
+class BitsChoice:
+    """The widths a layer tries, and the one it keeps.
+
+    Attributes:
+        bits: The chosen width, or None while the layer still looks.
+        steps: Inputs looked at.
+        noise: Width to the predicted noise so far.
+    """
+
+    bits: int | None = None
+    steps: int = 0
+    noise: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, x: Tensor, config: RMMConfig, itemsize: int, mask: TokenMask | None) -> None:
+        """Add the predicted noise of one input, and choose after the last one.
+
+        Args:
+            x: Layer input, shape (N, I).
+            config: The layer's configuration.
+            itemsize: Bytes per element that is stored unpacked.
+            mask: The tokens that count, or None.
+        """
+        for bits in WIDTHS:
+            self.noise[bits] = self.noise.get(bits, 0.0) + predicted_noise(x, config, itemsize, bits, mask)
+        self.steps += 1
+
+    def settle(self) -> None:
+        """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
+        if self.bits is None and self.steps >= STEPS:
+            self.bits = min(self.noise, key=lambda bits: self.noise[bits])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as plain JSON types.
+
+        Returns:
+            A dictionary that :meth:`from_dict` takes back.
+        """
+        return {"bits": self.bits, "steps": self.steps, "noise": {str(k): v for k, v in self.noise.items()}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> BitsChoice:
+        """Make a choice from :meth:`to_dict`'s result.
+
+        Args:
+            values: The dictionary.
+
+        Returns:
+            The choice.
+        """
+        return cls(values["bits"], values["steps"], {int(k): float(v) for k, v in values["noise"].items()})
+
+
+def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:
+    """Return the noise that a width would add to dW, for a Y of random signs.
+
+    Args:
+        x: Layer input, shape (N, I).
+        config: The layer's configuration.
+        itemsize: Bytes per element that is stored unpacked.
+        bits: The width.
+        mask: The tokens that count, or None.
+
+    Returns:
+        Predicted E‖dŴ − dW‖² by ‖Y‖²_F.
+    """
+    recipe = config.recipe(x.shape[0], x.shape[1], itemsize, bits)
+    if recipe is None:
+        return 0.0
+    seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+    y = signs(seed, x.shape[0] * _COLUMNS, _STREAM).view(-1, _COLUMNS).to(torch.float32)
+    if mask is not None:
+        real = torch.zeros_like(mask.order, dtype=torch.bool)
+        real[mask.order] = torch.arange(len(real), device=x.device) < mask.count
+        y = y * real.unsqueeze(1)
+    shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask}
+    z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
+    rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits)).sum()
+    return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

@@ -1,0 +1,82 @@
+"""What a layer keeps of its input, and the gradient made from it.
+
+Kept are tensors only (a sketch Z, packed or not, and the seed of S), because autograd's saved-tensor hooks, and with them
+activation checkpointing, see nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rmm_linear.packing import pack, packed_bytes, unpack
+from rmm_linear.sketches import TokenMask, kept_rows, sketch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one input is kept.
+
+    Attributes:
+        kind: Family of the sketch.
+        rows: K.
+        block: Tokens per block, or None.
+        bits: Bits per stored element; None is the dtype itself.
+    """
+
+    kind: str
+    rows: int
+    block: int | None = None
+    bits: int | None = None
+
+    def bytes(self, tokens: int, features: int, itemsize: int) -> int:
+        """Return the bytes kept for an input, the seed included.
+
+        Args:
+            tokens: N.
+            features: I.
+            itemsize: Bytes per element of the input.
+
+        Returns:
+            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed.
+        """
+        rows = kept_rows(tokens, self.rows, self.block)
+        return 8 + (rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits))
+
+
+def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) -> tuple[Tensor, ...]:
+    """Make what is kept of an input.
+
+    Args:
+        x: Input, shape (N, I).
+        recipe: How it is kept.
+        seed: Seed of S and of the rounding.
+        mask: The tokens that count, or None for all.
+
+    Returns:
+        Z and the seed, or codes, ranges and the seed when packed; tensors on the device of ``x``.
+    """
+    seeds = torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    z = sketch(x, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
+    return (z, seeds) if recipe.bits is None else (*pack(z, recipe.bits, seeds), seeds)
+
+
+def weight_gradient(y: Tensor, kept: tuple[Tensor, ...], recipe: Recipe, features: int, mask: TokenMask | None) -> Tensor:
+    """Return the estimate of dW = YᵀX.
+
+    Args:
+        y: Gradient by the layer's output, shape (N, O).
+        kept: Result of :func:`keep`.
+        recipe: The recipe it was made by.
+        features: I.
+        mask: The mask it was made with.
+
+    Returns:
+        (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
+    """
+    *stored, seeds = kept
+    z = stored[0] if recipe.bits is None else unpack(stored[0], stored[1], recipe.bits, features, y.dtype)
+    sketched = sketch(y, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
+    return sketched.T @ z

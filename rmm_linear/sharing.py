@@ -1,0 +1,80 @@
+"""Layers that read the same tensor share one sketch of it.
+
+Autograd stores an input once, however many layers read it; so do we. A sketch is found by the identity of the input (the
+tensor or a view of the same memory, unchanged since by its version counter), the recipe and the mask. The input itself is
+held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd alone, which
+frees it after the last of the layers' backward passes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class _Entry:
+    source: weakref.ref[Tensor]
+    version: int
+    kept: tuple[Tensor, ...]
+    layers: list[int]
+
+
+@dataclass
+class SharedSketches:
+    """The sketches that were made in this forward pass.
+
+    Attributes:
+        groups: Numbers of the layers that were seen to share one sketch, each group once.
+    """
+
+    groups: set[tuple[int, ...]] = field(default_factory=set)
+    _entries: dict[tuple[Hashable, ...], _Entry] = field(default_factory=dict)
+
+    def find_or_make(
+        self, source: Tensor, key: tuple[Hashable, ...], index: int, make: Callable[[], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Return the sketch of a tensor that another layer made, or make it.
+
+        Args:
+            source: The layer's input.
+            key: What else the sketch depends on.
+            index: Number of the layer that asks.
+            make: Makes the sketch.
+
+        Returns:
+            The tensors to keep.
+        """
+        place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
+        full_key = (place, *key)
+        entry = self._entries.get(full_key)
+        if entry is not None and entry.source() is not None and entry.version == source._version:
+            entry.layers.append(index)
+            return entry.kept
+        self._forget(full_key)
+        kept = make()
+
+        def forget(_: object, entries: weakref.ref[SharedSketches] = weakref.ref(self)) -> None:
+            owner = entries()
+            if owner is not None:
+                owner._forget(full_key)
+
+        self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, kept, [index])
+        return kept
+
+    def clear(self) -> None:
+        """Let go of all sketches; autograd keeps those it needs."""
+        for key in list(self._entries):
+            self._forget(key)
+
+    def _forget(self, key: tuple[Hashable, ...]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and len(entry.layers) > 1:
+            self.groups.add(tuple(entry.layers))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles take the groups along and no tensors."""
+        return {"groups": set(self.groups), "_entries": {}}

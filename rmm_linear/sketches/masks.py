@@ -1,0 +1,54 @@
+"""TokenMask: which rows of a batch are tokens that reach the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMask:
+    """The rows that count, as compact ranks: static shapes, nothing copied to the host.
+
+    Attributes:
+        order: int64, shape (N,): the rows that count in their order, then the others.
+        count: int64, shape (1,): n, the number of rows that count.
+    """
+
+    order: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> TokenMask:
+        """Make the ranks of a mask.
+
+        Args:
+            mask: True or non-zero for tokens that reach the loss, shape (N,).
+
+        Returns:
+            The token mask, on the device of ``mask``.
+
+        Example:
+            >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order
+            tensor([1, 2, 0, 3])
+        """
+        mask = mask.bool()
+        return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
+
+    def compact(self, matrix: Tensor) -> Tensor:
+        """Move the rows that count to the front and set the others to zero.
+
+        Args:
+            matrix: Shape (N, D).
+
+        Returns:
+            Shape (N, D).
+        """
+        if matrix.device.type == "cpu":
+            count = int(self.count)
+            tail = matrix.new_zeros(matrix.shape[0] - count, matrix.shape[1])
+            return torch.cat((matrix.index_select(0, self.order[:count]), tail))
+        real = torch.arange(matrix.shape[0], device=matrix.device) < self.count
+        return matrix.index_select(0, self.order).where(real.unsqueeze(1), 0)

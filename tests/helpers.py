@@ -1,0 +1,102 @@
+"""Data, models and measurements that the tests share."""
+
+import torch
+from torch import nn
+
+from rmm_linear.memory import track_saved
+from rmm_linear.sketches import sketch
+
+SEED_BYTES = 8
+
+
+def heavy_tailed(tokens, inputs, outputs, dtype=torch.float64):
+    """X and Y as in training: a few tokens are much longer than the rest, and Y depends on X."""
+    generator = torch.Generator().manual_seed(20)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    length = torch.exp(0.7 * randn(tokens, 1))
+    x = randn(tokens, inputs)
+    y = 0.5 * x @ randn(inputs, outputs) + randn(tokens, outputs)
+    return (x * length).to(dtype), (y * length).to(dtype)
+
+
+def sketch_matrix(kind, tokens, rows, seed, block=None):
+    """Sᵀ (K, N) in float64: the sketch of the identity."""
+    return sketch(torch.eye(tokens, dtype=torch.float64), kind=kind, seed=torch.tensor(seed), rows=rows, block=block)
+
+
+def seeds_of(run):
+    """The seeds that the layers keep during ``run()``: its int64 scalars kept for the backward pass."""
+    seeds = []
+
+    def pack(tensor):
+        if tensor.dtype == torch.int64 and tensor.shape == (1,):
+            seeds.append(tensor.item())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return seeds
+
+
+def bytes_kept(module, *inputs):
+    """Bytes kept for the backward pass of ``module(*inputs)``, the inputs' own memory not counted twice."""
+    with track_saved(module) as kept:
+        output = module(*inputs)
+    assert output is not None
+    return kept.total
+
+
+def gradients(module):
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+class Mlp(nn.Module):
+    """Two linear layers with dropout between them, and an attribute name for each."""
+
+    def __init__(self, features=12, hidden=16, outputs=3, dropout=0.0):
+        super().__init__()
+        self.first = nn.Linear(features, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(hidden, outputs)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.relu(self.first(x))))
+
+
+def tiny_model(architecture, dropout=0.1):
+    """A Hugging Face model small enough for a test, with fresh weights that follow from a fixed seed."""
+    import transformers as hf
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 40,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    encoder = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
+    gpt2 |= {"eos_token_id": 2, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    makers = {
+        "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**sizes, **encoder)),
+        "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**sizes, **encoder)),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=dropout)),
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return makers[architecture]()
+
+
+ARCHITECTURES = ["roberta", "bert", "gpt2", "llama"]
+
+
+def token_ids(batch=4, length=20):
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(5))
