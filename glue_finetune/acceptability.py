@@ -43,10 +43,25 @@ _TRANSITIVE = (
     "visits visit|hears hear|trusts trust|paints paint"
 )
 _BE = ("is", "are")
-_ADJECTIVES = "old young small tall quiet happy angry strange famous clever lonely elegant tired polite".split()
-_PLACE_ADJECTIVES = "old small strange famous elegant quiet".split()
-_ADVERBS = "often always rarely sometimes usually never".split()
-_PREPOSITIONS = "near behind beside under above".split()
+_ADJECTIVES = [
+    "old",
+    "young",
+    "small",
+    "tall",
+    "quiet",
+    "happy",
+    "angry",
+    "strange",
+    "famous",
+    "clever",
+    "lonely",
+    "elegant",
+    "tired",
+    "polite",
+]
+_PLACE_ADJECTIVES = ["old", "small", "strange", "famous", "elegant", "quiet"]
+_ADVERBS = ["often", "always", "rarely", "sometimes", "usually", "never"]
+_PREPOSITIONS = ["near", "behind", "beside", "under", "above"]
 _EITHER = ("the", "my", "her", "our", "their")
 _WRONG_ARTICLE = "a/an"  # written as the one that does not fit
 _DETERMINERS = (("a", "this", "that", "every", *_EITHER), ("these", "those", "many", "several", *_EITHER))

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import sys
 import typing
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.scoring import SOURCES
-from glue_finetune.sketch_flags import add_sketch_flags, build_config, sketch_defaults
+from glue_finetune.sketch_flags import add_sketch_flags, build_config
 from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
 
@@ -179,11 +178,9 @@ def parse(argv: list[str]) -> Arguments:
         UserError: If a flag is unknown or missing, or a value is outside its range.
     """
     parser = make_parser()
-    early, _ = flags_parser("task_name", "rmm_config").parse_known_args(argv)
+    early, _ = flags_parser("task_name").parse_known_args(argv)
     if early.task_name is not None:
         parser.set_defaults(**training_defaults(get_task(early.task_name)))
-    if early.rmm_config is not None:
-        parser.set_defaults(**sketch_defaults(Path(early.rmm_config)))
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(parser, unknown[0])
@@ -195,8 +192,8 @@ def parse(argv: list[str]) -> Arguments:
         raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
     if glue.max_seq_length < 1:
         raise UserError(f"max_seq_length must be at least 1, got {glue.max_seq_length}.")
-    config = build_config(values)
     given = _given(parser, argv)
+    config = build_config(values, given)
     try:
         training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
     except (ValueError, TypeError, ImportError) as error:

@@ -62,10 +62,19 @@ def bert_as_roberta(bert: BertModel) -> RobertaModel:
     """
     source: BertConfig = bert.config
     padding = source.pad_token_id or 0
-    shared = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act hidden_dropout_prob "
-        "attention_probs_dropout_prob type_vocab_size initializer_range layer_norm_eps"
-    ).split()
+    shared = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "hidden_act",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "type_vocab_size",
+        "initializer_range",
+        "layer_norm_eps",
+    ]
     config = RobertaConfig(
         **{name: getattr(source, name) for name in shared},
         max_position_embeddings=source.max_position_embeddings + padding + 1,

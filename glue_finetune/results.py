@@ -24,9 +24,10 @@ RESULTS_FILE = "results.json"
 _PACKAGES = ("rmm_linear", "torch", "transformers", "datasets", "evaluate", "accelerate", "numpy")
 # Arguments that say where and how loudly a run works, not what comes out of it.
 _INCIDENTAL = frozenset(
-    "output_dir overwrite_output_dir resume_from_checkpoint logging_dir run_name disable_tqdm report_to project log_level "
-    "log_level_replica log_on_each_node save_strategy save_steps save_total_limit save_on_each_node hub_token "
-    "compare seeds demo local_rank dataloader_pin_memory".split()
+    ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name", "project", "hub_token")
+    + ("disable_tqdm", "report_to", "log_level", "log_level_replica", "log_on_each_node", "local_rank")
+    + ("save_strategy", "save_steps", "save_total_limit", "save_on_each_node", "dataloader_pin_memory")
+    + ("compare", "seeds", "demo")
 )
 
 

@@ -1,4 +1,4 @@
-"""A small RoBERTa that starts from random weights, with a tokenizer trained on the spot, for want of a pretrained one."""
+"""A small RoBERTa with random weights and a tokenizer trained on the spot, for want of a pretrained one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import types
 import typing
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ _NAMES = ("target_modules", "exclude_modules")
 _HELP = {
     "kind": f"Family of the sketch, {EXACT} for the unchanged baseline: {EXACT}, {', '.join(KINDS)}.",
     "ratio": "Rows kept by rows seen, in (0, 1].",
+    "memory": "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.",
+    "bits": "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.",
     "block": "Tokens per block of a block-diagonal gaussian or rademacher sketch. Default: one block.",
     "min_rows": "Rows that are kept at least, so that heads which see one row per sequence stay exact.",
+    "mask_padding": "Whether padding is left out of the sketch: true or false.",
     "target_modules": "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression.",
     "exclude_modules": "Layers to leave alone: names or one regular expression.",
 }
@@ -40,89 +43,85 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="A configuration saved by RMMConfig.save. Flags of this group override its fields.",
     )
+    defaults = RMMConfig()
     hints = typing.get_type_hints(RMMConfig)
-    for field in dataclasses.fields(RMMConfig):
-        if field.name == _OVERRIDES:
-            continue
+    for name in _flag_names():
         options: dict[str, Any] = {
-            "default": _default(field),
-            "help": _HELP.get(field.name, "See rmm_linear.RMMConfig."),
+            "default": getattr(defaults, name),
+            "help": _HELP.get(name, f"The field {name} of rmm_linear.RMMConfig."),
         }
-        if field.name in _NAMES:
+        if name in _NAMES:
             options.update(nargs="+", metavar="NAME")
         else:
-            options.update(type=_parser_of(hints[field.name]))
-        group.add_argument(*dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}")), **options)
+            options.update(type=_reader(name, hints[name]))
+        group.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **options)
 
 
-def sketch_defaults(path: Path) -> dict[str, Any]:
-    """Read a saved RMMConfig as defaults for the flags.
-
-    Args:
-        path: File written by ``RMMConfig.save``.
-
-    Returns:
-        Name of each field to its value, `overrides` among them.
-
-    Raises:
-        UserError: If the file cannot be read or holds no valid configuration.
-    """
-    try:
-        config = RMMConfig.load(path)
-    except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else one_line(error)
-        raise UserError(f"rmm_config must be a file written by RMMConfig.save; {path}: {reason}") from error
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(RMMConfig)}
-
-
-def build_config(values: dict[str, Any]) -> RMMConfig | None:
-    """Make the configuration that parsed flags describe.
+def build_config(values: dict[str, Any], given: Collection[str]) -> RMMConfig | None:
+    """Make the configuration that parsed flags describe: the file of --rmm_config, changed by the flags beside it.
 
     Args:
         values: Name of each flag to its value.
+        given: Names of the flags that the user gave; the others leave the file's or RMMConfig's own value.
 
     Returns:
         The configuration; None for the exact baseline.
 
     Raises:
-        UserError: If a value is outside its range.
+        UserError: If the file cannot be read, or a value is outside its range.
     """
-    fields = {field.name: values[field.name] for field in dataclasses.fields(RMMConfig) if field.name in values}
-    fields.update({name: _names(fields[name]) for name in _NAMES})
-    kind = fields["kind"]
-    if kind not in (EXACT, *KINDS):
+    changes = {
+        name: _names(values[name]) if name in _NAMES else values[name] for name in _flag_names() if name in given
+    }
+    kind = changes.get("kind")
+    if kind is not None and kind not in (EXACT, *KINDS):
         raise UserError(f"kind must be one of {EXACT}, {', '.join(KINDS)}, got {kind!r}.")
     if kind == EXACT:
-        del fields["kind"]  # the other fields are checked all the same
+        del changes["kind"]  # the other flags are checked all the same
+    base = RMMConfig() if values["rmm_config"] is None else _load(Path(values["rmm_config"]).expanduser())
     try:
-        config = RMMConfig(**fields)
+        config = base.replace(**changes)
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
     return None if kind == EXACT else config
 
 
-def _default(field: dataclasses.Field) -> Any:
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default  # pyright: ignore
+def _load(path: Path) -> RMMConfig:
+    try:
+        return RMMConfig.load(path)
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"rmm_config must be a file written by RMMConfig.save; {path}: {reason}") from error
 
 
-def _parser_of(hint: Any) -> Any:
-    """The function that reads a field's value: int for ``int | None``, and so on."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is typing.Literal:
-        hint = type(typing.get_args(hint)[0])
-    return _read_bool if hint is bool else hint
+def _flag_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(RMMConfig) if field.name != _OVERRIDES]
 
 
-def _read_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"the value must be true or false, got {text!r}")
-    return text.lower() == "true"
+def _reader(name: str, hint: Any) -> Callable[[str], Any]:
+    """The function that reads a field's value from text: for ``int | str | None`` a number, "none", or the text."""
+    members = typing.get_args(hint) or (hint,)
+
+    def read(text: str) -> Any:
+        if type(None) in members and text.lower() == "none":
+            return None
+        if bool in members and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        for number in (int, float):
+            if number in members:
+                try:
+                    return number(text)
+                except ValueError:
+                    continue
+        if str in members:
+            return text
+        wanted = " or ".join("none" if member is type(None) else member.__name__ for member in members)
+        raise argparse.ArgumentTypeError(f"{name} must be {wanted}, got {text!r}")
+
+    return read
 
 
-def _names(value: Any) -> Any:
-    """What was typed after --target_modules as RMMConfig takes it: a string is a regular expression, a list is names."""
-    if not isinstance(value, list) or len(value) > 1:
-        return value
-    text = value[0]
-    return text if text == "all-linear" or not re.fullmatch(r"[\w.]+", text) else value
+def _names(value: list[str]) -> str | list[str]:
+    """The words after --target_modules as RMMConfig takes them: a list of names, or a string for anything else."""
+    is_name = re.fullmatch(r"[\w.]+", value[0]) and value[0] != "all-linear"
+    return value if len(value) > 1 or is_name else value[0]

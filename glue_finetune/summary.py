@@ -1,4 +1,4 @@
-"""The outcome of a comparison: a row per run in comparison.csv, the table in comparison.md, the figure in comparison.png."""
+"""The outcome of a comparison: comparison.csv (a row per run), comparison.md (the table) and comparison.png."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ class GlueTrainer(Trainer):
         with track_saved(model) as kept:
             result = super().compute_loss(model, inputs, **options)
         step = self.state.global_step + 1
-        self.state.log_history.append({BYTES_KEPT: kept.total, "batch_shape": shape, "step": step})
+        entry: dict[str, Any] = {BYTES_KEPT: kept.total, "batch_shape": shape, "step": step}
+        self.state.log_history.append(entry)
         return result
 
 

@@ -99,7 +99,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
             state.global_step, state.max_steps, folder,
         )  # fmt: skip
         return 128 + interrupt.signum
-    if str(training.save_strategy.value) != "no":
+    if training.save_strategy != "no":
         trainer.save_model()
     if trainer.is_world_process_zero():
         extra = {

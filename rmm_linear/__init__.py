@@ -10,6 +10,7 @@ from rmm_linear.convert import convert, revert
 from rmm_linear.functional import sketched_linear
 from rmm_linear.linear import RMMLinear
 from rmm_linear.report import ConversionReport, ConvertedLayer
+from rmm_linear.state import load_sketch_state, read_sketch_state, save_sketch_state, sketch_state
 
 __all__ = [
     "ConversionReport",
@@ -18,6 +19,10 @@ __all__ = [
     "RMMLinear",
     "__version__",
     "convert",
+    "load_sketch_state",
+    "read_sketch_state",
     "revert",
+    "save_sketch_state",
+    "sketch_state",
     "sketched_linear",
 ]

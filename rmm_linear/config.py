@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear._version import __version__
+from rmm_linear.files import write_text
 from rmm_linear.kept import Recipe
 from rmm_linear.packing import WIDTHS, packed_bytes
 from rmm_linear.sketches import FAMILIES, KINDS
@@ -73,7 +73,9 @@ class RMMConfig:
         """Validate, and freeze the containers."""
         _check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
-            raise ValueError(f"ratio and memory exclude each other, got ratio={self.ratio}, memory={self.memory}. Give one.")
+            raise ValueError(
+                f"ratio and memory exclude each other, got ratio={self.ratio}, memory={self.memory}. Give one."
+            )
         if self.ratio is None and self.memory is None:
             object.__setattr__(self, "memory", _DEFAULT_MEMORY)
         _check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
@@ -232,16 +234,7 @@ class RMMConfig:
         Args:
             path: File to write.
         """
-        path = Path(path)
-        text = json.dumps({_VERSION_KEY: __version__, **self.to_dict()}, indent=2) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_text(path, json.dumps({_VERSION_KEY: __version__, **self.to_dict()}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RMMConfig:

@@ -13,6 +13,7 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear, SketchedLayer
+from rmm_linear.memory.explain import layer_inputs, unsaved_reason
 from rmm_linear.report import ConversionReport, ConvertedLayer
 from rmm_linear.scope import ForwardScope
 
@@ -20,7 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def convert(
-    model: nn.Module, config: RMMConfig | None = None, *, dry_run: bool = False, **overrides: Any
+    model: nn.Module,
+    config: RMMConfig | None = None,
+    *,
+    dry_run: bool = False,
+    example: Any = None,
+    **overrides: Any,
 ) -> ConversionReport:
     """Make a model's linear layers keep a sketch of their input for the backward pass, in place.
 
@@ -32,6 +38,8 @@ def convert(
         model: Model whose submodules are converted.
         config: Which layers, and how; None is ``RMMConfig()``.
         dry_run: Report what would be done and change nothing.
+        example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it once,
+            and layers where a sketch would add bytes, because another operation keeps their input anyway, are skipped.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, as ``ratio=0.2``.
 
     Returns:
@@ -58,6 +66,8 @@ def convert(
             "Call rmm_linear.revert(model) first."
         )
     chosen, skipped = _choose(model, config, names)
+    if example is not None:
+        _skip_where_nothing_is_saved(model, config, example, chosen, skipped)
     converted = {
         name: ConvertedLayer(name, type(module).__name__, *_features(module), config.for_module(name))
         for name, module in chosen.items()
@@ -136,6 +146,29 @@ def _choose(
         raise ValueError(_nothing_matches(config, linears, skipped))
     _check_used(config, linears, list(chosen))
     return chosen, skipped
+
+
+def _skip_where_nothing_is_saved(
+    model: nn.Module, config: RMMConfig, example: Any, chosen: dict[str, nn.Module], skipped: dict[str, str]
+) -> None:
+    inputs, _ = layer_inputs(model, example, list(chosen))
+    for name, seen in inputs.items():
+        features = _features(chosen[name])[0]
+        recipe = config.for_module(name).recipe(seen.tokens, features, seen.itemsize)
+        if recipe is None:
+            continue  # exact, as before
+        size = recipe.bytes(seen.tokens, features, seen.itemsize)
+        reason = unsaved_reason(seen)
+        if reason is None and size >= seen.bytes:
+            reason = f"its sketch of {size} bytes is no smaller than its input of {seen.bytes}"
+        if reason is not None:
+            del chosen[name]
+            skipped[name] = reason
+    if not chosen:
+        raise ValueError(
+            f"convert needs a layer where a sketch saves bytes, and on this example none does "
+            f"({'; '.join(f'{n}: {r}' for n, r in list(skipped.items())[:3])}). Leave the model as it is."
+        )
 
 
 def _not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:

@@ -63,7 +63,9 @@ def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) ->
     return (z, seeds) if recipe.bits is None else (*pack(z, recipe.bits, seeds), seeds)
 
 
-def weight_gradient(y: Tensor, kept: tuple[Tensor, ...], recipe: Recipe, features: int, mask: TokenMask | None) -> Tensor:
+def weight_gradient(
+    y: Tensor, kept: tuple[Tensor, ...], recipe: Recipe, features: int, mask: TokenMask | None
+) -> Tensor:
     """Return the estimate of dW = YᵀX.
 
     Args:

@@ -86,7 +86,9 @@ class SketchedLayer(nn.Module):
 
     def _describe(self) -> str:
         config = self.rmm_config
-        amount = f"ratio={config.ratio:g}" if config.ratio is not None else f"memory={config.memory:g}, bits={config.bits}"
+        amount = (
+            f"ratio={config.ratio:g}" if config.ratio is not None else f"memory={config.memory:g}, bits={config.bits}"
+        )
         block = "" if config.block is None else f", block={config.block}"
         return f"kind={config.kind}, {amount}{block}, min_rows={config.min_rows}"
 

@@ -97,7 +97,9 @@ def unpack(codes: Tensor, ranges: Tensor, bits: int, columns: int, dtype: torch.
         codes = ((codes.unsqueeze(-1) >> shifts) & (2**bits - 1)).view(rows, codes.shape[1] * per_byte)
     values = torch.nn.functional.pad(codes[:, :columns].to(torch.float32), (0, count * GROUP - columns))
     offset, scale = ranges.to(torch.float32).unsqueeze(-1).unbind(2)
-    return torch.addcmul(offset, values.view(rows, count, GROUP), scale).view(rows, count * GROUP)[:, :columns].to(dtype)
+    return (
+        torch.addcmul(offset, values.view(rows, count, GROUP), scale).view(rows, count * GROUP)[:, :columns].to(dtype)
+    )
 
 
 def rounding_variance(matrix: Tensor, bits: int) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.scope import ForwardScope
+from rmm_linear.tables import table
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class ConversionReport:
     def __str__(self) -> str:
         """Return the summary line and a table in which numbered siblings share a row."""
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        return f"{self.summary()}\n{_table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
+        return f"{self.summary()}\n{table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
@@ -128,19 +127,3 @@ def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         groups.setdefault((pattern, *cells), []).append(name)
     return {(names[0] if len(names) == 1 else key[0], *key[1:]): names for key, names in groups.items()}
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    if importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header)
-        for row in rows:
-            table.add_row(*row)
-        buffer = io.StringIO()
-        Console(file=buffer, width=140).print(table)
-        return buffer.getvalue().rstrip()
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    return "\n".join(line.rstrip() for line in lines)

@@ -54,9 +54,7 @@ def destinations(seed: Tensor, tokens: int, rows: int) -> Tensor:
     return (index % rows + shift[index // rows]) % rows
 
 
-def sketch(
-    matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
-) -> Tensor:
+def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return SᵀM.
 
     Args:
@@ -85,9 +83,7 @@ def sketch(
     return result.to(matrix.dtype)
 
 
-def variance(
-    x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
-) -> Tensor:
+def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
     Args:
@@ -104,4 +100,6 @@ def variance(
     return (Moments.of(x, y).signed - torch.stack(inside).sum()) / rows
 
 
-COUNTSKETCH = Family("countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True)
+COUNTSKETCH = Family(
+    "countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True
+)

@@ -46,7 +46,22 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
         c0, c1, c2, c3 = (torch.cat(words).view(offset.shape) for words in zip(*chunks, strict=True))
         return c0, c1, c2, c3
     c0, c1 = offset & _WORD, (offset >> 32) & _WORD
-    c2, c3 = torch.full_like(c0, stream & _WORD), torch.zeros_like(c0)
+    return philox4x32(seed, c0, c1, torch.full_like(c0, stream & _WORD), torch.zeros_like(c0))
+
+
+def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of a counter of four words.
+
+    Args:
+        seed: Key, int64 with one element.
+        c0: Lowest word of the counter, int64 in [0, 2**32), any shape.
+        c1: Second word, same shape.
+        c2: Third word, same shape.
+        c3: Highest word, same shape.
+
+    Returns:
+        Four int64 tensors of the same shape with values in [0, 2**32).
+    """
     seed = seed.reshape(())
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(_ROUNDS):

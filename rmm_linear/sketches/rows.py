@@ -42,9 +42,7 @@ def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None
     return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
 
-def sketch(
-    matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
-) -> Tensor:
+def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return SᵀM: the sampled rows, scaled.
 
     Args:
@@ -64,9 +62,7 @@ def sketch(
     return (chosen * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
 
 
-def variance(
-    x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None
-) -> Tensor:
+def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
     Args:

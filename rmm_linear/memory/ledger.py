@@ -1,0 +1,157 @@
+"""The ledger: which module keeps how many bytes for the backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.tables import table
+
+
+@dataclass
+class SavedStorage:
+    """One storage that autograd keeps.
+
+    Attributes:
+        bytes: Its size.
+        modules: Names of the modules that keep it, the first keeper first.
+    """
+
+    bytes: int
+    modules: list[str]
+
+
+class Ledger:
+    """Bytes that autograd keeps for the backward pass, by module.
+
+    Every distinct storage counts once, for the module that kept it first, and is marked as shared when others keep it too.
+    What is shown is the moment at which most was kept, so a backward pass inside the block takes nothing away.
+    """
+
+    def __init__(self) -> None:
+        """Make an empty ledger."""
+        self._live: dict[tuple[str, int], SavedStorage] = {}
+        self._holders: dict[tuple[str, int], int] = {}
+        self._peak: dict[tuple[str, int], SavedStorage] = {}
+
+    @property
+    def storages(self) -> dict[tuple[str, int], SavedStorage]:
+        """(device, address) of every storage kept at the moment of most to what keeps it."""
+        return max(self._live, self._peak, key=lambda kept: sum(entry.bytes for entry in kept.values()))
+
+    @property
+    def total(self) -> int:
+        """Bytes of all storages kept, parameters and buffers excluded."""
+        return sum(entry.bytes for entry in self.storages.values())
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes by the module that keeps them first, in the order of the forward pass; "" is the model itself."""
+        result: dict[str, int] = {}
+        for entry in self.storages.values():
+            result[entry.modules[0]] = result.get(entry.modules[0], 0) + entry.bytes
+        return result
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Bytes, of those in ``by_module``, that other modules keep too."""
+        result: dict[str, int] = {}
+        for entry in self.storages.values():
+            if len(entry.modules) > 1:
+                result[entry.modules[0]] = result.get(entry.modules[0], 0) + entry.bytes
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ledger as plain JSON types.
+
+        Returns:
+            A dictionary with the keys total, by_module and shared, in bytes.
+        """
+        return {"total": self.total, "by_module": self.by_module, "shared": self.shared}
+
+    def table(self) -> str:
+        """Return the ledger as a table, the largest keeper first.
+
+        Returns:
+            Text with one row per module: bytes, share of the total, and bytes that others keep too.
+        """
+        shared, total = self.shared, max(self.total, 1)
+        rows = [
+            (name or "(model)", f"{count:,}", f"{100 * count / total:.1f}", f"{shared.get(name, 0):,}")
+            for name, count in sorted(self.by_module.items(), key=lambda item: -item[1])
+        ]
+        return table(("module", "bytes", "%", "shared"), [*rows, ("total", f"{self.total:,}", "100.0", "")])
+
+    def _add(self, tensor: Tensor, module: str) -> tuple[str, int]:
+        storage = tensor.untyped_storage()
+        key = (str(storage.device), storage.data_ptr())
+        entry = self._live.setdefault(key, SavedStorage(storage.nbytes(), []))
+        if module not in entry.modules:
+            entry.modules.append(module)
+        self._holders[key] = self._holders.get(key, 0) + 1
+        return key
+
+    def _release(self, key: tuple[str, int]) -> None:
+        self._holders[key] -= 1
+        if self._holders[key] == 0:
+            self._peak = dict(self.storages)
+            del self._holders[key], self._live[key]
+
+
+class _Kept:
+    """A saved tensor, and an end that the ledger hears of."""
+
+    def __init__(self, tensor: Tensor, ledger: Ledger | None, key: tuple[str, int] | None) -> None:
+        self.tensor = tensor
+        if ledger is not None and key is not None:
+            weakref.finalize(self, ledger._release, key).atexit = False
+
+
+@contextmanager
+def track_saved(model: nn.Module) -> Iterator[Ledger]:
+    """Attribute the bytes that autograd keeps for the backward pass to the modules of a model.
+
+    Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``; what other such hooks inside the block keep
+    for themselves (activation checkpointing, ``save_on_cpu``) is not seen. Parameters and buffers do not count.
+
+    Args:
+        model: The model that runs inside the block.
+
+    Yields:
+        The ledger.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(4, 3))
+        >>> with track_saved(layer) as kept:
+        ...     _ = layer(torch.ones(10, 4))
+        >>> kept.by_module  # the input, 10 × 4 × 4 bytes
+        {'0': 160}
+    """
+    own = {(str(t.device), t.untyped_storage().data_ptr()) for t in (*model.parameters(), *model.buffers())}
+    ledger = Ledger()
+    running: list[str] = []
+
+    def pack(tensor: Tensor) -> _Kept:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or (str(storage.device), storage.data_ptr()) in own:
+            return _Kept(tensor, None, None)
+        return _Kept(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter(name), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor))
+        yield ledger
