@@ -43,7 +43,10 @@ _TRANSITIVE = (
     "visits visit|hears hear|trusts trust|paints paint"
 )
 _BE = ("is", "are")
-_ADJECTIVES = [
+_ADJECTIVES = (
+    *("old", "young", "small", "tall", "quiet", "happy", "angry"),
+    *("strange", "famous", "clever", "lonely", "elegant", "tired", "polite"),
+)
     "old",
     "young",
     "small",

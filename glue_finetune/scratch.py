@@ -60,7 +60,7 @@ def save_scratch(
         The folder.
     """
     tokenizer = train_tokenizer(corpus.read_text(encoding="utf-8").splitlines(), max_length=max_length)
-    padding = tokenizer.pad_token_id
+    start, padding, end = tokenizer.convert_tokens_to_ids([_SPECIAL[f"{name}_token"] for name in ("cls", "pad", "sep")])
     config = RobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -70,8 +70,8 @@ def save_scratch(
         max_position_embeddings=max_length + padding + 1,
         type_vocab_size=1,
         pad_token_id=padding,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=start,
+        eos_token_id=end,
     )
     set_seed(seed)
     RobertaModel(config, add_pooling_layer=False).save_pretrained(folder)

@@ -100,7 +100,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
         "bytes_ratio" and "seconds_ratio" against the exact setting (NaN without one).
     """
     groups = runs.groupby("setting", sort=False)
-    columns = {"n": groups.size()}
+    columns: dict[str, Any] = {"n": groups.size()}
     for name in ("best", "last"):
         columns[name] = groups[name].mean()
         columns[f"{name}_std"] = groups[name].std(ddof=1)
@@ -108,7 +108,7 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
         columns[name] = groups[name].mean()
     table = pd.DataFrame(columns)
     for name, column in (("bytes_ratio", "bytes_kept"), ("seconds_ratio", "seconds_per_step")):
-        table[name] = table[column] / (table[column][BASELINE] if BASELINE in table.index else math.nan)
+        table[name] = table[column] / table[column].to_dict().get(BASELINE, math.nan)
     return table
 
 
@@ -132,7 +132,7 @@ def format_table(table: pd.DataFrame) -> str:
             _number(row["seconds_ratio"], ".2f"),
             _number(row["peak_bytes"] / MIB, ".0f"),
         )
-        for label, row in table.iterrows()
+        for label, row in table.to_dict("index").items()
     ]
     widths = [max(len(line[place]) for line in (header, *rows)) for place in range(len(header))]
 
@@ -167,8 +167,8 @@ def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     if BASELINE in table.index:
-        axes.axhline(table["best"][BASELINE], color="0.6", linestyle="--", linewidth=1, zorder=0)
-    for place, (label, row) in enumerate(table.iterrows()):
+        axes.axhline(table["best"].to_dict()[BASELINE], color="0.6", linestyle="--", linewidth=1, zorder=0)
+    for place, (label, row) in enumerate(table.to_dict("index").items()):
         kept = row["bytes_kept"] / MIB
         error = row["best_std"] if math.isfinite(row["best_std"]) else None
         axes.errorbar(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from transformers import DataCollatorWithPadding, set_seed
 
@@ -74,7 +75,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     print(report or "exact: every layer keeps its whole input")
 
     length = limit_length(tokenizer, glue.max_seq_length)
-    dev = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
+    dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
     train_rows = tokenize(data.train, tokenizer, length)
     timer = StepTimer()
     folder = prepare_folder(training, resuming=checkpoint is not None)

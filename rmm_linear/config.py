@@ -31,10 +31,10 @@ class RMMConfig:
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
         ratio: Rows kept by rows seen, K/N, in (0, 1]; 1 keeps every row. Give ``ratio`` or ``memory``, not both.
-        memory: Bytes kept by bytes of the input, in (0, 1]; the rows follow from it and from ``bits``. 0.1 when neither is
-            given.
-        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each layer
-            from the noise predicted on the first steps, with ``ratio`` the dtype itself.
+        memory: Bytes kept by bytes of the input, in (0, 1]; the rows follow from it and from ``bits``. 0.1 when neither
+            is given.
+        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each
+            layer from the noise predicted on the first steps, with ``ratio`` the dtype itself.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
         min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence
             are. At least 1.
@@ -42,8 +42,8 @@ class RMMConfig:
         target_modules: Layers to convert: "all-linear" (all but the output head), a regular expression that the whole
             name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
         exclude_modules: Layers to leave alone, a regular expression or a list as above.
-        overrides: Pattern to fields that differ for the layers it matches, as ``{"query": {"ratio": 0.5}}``. A pattern is
-            a name, a dotted suffix or a regular expression for the whole name; the first that matches is taken.
+        overrides: Pattern to fields that differ for the layers it matches, as ``{"query": {"ratio": 0.5}}``. A pattern
+            is a name, a dotted suffix or a regular expression for the whole name; the first that matches is taken.
 
     Raises:
         ValueError: If a value is outside its range.

@@ -12,7 +12,7 @@ from rmm_linear.linear import SketchedLayer
 
 
 class RMMConv1D(SketchedLayer, Conv1D):
-    """A drop-in for transformers' ``Conv1D``; see :class:`rmm_linear.RMMLinear` for what is exact and what is random."""
+    """A drop-in for transformers' ``Conv1D``; :class:`rmm_linear.RMMLinear` says what is exact and what is random."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer.

@@ -31,15 +31,16 @@ def convert(
     """Make a model's linear layers keep a sketch of their input for the backward pass, in place.
 
     Exact ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear` and GPT-2's ``Conv1D`` its sketched twin. The layer
-    objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before goes on working. Names
-    are matched as in PEFT. Everything is checked before the first layer changes.
+    objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before goes on working.
+    Names are matched as in PEFT. Everything is checked before the first layer changes.
 
     Args:
         model: Model whose submodules are converted.
         config: Which layers, and how; None is ``RMMConfig()``.
         dry_run: Report what would be done and change nothing.
-        example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it once,
-            and layers where a sketch would add bytes, because another operation keeps their input anyway, are skipped.
+        example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it
+            once, and layers where a sketch would add bytes, because another operation keeps their input anyway, are
+            skipped.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, as ``ratio=0.2``.
 
     Returns:

@@ -58,8 +58,8 @@ def sketched_linear(
     """Apply ``input @ weight.T + bias`` and keep a small sketch for the backward pass instead of the input.
 
     Exact: the output, the gradient by the input and the gradient by the bias. Random and unbiased: the gradient by the
-    weight. Nothing is kept when the weight is frozen or grad mode is off. With N ≤ ``min_rows``, or K ≥ N and no bits, the
-    input itself is kept and everything is exact.
+    weight. Nothing is kept when the weight is frozen or grad mode is off. With N ≤ ``min_rows``, or K ≥ N and no bits,
+    the input itself is kept and everything is exact.
 
     Memory: ``config.recipe(N, I, itemsize).bytes(...)``. Time: the weight gradient costs K/N of the exact one; the
     sketches of X and Y come on top (one pass each for countsketch).
@@ -69,11 +69,11 @@ def sketched_linear(
         weight: Shape (O, I).
         bias: Shape (O,), or None.
         config: Kind, ratio or memory, bits, block and min_rows; its module patterns are not used here.
-        seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is on
-            or not, so that later random numbers do not depend on it.
+        seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is
+            on or not, so that later random numbers do not depend on it.
         token_mask: True for rows whose gradient by the output is not zero, shape (*) as the leading dimensions of
-            ``input``; padding is false and leaves the sketch. It is the caller's word: a masked row with a gradient would
-            be missing from dW.
+            ``input``; padding is false and leaves the sketch. It is the caller's word: a masked row with a gradient
+            would be missing from dW.
 
     Returns:
         Shape (*, O). Equal to the output of ``torch.nn.functional.linear`` to the bit.
@@ -141,8 +141,8 @@ def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Pla
         input: Activations X, shape (*, I).
         weight: Shape (O, I).
         bias: Shape (O,), or None.
-        plan: What is kept. None keeps nothing, as a layer in eval mode does: the gradients by input and bias are exact, and
-            asking for the gradient by the weight raises in the backward pass.
+        plan: What is kept. None keeps nothing, as a layer in eval mode does: the gradients by input and bias are exact,
+            and asking for the gradient by the weight raises in the backward pass.
 
     Returns:
         Shape (*, O).
@@ -174,17 +174,18 @@ class _SketchedLinear(torch.autograd.Function):
 
                 key = (plan.recipe, plan.mask, dtype)
                 kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
-                # The seed and the mask travel with Z: a recomputation under checkpointing replaces all of them, or none.
+                # The seed and the mask travel with Z: a recomputation under checkpointing replaces all, or none.
                 saved = (*((None, None) if plan.mask is None else (plan.mask.order, plan.mask.count)), *kept)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "sketched_linear does not support double backward: its input is not kept, so a backward pass with "
-                "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer from the conversion."
+                "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer."
             )
         weight, *saved = ctx.saved_tensors
         plan: Plan | None = ctx.plan
@@ -197,7 +198,7 @@ class _SketchedLinear(torch.autograd.Function):
                 if plan is None:
                     raise RuntimeError(
                         "The gradient by the weight needs the layer's input, and a layer in eval mode keeps nothing. "
-                        "Call model.train() before the forward pass; for gradients in eval mode use rmm_linear.revert(model)."
+                        "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
                     )
                 order, count, *kept = saved
                 mask = None if order is None else TokenMask(order, count)

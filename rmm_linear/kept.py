@@ -1,7 +1,7 @@
 """What a layer keeps of its input, and the gradient made from it.
 
-Kept are tensors only (a sketch Z, packed or not, and the seed of S), because autograd's saved-tensor hooks, and with them
-activation checkpointing, see nothing else.
+Kept are tensors only (a sketch Z, packed or not, and the seed of S), because autograd's saved-tensor hooks, and with
+them activation checkpointing, see nothing else.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SketchedLayer(nn.Module):
         return planned_linear(input, weight, bias, plan)
 
     def _plan(self, input: Tensor, weight: Tensor) -> Plan | None:
-        """Say what this call keeps. Asks for seeds whether grad mode is on or not, as both passes of a checkpoint must."""
+        """Say what this call keeps; seeds are asked for in any grad mode, as both passes of a checkpoint must."""
         config, scope, index = self.rmm_config, self.rmm_scope, self.rmm_index
         recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
         if recipe is None:

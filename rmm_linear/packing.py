@@ -1,9 +1,9 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
-Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in bfloat16
-and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down and the
-scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z. The
-variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
+bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down
+and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
+The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass, and one random word for two elements.
 

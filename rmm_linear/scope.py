@@ -3,15 +3,16 @@
 Forward passes are seen by hooks on the model and on every submodule whose forward takes an ``attention_mask``; the
 outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm.
 
-Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on only
+Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on
+    only
 when the forward pass is over. So nothing random inside it (dropout) sees a difference between the converted and the
 original model, with or without gradients.
 
 Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
 none known (the decoder of an encoder-decoder model), and any other mask changes nothing.
 
-Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take further
-seeds from the last step's, and the mask of the forward passes that wait for their backward pass.
+Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
+further seeds from the last step's, and the mask of the forward passes that wait for their backward pass.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class ForwardScope:
         if any(not _same(mask, fitting[0]) for mask in fitting):
             raise RuntimeError(
                 f"Activation checkpointing recomputes {self.names[index]}, and several forward passes with different "
-                "attention masks wait for their backward pass: the layer cannot tell which one is its own. Run backward "
+                "attention masks wait for their backward pass: the layer cannot tell which is its own. Run backward "
                 "after every forward, or convert with mask_padding=False."
             )
         return fitting[0].token_mask() if fitting and fitting[0] is not None else None

@@ -1,9 +1,9 @@
 """Layers that read the same tensor share one sketch of it.
 
-Autograd stores an input once, however many layers read it; so do we. A sketch is found by the identity of the input (the
-tensor or a view of the same memory, unchanged since by its version counter), the recipe and the mask. The input itself is
-held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd alone, which
-frees it after the last of the layers' backward passes.
+Autograd stores an input once, however many layers read it; so do we. A sketch is found by the identity of the input
+(the tensor or a view of the same memory, unchanged since by its version counter), the recipe and the mask. The input
+itself is held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd
+alone, which frees it after the last of the layers' backward passes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class SharedSketches:
         self._forget(full_key)
         kept = make()
 
-        def forget(_: object, entries: weakref.ref[SharedSketches] = weakref.ref(self)) -> None:
-            owner = entries()
-            if owner is not None:
+        this = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (owner := this()) is not None:
                 owner._forget(full_key)
 
         self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, kept, [index])

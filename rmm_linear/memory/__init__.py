@@ -1,4 +1,4 @@
-"""Where the memory goes: bytes kept for the backward pass per module, peak memory, and what a conversion would change."""
+"""Where memory goes: bytes kept for the backward pass per module, peak memory, what a conversion would change."""
 
 from rmm_linear.memory.explain import Explanation, LayerMemory, explain
 from rmm_linear.memory.ledger import Ledger, track_saved

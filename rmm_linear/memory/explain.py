@@ -85,8 +85,8 @@ class Explanation:
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:
     """Run a model before and after a trial conversion and say, per layer, what is kept and why nothing would be saved.
 
-    The model is as before afterwards: layers, buffers, random numbers, mode. Two forward passes in training mode are run, no
-    backward pass.
+    The model is as before afterwards: layers, buffers, random numbers, mode. Two forward passes in training mode are
+    run, no backward pass.
 
     Args:
         model: A model that is not converted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class SavedStorage:
 class Ledger:
     """Bytes that autograd keeps for the backward pass, by module.
 
-    Every distinct storage counts once, for the module that kept it first, and is marked as shared when others keep it too.
-    What is shown is the moment at which most was kept, so a backward pass inside the block takes nothing away.
+    Every distinct storage counts once, for the module that kept it first, and is marked as shared when others keep it
+    too. What is shown is the moment at which most was kept, so a backward pass inside the block takes nothing away.
     """
 
     def __init__(self) -> None:
@@ -117,8 +117,8 @@ class _Kept:
 def track_saved(model: nn.Module) -> Iterator[Ledger]:
     """Attribute the bytes that autograd keeps for the backward pass to the modules of a model.
 
-    Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``; what other such hooks inside the block keep
-    for themselves (activation checkpointing, ``save_on_cpu``) is not seen. Parameters and buffers do not count.
+    Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``; what other such hooks inside the block
+    keep for themselves (activation checkpointing, ``save_on_cpu``) is not seen. Parameters and buffers do not count.
 
     Args:
         model: The model that runs inside the block.

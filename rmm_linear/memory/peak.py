@@ -60,10 +60,10 @@ class _LiveTensors(TorchDispatchMode):
 def peak(device: torch.device | str | None = None) -> Iterator[Peak]:
     """Measure the peak memory of a block.
 
-    On CUDA it is the allocator's peak, everything alive before included. On the CPU, which has no such counter, it is the
-    peak of the bytes of tensors made inside the block: neither the interpreter nor the libraries, nor buffers inside an
-    operator, nor what a memory allocator holds back, all of which the resident set size (RSS) of the process counts; RSS
-    hardly ever falls. The CPU's block runs slower, since every operator is watched.
+    On CUDA it is the allocator's peak, everything alive before included. On the CPU, which has no such counter, it is
+    the peak of the bytes of tensors made inside the block: neither the interpreter nor the libraries, nor buffers
+    inside an operator, nor what a memory allocator holds back, all of which the resident set size (RSS) of the process
+    counts; RSS hardly ever falls. The CPU's block runs slower, since every operator is watched.
 
     Args:
         device: Where to measure; None is CUDA where there is one, else the CPU.

@@ -16,15 +16,16 @@ class Family:
     Attributes:
         name: The ``kind`` users write.
         summary: One line for tables and help texts.
-        sketch: ``sketch(matrix, seed, rows, block, count)`` maps a matrix of shape (N, D) to SᵀM of shape (K, D). The map
-            is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
+        sketch: ``sketch(matrix, seed, rows, block, count)`` maps a matrix of shape (N, D) to SᵀM of shape (K, D). The
+            map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
         variance: ``variance(x, y, rows, block, count)`` is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a
             float64 scalar.
         blocks: Whether ``block`` means something to the family.
         local: Whether the entries of S for a token depend on the token alone, not on N, as long as ``block`` is None.
             Then zero rows at the end can be cut off without a change.
 
-    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and belong to no token.
+    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and belong to no
+    token.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 A counter-based generator maps (seed, counter) to random words with no state, so any element of a sketch can be made
 anywhere, in any order: on CPU here, in registers inside a kernel, again in the backward pass. The words equal those of
-Triton's ``tl.philox(seed, offset_lo, offset_hi, stream, 0)``; with ``stream=0`` they are ``tl.randint4x(seed, offset)``,
-and :func:`uniform` and :func:`normal` follow ``tl.rand`` and ``tl.randn4x``.
+Triton's ``tl.philox(seed, offset_lo, offset_hi, stream, 0)``; with ``stream=0`` they are ``tl.randint4x(seed,
+offset)``, and :func:`uniform` and :func:`normal` follow ``tl.rand`` and ``tl.randn4x``.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """

@@ -1,14 +1,14 @@
 """Subsampled orthogonal transforms: hadamard, dct, dft.
 
-Sᵀ = √(N/K) · R T D: random signs D, an orthonormal real transform T, K of its N rows R, uniform and without replacement.
-D and T are orthogonal and every row is kept with probability K/N, so E[S Sᵀ] = 1.
+Sᵀ = √(N/K) · R T D: random signs D, an orthonormal real transform T, K of its N rows R, uniform and without
+replacement. D and T are orthogonal and every row is kept with probability K/N, so E[S Sᵀ] = 1.
 
 Write q_ac = Σ_k t_ka² t_kc² for two tokens a, c. The fourth moments of the signs give
 
     Var = (N−K)/(K(N−1)) · [ P + g − 2d + N · Σ_ac (q_ac − 1/N) · (‖x_a‖²‖y_c‖² + 2 x_a·x_c y_a·y_c − 2 [a=c] d_a) ].
 
-Hadamard's entries are ±1/√N, so q_ac = 1/N and the last sum vanishes; N is the next power of two there (the padding rows
-are zero). For the cosine transform q_ac − 1/N = ([c=a] + [c=N−1−a])/2N − 1/N², for the Hartley transform
+Hadamard's entries are ±1/√N, so q_ac = 1/N and the last sum vanishes; N is the next power of two there (the padding
+rows are zero). For the cosine transform q_ac − 1/N = ([c=a] + [c=N−1−a])/2N − 1/N², for the Hartley transform
 ([2(a−c)≡0] − [2(a+c)≡0])/2N modulo N: a few mirrored tokens, a relative error of order 1/N if it were left out.
 
 dft is the discrete Fourier transform in its real, Hartley form (cos + sin), so that Z stays real.
@@ -46,10 +46,7 @@ def _identity(tokens: int) -> int:
 
 
 def _hadamard_rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` of the orthonormal Walsh-Hadamard transform of ``matrix`` (N, D), in natural order.
-
-    Entry (k, i) is (−1)^popcount(k & i) / √M with M the padded length.
-    """
+    """Rows of the orthonormal Walsh-Hadamard transform, natural order: entry (k, i) is (−1)^popcount(k & i) / √M."""
     tokens, columns = matrix.shape
     padded = next_power_of_two(tokens)
     work = torch.nn.functional.pad(matrix, (0, 0, 0, padded - tokens))
