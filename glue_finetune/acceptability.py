@@ -47,21 +47,6 @@ _ADJECTIVES = (
     *("old", "young", "small", "tall", "quiet", "happy", "angry"),
     *("strange", "famous", "clever", "lonely", "elegant", "tired", "polite"),
 )
-    "old",
-    "young",
-    "small",
-    "tall",
-    "quiet",
-    "happy",
-    "angry",
-    "strange",
-    "famous",
-    "clever",
-    "lonely",
-    "elegant",
-    "tired",
-    "polite",
-]
 _PLACE_ADJECTIVES = ["old", "small", "strange", "famous", "elegant", "quiet"]
 _ADVERBS = ["often", "always", "rarely", "sometimes", "usually", "never"]
 _PREPOSITIONS = ["near", "behind", "beside", "under", "above"]

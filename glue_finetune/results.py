@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,29 +25,12 @@ RESULTS_FILE = "results.json"
 _PACKAGES = ("rmm_linear", "torch", "transformers", "datasets", "evaluate", "accelerate", "numpy")
 # Arguments that say where and how loudly a run works, not what comes out of it.
 _INCIDENTAL = frozenset(
-    [
-        "output_dir",
-        "overwrite_output_dir",
-        "resume_from_checkpoint",
-        "logging_dir",
-        "run_name",
-        "project",
-        "hub_token",
-        "disable_tqdm",
-        "report_to",
-        "log_level",
-        "log_level_replica",
-        "log_on_each_node",
-        "local_rank",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "save_on_each_node",
-        "dataloader_pin_memory",
-        "compare",
-        "seeds",
-        "demo",
-    ]
+    {
+        *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name", "project"),
+        *("disable_tqdm", "report_to", "log_level", "log_level_replica", "log_on_each_node", "local_rank", "hub_token"),
+        *("save_strategy", "save_steps", "save_total_limit", "save_on_each_node", "dataloader_pin_memory"),
+        *("compare", "seeds", "demo"),
+    }
 )
 
 
@@ -189,15 +173,13 @@ def commit() -> str | None:
     """
     here = Path(__file__)
 
+    program = shutil.which("git")
+    if program is None:
+        return None
+
     def git(*command: str) -> str:
-        return subprocess.run(
-            ("git", *command),
-            cwd=here.parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,  # noqa: S607, whichever git the user has
-        ).stdout.strip()
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 10}
+        return subprocess.run((program, *command), cwd=here.parent, **options).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's checkout

@@ -60,7 +60,7 @@ def save_scratch(
         The folder.
     """
     tokenizer = train_tokenizer(corpus.read_text(encoding="utf-8").splitlines(), max_length=max_length)
-    start, padding, end = tokenizer.convert_tokens_to_ids([_SPECIAL[f"{name}_token"] for name in ("cls", "pad", "sep")])
+    start, padding, end = (tokenizer.get_vocab()[_SPECIAL[f"{name}_token"]] for name in ("cls", "pad", "sep"))
     config = RobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

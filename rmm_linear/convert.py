@@ -106,7 +106,7 @@ def revert(model: nn.Module) -> nn.Module:
         )
     for layer in layers:
         if layer.rmm_scope is not None:
-            layer.rmm_scope.detach()
+            layer.rmm_scope.release()
         layer._tear_down()
         layer.__class__ = next(c for c in type(layer).__mro__ if not issubclass(c, SketchedLayer))
     return model
@@ -199,7 +199,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _is_linear_like(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return True
-    named_so = re.search(r"Linear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
+    named_so = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
     return bool(named_so) and hasattr(module, "weight") and not any(module.children())
 
 

@@ -149,6 +149,8 @@ def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Pla
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
+    if plan is None:
+        weight = _WithoutGradient.apply(weight)
     return _SketchedLinear.apply(input, weight, bias, plan, autocast_dtype(input))
 
 
@@ -194,12 +196,7 @@ class _SketchedLinear(torch.autograd.Function):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
                 grad_input = (y @ _cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
-            if ctx.needs_input_grad[1]:
-                if plan is None:
-                    raise RuntimeError(
-                        "The gradient by the weight needs the layer's input, and a layer in eval mode keeps nothing. "
-                        "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
-                    )
+            if plan is not None and ctx.needs_input_grad[1]:
                 order, count, *kept = saved
                 mask = None if order is None else TokenMask(order, count)
                 if plan.on_backward is not None:
@@ -209,6 +206,22 @@ class _SketchedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A weight whose gradient cannot be made. A node of its own, so that it hears only of a gradient that is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        raise RuntimeError(
+            "The gradient by the weight needs the layer's input, and a layer in eval mode keeps nothing. "
+            "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
+        )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

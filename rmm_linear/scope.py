@@ -68,6 +68,7 @@ class ForwardScope:
         self.choices: dict[int, BitsChoice] = {}
         self.shared = SharedSketches()
         self._handles: list[RemovableHandle] = []
+        self._released = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -76,6 +77,7 @@ class ForwardScope:
         self._backward_seen = False
         self._recomputing = False
         self._count = 0
+        self._seeded = False
         self._step_seed: int | None = None
 
     def attach(self, model: nn.Module) -> None:
@@ -98,6 +100,12 @@ class ForwardScope:
         self._handles.clear()
         self.shared.clear()
 
+    def release(self) -> None:
+        """Note that one layer left the scope; after the last one, remove it from its model."""
+        self._released += 1
+        if self._released >= len(self.names):
+            self.detach()
+
     def layer_seed(self, index: int) -> int:
         """Return a fresh seed for one call of one layer.
 
@@ -107,11 +115,9 @@ class ForwardScope:
         Returns:
             A seed no other call of this step has.
         """
-        if self._step_seed is None:
-            if not self._masks:  # a layer is called by itself, and no step was ever open
-                return draw_seed()
-            self._step_seed = peek_seed()
-        elif not self._masks and not in_backward():
+        if self._masks and not self._recomputing and not self._seeded:
+            self._step_seed, self._count, self._seeded = peek_seed(), 0, True
+        if self._step_seed is None or not (self._masks or in_backward()):  # a layer is called by itself
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
@@ -167,7 +173,7 @@ class ForwardScope:
         self._masks.append(self._known_mask(module, args, kwargs))
 
     def _open_step(self) -> None:
-        self._step_seed, self._count = None, 0
+        self._seeded = False  # the last step's seed stays, for recomputations that come after an eval pass
         self.shared.clear()
         if self._backward_seen:
             self._waiting.clear()
@@ -194,12 +200,12 @@ class ForwardScope:
         self._masks.pop()
         if not self._masks:
             self.shared.clear()
-            if self._step_seed is not None and not self._recomputing:
+            if self._seeded and not self._recomputing:
                 draw_seed()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the running forward pass behind."""
-        transient = ("_masks", "_waiting", "_backward_seen", "_recomputing", "_count", "_step_seed")
+        transient = ("_masks", "_waiting", "_backward_seen", "_recomputing", "_count", "_seeded", "_step_seed")
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

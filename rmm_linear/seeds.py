@@ -38,7 +38,7 @@ def draw_seed() -> int:
     Returns:
         A seed that differs between calls and between ranks.
     """
-    return mix(int(torch.randint(_LIMIT, ())), _rank())
+    return mix(int(torch.randint(_LIMIT, (), device="cpu")), _rank())
 
 
 def peek_seed() -> int:
@@ -49,7 +49,7 @@ def peek_seed() -> int:
     """
     copy = torch.Generator()
     copy.set_state(torch.get_rng_state())
-    return mix(int(torch.randint(_LIMIT, (), generator=copy)), _rank())
+    return mix(int(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
 
 
 def _rank() -> int:

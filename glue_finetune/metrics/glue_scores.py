@@ -45,8 +45,8 @@ class GlueScores(evaluate.Metric):
             return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
         if self.config_name == "stsb":
             return {
-                "pearson": float(pearsonr(predictions, references).statistic),
-                "spearmanr": float(spearmanr(predictions, references).statistic),
+                "pearson": float(np.asarray(pearsonr(predictions, references))[0]),
+                "spearmanr": float(np.asarray(spearmanr(predictions, references))[0]),
             }
         scores = {"accuracy": float(accuracy_score(references, predictions))}
         if self.config_name in _ACCURACY_AND_F1:

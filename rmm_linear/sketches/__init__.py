@@ -39,7 +39,7 @@ def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
     if rows >= tokens or block is None:
         return min(rows, tokens)
     _, blocks, rows_per_block = block_rows(tokens, rows, block)
-    return blocks * rows_per_block
+    return min(blocks * rows_per_block, tokens)
 
 
 def sketch(
@@ -68,12 +68,12 @@ def sketch(
                 [2., 2., 2.]])
     """
     tokens, family = matrix.shape[0], FAMILIES[kind]
-    if mask is None:
-        return matrix if rows >= tokens else family.sketch(matrix, seed, rows, block, None)
     kept = kept_rows(tokens, rows, block)
+    if mask is None:
+        return matrix if kept >= tokens else family.sketch(matrix, seed, rows, block, None)
     if matrix.device.type != "cpu":
         compact = mask.compact(matrix)
-        if rows >= tokens:
+        if kept >= tokens:
             return compact
         return torch.where(mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count))
     count = int(mask.count)
@@ -103,7 +103,7 @@ def variance(
     """
     tokens = x.shape[0]
     kept = kept_rows(tokens, rows, block)
-    if rows >= tokens or (mask is not None and int(mask.count) <= kept):
+    if kept >= tokens or (mask is not None and int(mask.count) <= kept):
         return x.new_zeros((), dtype=torch.float64)
     if mask is None:
         return FAMILIES[kind].variance(x, y, rows, block, None)

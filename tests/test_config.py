@@ -1,0 +1,211 @@
+"""RMMConfig: validated when it is made, immutable, and a JSON file that survives versions and crashes."""
+
+import dataclasses
+import json
+import math
+import os
+
+import pytest
+import rmm_linear.files
+
+from rmm_linear import RMMConfig, __version__
+from rmm_linear.sketches import FAMILIES, KINDS
+
+FULL = RMMConfig(
+    kind="gaussian",
+    ratio=0.25,
+    block=128,
+    min_rows=7,
+    target_modules=["query", "value"],
+    exclude_modules=r".*\.0\..*",
+    overrides={"query": {"ratio": 0.5}, r".*value": {"kind": "rows", "block": None}},
+)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"ratio": 1.5}, ValueError, r"ratio must be in \(0, 1\], got 1.5. Use ratio=1"),
+        ({"ratio": 0}, ValueError, r"ratio must be in \(0, 1\], got 0"),
+        ({"ratio": -0.1}, ValueError, r"ratio must be in \(0, 1\], got -0.1"),
+        ({"ratio": math.nan}, ValueError, r"ratio must be in \(0, 1\], got nan"),
+        ({"ratio": "0.1"}, TypeError, "ratio must be a number"),
+        ({"ratio": True}, TypeError, "ratio must be a number"),
+        ({"kind": "count"}, ValueError, f"kind must be one of {', '.join(KINDS)}, got 'count'"),
+        ({"kind": None}, ValueError, "kind must be one of"),
+        ({"kind": "gaussian", "block": 0}, ValueError, "block must be at least 1, got 0"),
+        ({"kind": "gaussian", "block": 2.0}, TypeError, "block must be a positive integer or None, got 2.0"),
+        ({"kind": "rows", "block": 8}, ValueError, r"block is for .* only, got block=8 with kind='rows'. Use block=None"),
+        ({"min_rows": 0}, ValueError, "min_rows must be at least 1, got 0"),
+        ({"min_rows": None}, TypeError, "min_rows must be a positive integer, got None"),
+        ({"min_rows": True}, TypeError, "min_rows must be a positive integer, got True"),
+        ({"target_modules": "(query"}, ValueError, r"target_modules must be a valid regular expression, got '\(query'"),
+        ({"target_modules": []}, ValueError, "target_modules must name at least one layer"),
+        ({"target_modules": None}, TypeError, "target_modules must be a regular expression or a list"),
+        ({"target_modules": [1]}, TypeError, "target_modules must be a regular expression or a list"),
+        ({"exclude_modules": 3}, TypeError, "exclude_modules must be a regular expression or a list"),
+        ({"overrides": [("query", {})]}, TypeError, "overrides must map a name pattern to fields, got list"),
+        ({"overrides": {"query": 0.5}}, TypeError, r"overrides\['query'\] must map field names to values, got 0.5"),
+        ({"overrides": {"(": {}}}, ValueError, "overrides must be a valid regular expression"),
+        ({"overrides": {"query": {"ratios": 1}}}, ValueError, r"overrides\['query'\] may change .*; got ratios"),
+        ({"overrides": {"query": {"target_modules": "x"}}}, ValueError, r"may change .*; got target_modules"),
+        ({"overrides": {"query": {"ratio": 2}}}, ValueError, r"overrides\['query'\]: ratio must be in"),
+        ({"overrides": {"query": {"ratio": "a"}}}, TypeError, r"overrides\['query'\]: ratio must be a number"),
+        (
+            {"kind": "gaussian", "block": 8, "overrides": {"query": {"kind": "dct"}}},
+            ValueError,
+            r"overrides\['query'\]: block is for",
+        ),
+    ],
+)
+def test_bad_values_are_named_with_the_rule(fields, error, message):
+    with pytest.raises(error, match=message):
+        RMMConfig(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"ratio": 1}, {"ratio": 1e-9}, {"min_rows": 1}] + [{"kind": k} for k in KINDS])
+def test_values_at_the_edge_are_fine(fields):
+    for name, value in fields.items():
+        assert getattr(RMMConfig(**fields), name) == value
+
+
+def test_block_is_for_the_dense_kinds():
+    for kind in KINDS:
+        if FAMILIES[kind].blocks:
+            assert RMMConfig(kind=kind, block=4).block == 4
+        else:
+            with pytest.raises(ValueError, match="block"):
+                RMMConfig(kind=kind, block=4)
+
+
+def test_it_is_frozen_and_keeps_its_own_containers():
+    names, overrides = ["query"], {"query": {"ratio": 0.5}}
+    config = RMMConfig(target_modules=names, overrides=overrides)
+    names.append("value")
+    overrides["query"]["ratio"] = 0.9
+    overrides["value"] = {}
+    assert list(config.target_modules) == ["query"]
+    assert config.overrides == {"query": {"ratio": 0.5}}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.5
+
+
+# K
+
+
+@pytest.mark.parametrize(
+    ("ratio", "min_rows", "tokens", "rows"),
+    [
+        (0.1, 1, 1000, 100),
+        (0.1, 64, 1000, 100),
+        (0.1, 64, 500, 64),
+        (0.1, 1, 4, 1),
+        (0.16, 1, 10, 2),
+        (0.14, 1, 10, 1),
+        (0.001, 1, 2, 1),
+    ],
+)
+def test_rows_are_the_rounded_ratio_and_min_rows_at_least(ratio, min_rows, tokens, rows):
+    assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4).rows == rows
+
+
+@pytest.mark.parametrize(("ratio", "min_rows", "tokens"), [(0.1, 64, 64), (0.1, 64, 3), (1.0, 1, 10), (0.99, 1, 10), (0.1, 1, 0)])
+def test_no_sketch_where_every_row_would_be_kept(ratio, min_rows, tokens):
+    assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4) is None
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("query", "query"),
+        ("encoder.0.query", "query"),
+        ("encoder.0.subquery", r".*\.\d+\..*"),
+        ("subquery", None),
+        ("query.dense", None),
+        ("encoder.1.value", r".*\.\d+\..*"),
+        ("value", None),
+    ],
+)
+def test_first_matching_override_is_taken(name, pattern):
+    config = RMMConfig(ratio=0.1, overrides={"query": {"ratio": 0.5}, r".*\.\d+\..*": {"ratio": 0.7}})
+    assert config.override_pattern(name) == pattern
+    expected = {None: 0.1, "query": 0.5}.get(pattern, 0.7)
+    assert config.for_module(name).ratio == expected
+    assert config.for_module(name).overrides == {}
+
+
+# Files
+
+
+def test_dictionary_round_trip_is_plain_json():
+    values = json.loads(json.dumps(FULL.to_dict()))
+    assert RMMConfig.from_dict(values) == FULL
+    assert RMMConfig.from_dict({}) == RMMConfig()
+
+
+def test_file_round_trip_names_the_version(tmp_path):
+    FULL.save(tmp_path / "rmm.json")
+    assert RMMConfig.load(tmp_path / "rmm.json") == FULL
+    assert json.loads((tmp_path / "rmm.json").read_text())["rmm_linear_version"] == __version__
+    assert [path.name for path in tmp_path.iterdir()] == ["rmm.json"]
+
+
+@pytest.mark.parametrize("version", [None, "0.0.1", __version__, 7])
+def test_unknown_keys_are_an_error(version):
+    values = {"ratio": 0.2, "speed": 3} | ({} if version is None else {"rmm_linear_version": version})
+    with pytest.raises(ValueError, match=r"Unknown keys speed. A configuration has the fields kind, ratio"):
+        RMMConfig.from_dict(values)
+
+
+def test_unknown_keys_of_a_newer_version_are_a_warning():
+    with pytest.warns(UserWarning, match="Ignoring speed: written by rmm_linear 99.0, .* Upgrade rmm_linear"):
+        config = RMMConfig.from_dict({"ratio": 0.2, "speed": 3, "rmm_linear_version": "99.0"})
+    assert config == RMMConfig(ratio=0.2)
+
+
+def test_versions_compare_as_numbers(monkeypatch):
+    monkeypatch.setattr("rmm_linear.config.__version__", "0.9.0")
+    with pytest.warns(UserWarning, match="Ignoring speed"):
+        RMMConfig.from_dict({"speed": 3, "rmm_linear_version": "0.10.0"})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"ratio": 3}', '{"speed": 1}', '{"min_rows": "a"}'])
+def test_a_bad_file_is_named(tmp_path, text):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"bad.json is not a valid RMMConfig: "):
+        RMMConfig.load(path)
+
+
+def test_a_missing_file_is_an_oserror(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        RMMConfig.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch, step):
+    path = tmp_path / "rmm.json"
+    FULL.save(path)
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    owner, name = (rmm_linear.files.os, "fsync") if step == "fsync" else (rmm_linear.files.Path, "replace")
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(OSError, match="disk full"):
+        RMMConfig(ratio=0.5).save(path)
+    monkeypatch.undo()
+    assert RMMConfig.load(path) == FULL
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rmm.json"]
+
+
+def test_a_saved_file_has_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").write_text("")
+    FULL.save(tmp_path / "rmm.json")
+    assert os.stat(tmp_path / "rmm.json").st_mode == os.stat(tmp_path / "usual").st_mode

@@ -1,0 +1,339 @@
+"""sketched_linear: everything but dW is nn.Linear's own; dW is (SᵀY)ᵀ SᵀX of one S; and it keeps K rows, or nothing."""
+
+import pytest
+import torch
+from helpers import SEED_BYTES, heavy_tailed, sketch_matrix
+from torch.nn import functional as F
+
+from rmm_linear import RMMConfig, sketched_linear
+from rmm_linear.memory import track_saved
+from rmm_linear.sketches import KINDS, kept_rows
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+SHAPES = [(6,), (40, 6), (5, 8, 6), (2, 5, 4, 6), (1, 6), (0, 6), (3, 0, 6)]
+
+
+def config(ratio=0.2, kind="countsketch", min_rows=1, **fields):
+    return RMMConfig(kind=kind, ratio=ratio, min_rows=min_rows, **fields)
+
+
+def leaves(shape, dtype=torch.float32, outputs=3, bias=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*size):
+        return torch.randn(*size, generator=generator).to(dtype).requires_grad_()
+
+    return [leaf(*shape), leaf(outputs, shape[-1]), leaf(outputs) if bias else None]
+
+
+def grad_of(output):
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+
+
+def both(shape, dtype=torch.float32, bias=True, **fields):
+    """Output and gradients of sketched_linear and of F.linear, on equal leaves."""
+    results = []
+    for layer in (lambda *a: sketched_linear(*a, config=config(**fields), seed=4), F.linear):
+        x, w, b = leaves(shape, dtype, bias=bias)
+        output = layer(x, w, b)
+        output.backward(grad_of(output))
+        results.append((output.detach(), x.grad, w.grad, None if b is None else b.grad))
+    return results
+
+
+# What is exact
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_gradients_by_input_and_bias_are_exact(shape, dtype):
+    (output, dx, dw, db), (o, x, w, b) = both(shape, dtype)
+    assert torch.equal(output, o)
+    assert (dx.dtype, dx.shape, dw.dtype, dw.shape) == (dtype, x.shape, dtype, w.shape)
+    for ours, exact in ((dx, x), (db, b)):
+        assert torch.allclose(ours.double(), exact.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_exact_parts(kind):
+    (output, dx, _, db), (o, x, _, b) = both((5, 8, 6), kind=kind)
+    assert torch.equal(output, o)
+    assert torch.allclose(dx, x, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(db, b, rtol=1e-5, atol=1e-6)
+
+
+def test_without_bias():
+    (output, dx, _, db), (o, x, _, _) = both((40, 6), bias=False)
+    assert torch.equal(output, o)
+    assert torch.allclose(dx, x, rtol=1e-5, atol=1e-6)
+    assert db is None
+
+
+@pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x[:, ::2], lambda x: x[:1].expand(7, 8, 6)])
+def test_non_contiguous_input(make):
+    results = []
+    for layer in (lambda *a: sketched_linear(*a, config=config(), seed=4), F.linear):
+        x, w, b = leaves((5, 8, 6))
+        output = layer(make(x), w, b)
+        output.backward(grad_of(output))
+        results.append((output.detach(), x.grad, b.grad))
+    for ours, exact in zip(*results, strict=True):
+        assert torch.allclose(ours, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_non_contiguous_and_expanded_output_gradient():
+    for reduce in (torch.sum, lambda o: (o.transpose(0, 1) * torch.arange(24.0).view(8, 3).unsqueeze(1)).sum()):
+        x, w, b = leaves((5, 8, 6))
+        reduce(sketched_linear(x, w, b, config=config(), seed=4)).backward()
+        sketched = [x.grad, b.grad]
+        x, w, b = leaves((5, 8, 6))
+        reduce(F.linear(x, w, b)).backward()
+        for ours, exact in zip(sketched, (x.grad, b.grad), strict=True):
+            assert torch.allclose(ours, exact, rtol=1e-5, atol=1e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("fields", [{"ratio": 1.0}, {"ratio": 0.01, "min_rows": 40}, {"ratio": 0.01, "min_rows": 64}])
+def test_as_many_rows_as_tokens_are_exact(dtype, fields):
+    for ours, exact in zip(*both((40, 6), dtype, **fields), strict=True):
+        assert torch.equal(ours, exact)
+
+
+def test_a_wrong_shape_has_torchs_own_error():
+    x, w, b = leaves((40, 6))
+    with pytest.raises(RuntimeError) as exact:
+        F.linear(x[:, :5], w, b)
+    with pytest.raises(RuntimeError) as ours:
+        sketched_linear(x[:, :5], w, b, config=config())
+    assert str(ours.value) == str(exact.value)
+
+
+# dW
+
+
+@pytest.mark.parametrize(("kind", "block"), [(kind, None) for kind in KINDS] + [("gaussian", 7)])
+def test_weight_gradient_is_the_product_of_two_sketches_by_one_matrix(kind, block):
+    x, y = heavy_tailed(24, 5, 4)
+    w = torch.zeros(4, 5, dtype=torch.float64, requires_grad=True)
+    fields = config(kind=kind, ratio=0.25, block=block)
+    sketched_linear(x.view(4, 6, 5), w, config=fields, seed=-9).backward(y.view(4, 6, 4))
+    s = sketch_matrix(kind, 24, 6, -9, block).T
+    assert torch.allclose(w.grad, (s.T @ y).T @ (s.T @ x), rtol=1e-10)
+    assert not torch.allclose(w.grad, y.T @ x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_tokens_than_one_over_ratio_still_have_an_unbiased_gradient(kind):
+    """round(0.01 · 5) = 0 rows would be a zero gradient. z = 4 on the projection over 400 seeds."""
+    x, y = heavy_tailed(5, 3, 2)
+    exact, projections = y.T @ x, []
+    for seed in range(400):
+        w = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+        sketched_linear(x, w, config=config(kind=kind, ratio=0.01), seed=seed).backward(y)
+        projections.append(float((w.grad * exact).sum() / exact.square().sum()))
+    projections = torch.tensor(projections)
+    error = projections.std() / 20
+    assert abs(projections.mean() - 1) < 4 * error
+    assert error < 0.15  # so that 0 would be more than six errors away
+
+
+def test_gradients_accumulate():
+    x, w, b = leaves((40, 6))
+    parts = []
+    for seed in (1, 2):
+        sketched_linear(x, w, b, config=config(), seed=seed).sum().backward()
+        parts.append(w.grad.clone())
+    w.grad = None
+    sketched_linear(x, w, b, config=config(), seed=2).sum().backward()
+    assert torch.allclose(parts[1] - parts[0], w.grad, atol=1e-5)
+    assert not torch.equal(parts[0], w.grad)
+
+
+def test_seed_none_follows_the_global_generator_and_moves_it():
+    def run():
+        x, w, b = leaves((40, 6))
+        for _ in range(2):
+            sketched_linear(x, w, b, config=config()).sum().backward()
+        return w.grad, torch.get_rng_state()
+
+    torch.manual_seed(3)
+    before, (first, state) = torch.get_rng_state(), run()
+    torch.manual_seed(3)
+    again, _ = run()
+    other, _ = run()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(before, state)
+
+
+def test_a_given_seed_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    x, w, b = leaves((40, 6))
+    sketched_linear(x, w, b, config=config(), seed=1).sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
+    x, w, b = leaves((40, 6))
+    with torch.device("meta"):
+        output = sketched_linear(x, w, b, config=config())
+    output.sum().backward()
+    assert torch.isfinite(w.grad).all()
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_what_it_does_to_nn_linear(dtype, input_dtype):
+    results = []
+    for layer in (lambda *a: sketched_linear(*a, config=config(ratio=1.0), seed=4), F.linear):
+        for fields in ({"ratio": 1.0}, {"ratio": 0.3}):
+            x, w, b = leaves((40, 6))
+            x = x.detach().to(input_dtype).requires_grad_()
+            with torch.autocast("cpu", dtype=dtype):
+                output = layer(x, w, b) if layer is F.linear else sketched_linear(x, w, b, config=config(**fields))
+            output.backward(grad_of(output))
+            results.append((output, x.grad, b.grad, w.grad))
+    (o1, x1, b1, w1), (o2, x2, b2, w2), (o, x, b, w), _ = results
+    for ours, exact in ((o1, o), (o2, o), (x1, x), (x2, x), (b1, b), (b2, b), (w1, w)):
+        assert ours.dtype == exact.dtype
+        assert torch.allclose(ours.float(), exact.float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(o2, o)
+    assert w2.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone():
+    x, w, b = leaves((40, 6), torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, exact = sketched_linear(x, w, b, config=config()), F.linear(x, w, b)
+    assert output.dtype == exact.dtype
+    assert torch.equal(output, exact)
+
+
+def test_backward_under_autocast_is_backward_outside():
+    grads = []
+    for inside in (True, False):
+        x, w, b = leaves((40, 6))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = sketched_linear(x, w, b, config=config(), seed=1)
+            if inside:
+                output.backward(grad_of(output))
+        if not inside:
+            output.backward(grad_of(output))
+        grads.append((x.grad, w.grad, b.grad))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+# What is kept
+
+
+def kept_bytes(*args, **fields):
+    with track_saved(torch.nn.Identity()) as kept:
+        output = sketched_linear(*args, config=config(**fields), seed=1)
+    assert output is not None
+    return kept.total
+
+
+@pytest.mark.parametrize(("kind", "block"), [(kind, None) for kind in KINDS] + [("gaussian", 7), ("rademacher", 7)])
+@dtypes
+def test_bytes_kept_are_the_rows_and_the_seed(kind, block, dtype):
+    x, w, b = leaves((5, 8, 6), dtype)
+    rows = kept_rows(40, 8, block)
+    weight_bytes = w.numel() * dtype.itemsize  # kept for dX; not the layer's to save
+    assert kept_bytes(x, w, b, kind=kind, block=block) == rows * 6 * dtype.itemsize + SEED_BYTES + weight_bytes
+
+
+def test_input_without_gradient_does_not_keep_the_weight():
+    x, w, b = leaves((40, 6))
+    assert kept_bytes(x.detach(), w, b) == 8 * 6 * 4 + SEED_BYTES
+
+
+def test_bytes_kept_in_autocast_are_half():
+    x, w, b = leaves((40, 6))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kept_bytes(x.detach(), w, b) == 8 * 6 * 2 + SEED_BYTES
+
+
+def test_frozen_weight_keeps_no_input():
+    x, w, b = leaves((40, 6))
+    assert kept_bytes(x, w.detach(), b) == w.numel() * 4
+    assert kept_bytes(x.detach(), w.detach(), b) == 0
+    sketched_linear(x, w.detach(), b, config=config()).sum().backward()
+    assert torch.allclose(x.grad, w.detach().sum(0).expand(40, 6))
+    assert torch.equal(b.grad, torch.full((3,), 40.0))
+
+
+def test_frozen_bias_and_frozen_input():
+    x, w, b = leaves((40, 6))
+    sketched_linear(x.detach(), w, b.detach(), config=config(), seed=1).sum().backward()
+    assert (x.grad, b.grad) == (None, None)
+    assert w.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode_nothing_is_kept(mode):
+    x, w, b = leaves((40, 6))
+    with mode():
+        assert kept_bytes(x, w, b) == 0
+        output = sketched_linear(x, w, b, config=config())
+    assert not output.requires_grad
+    assert torch.equal(output, F.linear(x, w, b))
+
+
+def test_exact_layer_keeps_the_input_once():
+    x, w, b = leaves((40, 6))
+    assert kept_bytes(x.detach(), w, b, ratio=1.0) == 40 * 6 * 4
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_double_backward_is_refused(wanted):
+    x, w, b = leaves((40, 6))
+    loss = sketched_linear(x, w, b, config=config()).square().sum()
+    with pytest.raises(RuntimeError, match="does not support double backward") as error:
+        torch.autograd.grad(loss, x if wanted == "input" else w, create_graph=True)
+    assert "revert" in str(error.value)
+
+
+def test_second_backward_has_torchs_own_error():
+    x, w, b = leaves((40, 6))
+    loss = sketched_linear(x, w, b, config=config()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_retained_graph_gives_the_same_gradient_again():
+    x, w, b = leaves((40, 6))
+    loss = sketched_linear(x, w, b, config=config()).sum()
+    first = torch.autograd.grad(loss, w, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, w)[0], first)
+
+
+def test_weight_changed_in_place_after_the_forward_pass_is_noticed():
+    """dX would be wrong without a word."""
+    x, w, b = leaves((40, 6))
+    loss = sketched_linear(x, w, b, config=config()).sum()
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_input_changed_in_place_after_the_forward_pass_does_no_harm():
+    """Only its sketch is needed, and that was made."""
+    x, w, b = leaves((40, 6))
+    grads = []
+    for change in (False, True):
+        x = x.detach().clone()
+        output = sketched_linear(x, w, b, config=config(), seed=1)
+        if change:
+            x.zero_()
+        grads.append(torch.autograd.grad(output.sum(), w)[0])
+    assert torch.equal(*grads)

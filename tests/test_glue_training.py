@@ -1,0 +1,336 @@
+"""Training runs end to end: what they record, how they stop, and that a resumed run ends with the very same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from glue_helpers import fails, flags, results_of, same_weights, save_tiny, write_cola, write_pairs
+
+from glue_finetune import interrupt, training
+from glue_finetune.cli import main
+from glue_finetune.interrupt import InterruptCallback
+from glue_finetune.trainer import GlueTrainer, StepTimer
+from rmm_linear import RMMConfig, RMMLinear
+
+STEPS = 6  # per epoch: 48 rows in batches of 8
+EPOCHS = 3
+SKETCH = {"kind": "gaussian", "ratio": 0.2, "num_train_epochs": EPOCHS, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert main(flags(model, cola, output, **SKETCH)) == 0
+    return output
+
+
+def test_results_record_the_run(uninterrupted: Path) -> None:
+    results = results_of(uninterrupted)
+    assert [entry["epoch"] for entry in results["epochs"]] == [1.0, 2.0, 3.0]
+    assert [entry["step"] for entry in results["epochs"]] == [STEPS, 2 * STEPS, 3 * STEPS]
+    scores = [entry["matthews_correlation"] for entry in results["epochs"]]
+    assert all(-1 <= score <= 1 for score in scores)
+    assert all(entry["train_loss"] > 0 and entry["loss"] > 0 for entry in results["epochs"])
+    best = max(range(EPOCHS), key=scores.__getitem__)
+    assert results["score"] == {
+        "metric": "matthews_correlation",
+        "best": scores[best],
+        "best_epoch": best + 1.0,
+        "last": scores[-1],
+        "last_epoch": 3.0,
+    }
+    assert RMMConfig.from_dict(results["sketch"]) == RMMConfig(kind="gaussian", ratio=0.2, min_rows=4)
+    assert len(results["converted"]) == 2 * 6 + 2
+    assert (results["seed"], results["settings"]["learning_rate"], results["steps"]) == (7, 1e-3, EPOCHS * STEPS)
+    assert results["settings"]["adam_beta2"] == 0.98
+    assert results["seconds_per_step"]["steps"] == EPOCHS * STEPS - 1
+    assert 0 < results["seconds_per_step"]["median"] < results["seconds_of_training"]
+    assert results["memory"]["peak_bytes"] > results["memory"]["bytes_kept_for_backward"] > 0
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["resumed"] is False
+
+
+def test_the_trained_model_can_be_used(uninterrupted: Path) -> None:
+    from transformers import pipeline
+
+    classify = pipeline("text-classification", model=str(uninterrupted), device=-1)
+    (answer,) = classify("The dogs bark .")
+    assert answer["label"] in ("0", "1")
+
+
+@pytest.mark.parametrize("kind", ["exact", "gaussian"])
+def test_bytes_kept_are_those_of_the_first_step(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    seen: list[Any] = []
+
+    class Recorder(GlueTrainer):
+        def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Any:  # pyright: ignore
+            if not seen:
+                seen.extend((model, {name: tensor.clone() for name, tensor in inputs.items()}))
+            return super().compute_loss(model, inputs, **kwargs)
+
+    monkeypatch.setattr(training, "GlueTrainer", Recorder)
+    options = {"kind": kind, "ratio": 0.2, "max_steps": 2, "dataloader_num_workers": 0}
+    assert main(flags(model, cola, tmp_path / "run", **options)) == 0
+    network, batch = seen
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    network.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = network(**batch).loss
+    assert loss.requires_grad
+    memory = results_of(tmp_path / "run")["memory"]
+    assert memory["bytes_kept_for_backward"] == sum(storage.nbytes() for storage in kept.values())
+    assert memory["batch_shape"] == list(batch["input_ids"].shape)
+    assert memory["at_step"] == 1
+    assert any(isinstance(module, RMMLinear) for module in network.modules()) == (kind != "exact")
+
+
+def test_a_sketch_keeps_less_and_another_seed_gives_other_weights(
+    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    assert main(flags(model, cola, tmp_path / "exact", **{**SKETCH, "kind": "exact"})) == 0
+    assert main(flags(model, cola, tmp_path / "seed", **{**SKETCH, "seed": 8})) == 0
+    exact, sketched = results_of(tmp_path / "exact"), results_of(uninterrupted)
+    assert exact["sketch"] == "exact"
+    assert exact["converted"] == []
+    assert exact["memory"]["batch_shape"] == sketched["memory"]["batch_shape"]
+    assert sketched["memory"]["bytes_kept_for_backward"] < 0.9 * exact["memory"]["bytes_kept_for_backward"]
+    assert not same_weights(tmp_path / "exact", uninterrupted)
+    assert not same_weights(tmp_path / "seed", uninterrupted)
+
+
+def test_mnli_evaluates_matched_and_mismatched(model: Path, tmp_path: Path) -> None:
+    labels, stems = ["neutral", "entailment", "contradiction"], ("train", "dev_matched", "dev_mismatched")
+    data = write_pairs(tmp_path, "MNLI", labels, stems)
+    assert main(flags(model, data, tmp_path / "run", task="mnli", num_train_epochs=1)) == 0
+    results = results_of(tmp_path / "run")
+    (epoch,) = results["epochs"]
+    assert {"matched_accuracy", "mismatched_accuracy", "matched_loss", "mismatched_loss"} < epoch.keys()
+    assert results["score"]["metric"] == "matched_accuracy"
+    assert results["score"]["best"] == epoch["matched_accuracy"]
+
+
+def test_stsb_is_a_regression(model: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path, "STS-B", ["5.000", "0.200", "2.6"], ("train", "dev"))
+    assert main(flags(model, data, tmp_path / "run", task="stsb", num_train_epochs=1)) == 0
+    (epoch,) = results_of(tmp_path / "run")["epochs"]
+    assert -1 <= epoch["pearson"] <= 1
+    assert -1 <= epoch["spearmanr"] <= 1
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+
+
+class _Bomb(StepTimer):
+    """Sends this process a signal at the begin of a step, or in the middle of an evaluation."""
+
+    step: int
+    evaluation: int | None
+    signum: signal.Signals
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_begin(*args, **kwargs)
+        if args[1].global_step == self.step - 1:
+            os.kill(os.getpid(), self.signum)
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        if args[1].global_step == self.evaluation:
+            self.evaluation = None
+            os.kill(os.getpid(), self.signum)
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluation", "signum", "save_strategy"),
+    [
+        (1, None, signal.SIGINT, "epoch"),
+        (STEPS, None, signal.SIGTERM, "no"),
+        (STEPS + 2, None, signal.SIGTERM, "epoch"),
+        (2 * STEPS - 1, None, signal.SIGINT, "no"),
+        (-1, STEPS, signal.SIGINT, "no"),
+    ],
+    ids=["first step", "last step of an epoch", "within an epoch", "before the last step", "evaluation"],
+)
+def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
+    model: Path,
+    cola: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    evaluation: int | None,
+    signum: signal.Signals,
+    save_strategy: str,
+) -> None:
+    bomb = type("Bomb", (_Bomb,), {"step": step, "evaluation": evaluation, "signum": signum})
+    argv = flags(model, cola, tmp_path / "run", save_strategy=save_strategy, **SKETCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "StepTimer", bomb)
+        assert main(argv) == 128 + signum
+    assert not (tmp_path / "run" / "results.json").exists()
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
+    assert saved == [f"checkpoint-{evaluation or step}"]
+    assert signal.getsignal(signum) is (signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+    assert main([*argv, "--resume_from_checkpoint", "last", "--save_strategy", "epoch"]) == 0
+    assert same_weights(tmp_path / "run", uninterrupted)
+    resumed, whole = results_of(tmp_path / "run"), results_of(uninterrupted)
+    assert resumed["resumed"] is True
+    metrics = ("epoch", "step", "loss", "matthews_correlation")
+    assert [[e[name] for name in metrics] for e in resumed["epochs"]] == [
+        [e[name] for name in metrics] for e in whole["epochs"]
+    ]
+    assert resumed["memory"]["bytes_kept_for_backward"] == whole["memory"]["bytes_kept_for_backward"]
+
+
+def test_a_signal_in_the_last_step_still_writes_the_results(
+    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = {"step": EPOCHS * STEPS, "evaluation": None, "signum": signal.SIGTERM}
+    monkeypatch.setattr(training, "StepTimer", type("Bomb", (_Bomb,), last))
+    assert main(flags(model, cola, tmp_path / "run", **SKETCH)) == 143
+    assert results_of(tmp_path / "run")["score"] == results_of(uninterrupted)["score"]
+    assert same_weights(tmp_path / "run", uninterrupted)
+
+
+def test_a_signal_before_training_leaves_nothing_behind(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = training.load_model
+
+    def slow(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return load(*args)
+
+    monkeypatch.setattr(training, "load_model", slow)
+    assert main(flags(model, cola, tmp_path / "run")) == 143
+    assert "there is nothing to save" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(interrupt.os, "_exit", exits.append)
+    with InterruptCallback().installed() as callback:
+        callback.on_train_begin()
+        signal.raise_signal(signal.SIGINT)
+        assert (callback.signum, exits) == (signal.SIGINT, [])
+        signal.raise_signal(signal.SIGTERM)
+        assert exits == [143]
+
+
+def test_training_outside_the_main_thread_leaves_signals_alone(model: Path, cola: Path, tmp_path: Path) -> None:
+    status: list[int] = []
+    argv = flags(model, cola, tmp_path / "run", max_steps=1)
+    thread = threading.Thread(target=lambda: status.append(main(argv)))
+    thread.start()
+    thread.join()
+    assert status == [0]
+
+
+def test_a_real_process_stops_on_a_real_signal_and_resumes(
+    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    argv = flags(model, cola, tmp_path / "run", **SKETCH)
+    root = Path(training.__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [sys.executable, "-m", "glue_finetune", *argv]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("epoch 1.00"):
+                run.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.stderr is not None
+        assert "SIGINT: finishing the step, then saving a checkpoint" in run.stderr.read()
+    assert not (tmp_path / "run" / "results.json").exists()
+    assert main([*argv, "--resume_from_checkpoint", "True"]) == 0
+    assert same_weights(tmp_path / "run", uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def interrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("half") / "run"
+    bomb = type("Bomb", (_Bomb,), {"step": 2, "evaluation": None, "signum": signal.SIGINT})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "StepTimer", bomb)
+        assert main(flags(model, cola, output, **SKETCH)) == 130
+    return output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda argv: [*argv, "--resume_from_checkpoint", "last", "--ratio", "0.5"], "sketch was {.*'ratio': 0.2"),
+        (
+            lambda argv: [*argv, "--resume_from_checkpoint", "last", "--learning_rate", "1"],
+            "learning_rate was 0.001, now 1",
+        ),
+        (lambda argv: [*argv, "--resume_from_checkpoint", "/nowhere"], "must be a checkpoint folder; /nowhere has no"),
+        (lambda argv: argv, "must be empty, got .* --resume_from_checkpoint last, or .* --overwrite_output_dir"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(
+    model: Path,
+    cola: Path,
+    interrupted: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[list[str]], list[str]],
+    message: str,
+) -> None:
+    before = sorted(path.relative_to(interrupted) for path in interrupted.rglob("*"))
+    import re
+
+    assert re.search(message, fails(capsys, change(flags(model, cola, interrupted, **SKETCH))))
+    assert sorted(path.relative_to(interrupted) for path in interrupted.rglob("*")) == before
+
+
+def test_a_finished_run_is_not_resumed_but_can_be_overwritten(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(model, cola, tmp_path / "run", num_train_epochs=1)
+    assert "has none" in fails(capsys, [*argv, "--resume_from_checkpoint", "last"])
+    assert not (tmp_path / "run").exists()
+    assert main(argv) == 0
+    assert "is finished" in fails(capsys, [*argv, "--resume_from_checkpoint", "last"])
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert main([*argv, "--num_train_epochs", "2", "--overwrite_output_dir"]) == 0
+    assert len(results_of(tmp_path / "run")["epochs"]) == 2
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{2 * STEPS}"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"

@@ -1,0 +1,85 @@
+"""ConversionReport: a line to grep, a table to read, a dictionary to save."""
+
+import importlib.util
+import json
+
+import pytest
+from helpers import Mlp, tiny_model
+from torch import nn
+
+from rmm_linear import convert
+
+SKETCH = {"kind": "rows", "ratio": 0.25, "min_rows": 9}
+
+
+@pytest.fixture
+def report():
+    return convert(tiny_model("roberta"), exclude_modules=["classifier.dense"], **SKETCH)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """As if rich were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "rich" else find(name, *args))
+
+
+def test_first_line_is_greppable(report):
+    line = str(report).splitlines()[0]
+    assert line == report.summary()
+    for part in ("rmm_linear: converted=13 skipped=1 ", " kind=rows ", " ratio=0.25 ", " min_rows=9 ", " dry_run=False"):
+        assert part in line
+
+
+def test_dry_run_is_said():
+    assert "dry_run=True" in convert(Mlp(), dry_run=True).summary()
+
+
+def test_converted_layers_know_their_sizes_and_class(report):
+    layer = report.converted["roberta.encoder.layer.0.intermediate.dense"]
+    assert (layer.name, layer.type) == ("roberta.encoder.layer.0.intermediate.dense", "Linear")
+    assert (layer.in_features, layer.out_features, layer.config.kind) == (16, 32, "rows")
+
+
+def test_converted_is_in_the_models_order(report):
+    names = [n for n, m in tiny_model("roberta").named_modules() if type(m) is nn.Linear and n != "classifier.dense"]
+    assert list(report.converted) == names
+
+
+def check_table(text):
+    """Siblings share a row with their number; a layer by itself keeps its name; skipped ones give the reason."""
+    rows = [[cell.strip() for cell in line.replace("│", "  ").split("  ") if cell.strip()] for line in text.splitlines()[1:]]
+    query = next(row for row in rows if row and row[0] == "roberta.encoder.layer.*.attention.self.query")
+    assert query[1:4] == ["2", "16", "16"]
+    assert "rows" in query[4]
+    assert "0.25" in query[4]
+    assert ["classifier.out_proj", "1", "16", "2"] in [row[:4] for row in rows]
+    assert ["classifier.dense", "1", "skipped: in exclude_modules"] in rows
+
+
+def test_table_by_rich(report):
+    assert importlib.util.find_spec("rich"), "the test environment has rich"
+    assert "┃" in str(report)
+    check_table(str(report).replace("┃", "│"))
+
+
+def test_table_without_rich(report, plain):
+    assert "│" not in str(report)
+    check_table(str(report))
+
+
+def test_layers_that_differ_do_not_share_a_row(plain):
+    text = str(convert(tiny_model("roberta"), overrides={"layer.1.attention.self.query": {"ratio": 0.5}}, **SKETCH))
+    assert "roberta.encoder.layer.0.attention.self.query" in text
+    assert "roberta.encoder.layer.1.attention.self.query" in text
+    assert "roberta.encoder.layer.*.attention.self.key" in text
+
+
+def test_dictionary_is_plain_json(report):
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values == report.to_dict()
+    assert values["config"]["kind"] == "rows"
+    assert values["skipped"] == {"classifier.dense": "in exclude_modules"}
+    layer = values["converted"]["classifier.out_proj"]
+    assert (layer["type"], layer["in_features"], layer["config"]["ratio"]) == ("Linear", 16, 0.25)
+    assert values["dry_run"] is False
