@@ -13,7 +13,6 @@ from glue_finetune.errors import UserError
 from glue_finetune.results import RESULTS_FILE
 from glue_finetune.trainer import SETTINGS_FILE
 
-_STATE_FILE = "trainer_state.json"  # the Trainer writes it last, so a checkpoint that has it is complete
 _PATTERN = re.compile(r"checkpoint-(\d+)")
 
 
@@ -29,7 +28,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = {path: _PATTERN.fullmatch(path.name) for path in folder.iterdir()}
-    steps = {path: int(match[1]) for path, match in found.items() if match and (path / _STATE_FILE).is_file()}
+    steps = {path: int(match[1]) for path, match in found.items() if match and (path / SETTINGS_FILE).is_file()}
     return sorted(steps, key=lambda path: steps[path])
 
 
@@ -64,8 +63,10 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
         checkpoint = checkpoints[-1]
     else:
         checkpoint = Path(str(wanted)).expanduser()
-        if not (checkpoint / _STATE_FILE).is_file():
-            raise UserError(f"resume_from_checkpoint must be a checkpoint folder; {checkpoint} has no {_STATE_FILE}.")
+        if not (checkpoint / SETTINGS_FILE).is_file():
+            raise UserError(
+                f"resume_from_checkpoint must be a checkpoint of this script; {checkpoint} has no {SETTINGS_FILE}."
+            )
     if checkpoint.parent.resolve() == folder.resolve() and (folder / RESULTS_FILE).exists():
         raise UserError(f"The run in {folder} is finished, see {RESULTS_FILE}. Start anew with --overwrite_output_dir.")
     _check_settings(checkpoint, settings)
@@ -73,12 +74,7 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
 
 
 def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    try:
-        saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(
-            f"resume_from_checkpoint must be one of this script's; {checkpoint} has no {SETTINGS_FILE}."
-        ) from None
+    saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
     differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
     if differing:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, now {settings.get(name)!r}" for name in differing[:3])

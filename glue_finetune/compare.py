@@ -20,8 +20,9 @@ from typing import Any
 from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
 from glue_finetune.checkpoints import list_checkpoints
 from glue_finetune.errors import UserError
+from glue_finetune.files import write_json
 from glue_finetune.modeling import check_conversion, load_config
-from glue_finetune.results import read_results, run_settings, write_json
+from glue_finetune.results import read_results, run_settings
 from glue_finetune.summary import write_summary
 from glue_finetune.tasks import get_task
 from glue_finetune.training import check_run

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.tasks import Task
-from rmm_linear import ConversionReport, RMMConfig, convert
+from rmm_linear import ConversionReport, RMMConfig, convert, read_sketch_state
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,22 @@ def sketch(model: torch.nn.Module, config: RMMConfig | None, dry_run: bool = Fal
         return convert(model, config, dry_run=dry_run)
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
+
+
+def restore_sketch(model: torch.nn.Module, path: Path) -> None:
+    """Give a converted model's sketches the state that a checkpoint has beside the weights.
+
+    Args:
+        model: The model, converted as it was.
+        path: File written by ``rmm_linear.save_sketch_state``.
+
+    Raises:
+        UserError: If the file is missing or malformed.
+    """
+    try:
+        read_sketch_state(model, path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot resume: {one_line(error)}") from error
 
 
 def limit_length(tokenizer: Tokenizer, max_length: int) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -187,36 +185,6 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a file completely or not at all.
-
-    Args:
-        path: Where to.
-        content: JSON types.
-    """
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file completely or not at all.
-
-    Args:
-        path: Where to.
-        text: Its content.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from glue_finetune.results import write_text
+from glue_finetune.files import replacing, write_text
 
 BASELINE = "exact"
 MIB = 2**20
 _MARKERS = "os^Dv<>Pp*Xh"
 _NOTES = """
 - score: mean ± standard deviation (number of seeds) of {metric}; best is each run's best epoch, last its last one
-- kept: memory that one training step keeps for the backward pass (the first step of each run), parameters excluded
+- kept: memory that one training step keeps for the backward pass (step {step} of each run), parameters excluded
 - peak: highest memory of the run's own process ({peak_of})
 - seconds per step: median over the run's steps; ratios are against {baseline}
 """
@@ -41,17 +39,15 @@ def write_summary(folder: Path, results: dict[tuple[str, int], dict[str, Any]], 
     metric = first["score"]["metric"]
     notes = _NOTES.format(
         metric=metric,
+        step=first["memory"]["at_step"],
         peak_of=first["memory"]["peak_of"],
         baseline=BASELINE if BASELINE in table.index else f"{BASELINE}, which was not run",
     )
     text = format_table(table)
     write_text(folder / "comparison.csv", runs.to_csv(index=False))
     write_text(folder / "comparison.md", f"# {first['task']}: {metric}\n\n{text}\n{notes}\n```\n{command}\n```\n")
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".png")
-    os.close(handle)
-    plot(table, metric, first["task"]).savefig(temporary, dpi=150)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, folder / "comparison.png")
+    with replacing(folder / "comparison.png") as temporary:
+        plot(table, metric, first["task"]).savefig(temporary, dpi=150)
     files = "\n".join(f"  {folder / name}" for name in ("comparison.csv", "comparison.md", "comparison.png"))
     return f"{text}\n{notes}\n{files}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -12,17 +11,36 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from glue_finetune.files import write_json
+from rmm_linear import save_sketch_state
 from rmm_linear.memory import track_saved
 
 BYTES_KEPT = "bytes_kept"
-SETTINGS_FILE = "glue_settings.json"
+SETTINGS_FILE, SKETCH_FILE = "glue_settings.json", "sketch_state.json"
+MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
 class GlueTrainer(Trainer):
-    """The Trainer; on the first step of a run it also counts the bytes kept for the backward pass.
+    """The Trainer; on one step of a run it also counts the bytes kept for the backward pass.
 
     The count is put in the state's log_history, which checkpoints carry, so a resumed run still has it.
     """
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule as the Trainer does, with a warm-up that leaves at least one step after it.
+
+        Args:
+            num_training_steps: Steps of the whole run.
+            *args: As in Trainer.
+            **kwargs: As in Trainer.
+
+        Returns:
+            The scheduler.
+        """
+        # Polynomial decay divides by the number of steps after the warm-up.
+        if self.args.get_warmup_steps(num_training_steps) >= num_training_steps:
+            self.args.warmup_steps = max(num_training_steps - 1, 0)
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def compute_loss(
         self,
@@ -43,12 +61,13 @@ class GlueTrainer(Trainer):
             The loss, or the loss and the outputs.
         """
         options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-        if not model.training or any(BYTES_KEPT in entry for entry in self.state.log_history):
+        step = self.state.global_step + 1
+        is_early = step < min(MEASURED_STEP, self.state.max_steps)
+        if not model.training or is_early or any(BYTES_KEPT in entry for entry in self.state.log_history):
             return super().compute_loss(model, inputs, **options)
         shape = list(inputs["input_ids"].shape)
         with track_saved(model) as kept:
             result = super().compute_loss(model, inputs, **options)
-        step = self.state.global_step + 1
         entry: dict[str, Any] = {BYTES_KEPT: kept.total, "batch_shape": shape, "step": step}
         self.state.log_history.append(entry)
         return result
@@ -58,7 +77,7 @@ class StepTimer(TrainerCallback):
     """Times every optimizer step of this process, loading of data excluded.
 
     Attributes:
-        seconds: Duration of each step; the first one, which also counts bytes and warms caches, is left out.
+        seconds: Duration of each step; the first one, which warms caches, is left out.
     """
 
     def __init__(self) -> None:
@@ -96,29 +115,44 @@ class StepTimer(TrainerCallback):
         return {"median": statistics.median(self.seconds) if self.seconds else None, "steps": len(self.seconds)}
 
 
-class SettingsCallback(TrainerCallback):
-    """Puts the run's settings beside every checkpoint, so that another run does not resume from it by mistake."""
+class CheckpointFiles(TrainerCallback):
+    """Adds to every checkpoint what the Trainer leaves out: the state of the sketches, and the run's settings.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """Remember the settings.
+    The settings come last, so a checkpoint that has them is complete, and keep another run from going on from it.
+    """
+
+    def __init__(self, settings: dict[str, Any], sketched: bool) -> None:
+        """Remember what to save.
 
         Args:
             settings: What determines the outcome of the run.
+            sketched: Whether the model has sketched layers.
         """
-        self.settings = settings
+        self.settings, self.sketched = settings, sketched
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the settings into the checkpoint.
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the files into the checkpoint.
 
         Args:
             args: The Trainer's arguments.
             state: Where training is.
             control: Unused.
+            model: The model.
             **kwargs: Unused.
         """
-        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and folder.is_dir():
-            (folder / SETTINGS_FILE).write_text(json.dumps(self.settings, indent=2, sort_keys=True), encoding="utf-8")
+        folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        if not state.is_world_process_zero or not folder.is_dir():
+            return
+        if self.sketched and model is not None:
+            save_sketch_state(model, folder / SKETCH_FILE)
+        write_json(folder / SETTINGS_FILE, self.settings)
 
 
 class EpochLines(TrainerCallback):

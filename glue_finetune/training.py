@@ -12,6 +12,7 @@ from transformers import DataCollatorWithPadding, set_seed
 from glue_finetune.arguments import Arguments
 from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
 from glue_finetune.data import GlueData, load_task
+from glue_finetune.files import write_json
 from glue_finetune.interrupt import InterruptCallback
 from glue_finetune.modeling import (
     check_conversion,
@@ -19,13 +20,14 @@ from glue_finetune.modeling import (
     load_config,
     load_model,
     load_tokenizer,
+    restore_sketch,
     sketch,
     tokenize,
 )
-from glue_finetune.results import RESULTS_FILE, make_results, run_settings, write_json
+from glue_finetune.results import RESULTS_FILE, make_results, run_settings
 from glue_finetune.scoring import make_scorer
 from glue_finetune.tasks import get_task
-from glue_finetune.trainer import GlueTrainer, SettingsCallback, StepTimer, add_progress
+from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, add_progress
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     set_seed(training.seed)  # the classifier starts from random weights
     model = load_model(glue.model_name_or_path, load_config(task, glue.model_name_or_path))
     report = sketch(model, arguments.config)
+    if report is not None and checkpoint is not None:
+        restore_sketch(model, checkpoint / SKETCH_FILE)
     print(report or "exact: every layer keeps its whole input")
 
     length = limit_length(tokenizer, glue.max_seq_length)
@@ -87,7 +91,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None),
         compute_metrics=make_scorer(task, glue.metric_source),
-        callbacks=[interrupt, timer, SettingsCallback(settings)],
+        callbacks=[interrupt, timer, CheckpointFiles(settings, sketched=report is not None)],
     )
     add_progress(trainer)
     began = time.perf_counter()
@@ -108,6 +112,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
             "steps": state.global_step,
             "resumed": checkpoint is not None,
             "converted": [] if report is None else list(report.converted),
+            "bits_chosen": {} if report is None else report.bits,
             "skipped": {} if report is None else dict(report.skipped),
         }
         results = make_results(arguments, task, state.log_history, timer.summary(), extra)

@@ -66,14 +66,14 @@ class Mlp(nn.Module):
         return self.second(self.dropout(torch.relu(self.first(x))))
 
 
-def tiny_model(architecture, dropout=0.1):
+def tiny_model(architecture, dropout=0.1, layers=2):
     """A Hugging Face model small enough for a test, with fresh weights that follow from a fixed seed."""
     import transformers as hf
 
     sizes = {
         "vocab_size": 64,
         "hidden_size": 16,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "intermediate_size": 32,
         "max_position_embeddings": 40,
@@ -82,7 +82,7 @@ def tiny_model(architecture, dropout=0.1):
         "eos_token_id": 2,
     }
     encoder = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
+    gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": layers, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
     gpt2 |= {"eos_token_id": 2, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     makers = {
         "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**sizes, **encoder)),

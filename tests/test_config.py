@@ -6,8 +6,8 @@ import math
 import os
 
 import pytest
-import rmm_linear.files
 
+import rmm_linear.files
 from rmm_linear import RMMConfig, __version__
 from rmm_linear.sketches import FAMILIES, KINDS
 
@@ -38,7 +38,11 @@ FULL = RMMConfig(
         ({"kind": None}, ValueError, "kind must be one of"),
         ({"kind": "gaussian", "block": 0}, ValueError, "block must be at least 1, got 0"),
         ({"kind": "gaussian", "block": 2.0}, TypeError, "block must be a positive integer or None, got 2.0"),
-        ({"kind": "rows", "block": 8}, ValueError, r"block is for .* only, got block=8 with kind='rows'. Use block=None"),
+        (
+            {"kind": "rows", "block": 8},
+            ValueError,
+            r"block is for .* only, got block=8 with kind='rows'. Use block=None",
+        ),
         ({"min_rows": 0}, ValueError, "min_rows must be at least 1, got 0"),
         ({"min_rows": None}, TypeError, "min_rows must be a positive integer, got None"),
         ({"min_rows": True}, TypeError, "min_rows must be a positive integer, got True"),
@@ -112,7 +116,9 @@ def test_rows_are_the_rounded_ratio_and_min_rows_at_least(ratio, min_rows, token
     assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4).rows == rows
 
 
-@pytest.mark.parametrize(("ratio", "min_rows", "tokens"), [(0.1, 64, 64), (0.1, 64, 3), (1.0, 1, 10), (0.99, 1, 10), (0.1, 1, 0)])
+@pytest.mark.parametrize(
+    ("ratio", "min_rows", "tokens"), [(0.1, 64, 64), (0.1, 64, 3), (1.0, 1, 10), (0.99, 1, 10), (0.1, 1, 0)]
+)
 def test_no_sketch_where_every_row_would_be_kept(ratio, min_rows, tokens):
     assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4) is None
 

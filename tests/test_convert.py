@@ -38,7 +38,9 @@ NAMES = ["out", "fout", "layer.0.out", "layer.0.dropout", "layer.1.out.dense", "
 
 def snapshot(model):
     """Everything a failed or dry conversion must leave alone."""
-    return [(n, type(m), set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()]
+    return [
+        (n, type(m), set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    ]
 
 
 # Matching
@@ -85,7 +87,11 @@ def test_overrides_reach_their_layers():
     model = Named(*NAMES)
     overrides = {"layer.1.query": {"ratio": 0.5}, "query": {"kind": "rows"}, r"layer\.0\..*": {"min_rows": 9}}
     convert(model, kind="gaussian", ratio=0.1, min_rows=5, overrides=overrides)
-    got = {n: (m.rmm_config.kind, m.rmm_config.ratio, m.rmm_config.min_rows) for n, m in model.named_modules() if isinstance(m, RMMLinear)}
+    got = {
+        n: (m.rmm_config.kind, m.rmm_config.ratio, m.rmm_config.min_rows)
+        for n, m in model.named_modules()
+        if isinstance(m, RMMLinear)
+    }
     assert got == {
         "out": ("gaussian", 0.1, 5),
         "fout": ("gaussian", 0.1, 5),
@@ -128,7 +134,9 @@ def test_subclasses_are_skipped_with_their_reason():
     assert report.skipped["bilinear"] == reason.format("Bilinear")
     assert report.skipped["parametrized"] == reason.format("ParametrizedLinear")
     assert set(report.skipped) == {"attention.out_proj", "lazy", "bilinear", "parametrized"}
-    assert {n: type(m) for n, m in model.named_modules() if n != "plain"} == {n: t for n, t in types.items() if n != "plain"}
+    assert {n: type(m) for n, m in model.named_modules() if n != "plain"} == {
+        n: t for n, t in types.items() if n != "plain"
+    }
 
 
 def test_replaced_forward_is_skipped():
@@ -195,10 +203,18 @@ def test_conv1d_gradient_is_unbiased():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"target_modules": ["quary"]}, ValueError, r"got \['quary'\], which matches none. The nearest layers are (layer\.10?\.query, ){2}"),
+        (
+            {"target_modules": ["quary"]},
+            ValueError,
+            r"got \['quary'\], which matches none. The nearest layers are (layer\.10?\.query, ){2}",
+        ),
         ({"target_modules": "quer"}, ValueError, r"a regular expression for the whole name.*got 'quer'"),
         ({"exclude_modules": ".*"}, ValueError, "all 7 linear layers are skipped .*in exclude_modules"),
-        ({"overrides": {"kuery": {"ratio": 0.5}}}, ValueError, r"overrides\['kuery'\] must match a converted layer.*query"),
+        (
+            {"overrides": {"kuery": {"ratio": 0.5}}},
+            ValueError,
+            r"overrides\['kuery'\] must match a converted layer.*query",
+        ),
         (
             {"overrides": {"query": {"ratio": 0.5}}, "target_modules": ["out"]},
             ValueError,
@@ -437,7 +453,9 @@ def test_revert_of_a_part_leaves_the_rest_working():
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
 def test_copies_are_independent(architecture, twin_of):
     model, ids = tiny_model(architecture).train(), token_ids()

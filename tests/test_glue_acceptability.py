@@ -33,7 +33,9 @@ def test_sizes_balance_and_disjointness(corpus: tuple[list[Example], list[Exampl
 
 def test_the_same_sentences_everywhere(corpus: tuple[list[Example], list[Example]]) -> None:
     text = "\n".join(f"{example.label} {example.text}" for part in corpus for example in part)
-    assert hashlib.sha256(text.encode()).hexdigest() == "94901b632889651d17419c6242ff559cb0e6ed8e276ea605ad92570fd2adb76c"
+    assert (
+        hashlib.sha256(text.encode()).hexdigest() == "94901b632889651d17419c6242ff559cb0e6ed8e276ea605ad92570fd2adb76c"
+    )
     assert make_corpus(seed=1)[0] != corpus[0]
 
 

@@ -174,7 +174,7 @@ def _result(best: float | None, kept: int, seconds: float, peak: int) -> dict[st
     return {
         "task": "cola",
         "score": {"metric": "matthews_correlation", "best": best, "best_epoch": 1.0, "last": best},
-        "memory": {"bytes_kept_for_backward": kept, "peak_bytes": peak, "peak_of": "process RSS"},
+        "memory": {"bytes_kept_for_backward": kept, "at_step": 10, "peak_bytes": peak, "peak_of": "process RSS"},
         "seconds_per_step": {"median": seconds},
         "versions": {"torch": "2"},
         "commit": None,

@@ -63,6 +63,7 @@ def test_results_record_the_run(uninterrupted: Path) -> None:
     assert len(results["converted"]) == 2 * 6 + 2
     assert (results["seed"], results["settings"]["learning_rate"], results["steps"]) == (7, 1e-3, EPOCHS * STEPS)
     assert results["settings"]["adam_beta2"] == 0.98
+    assert results["memory"]["at_step"] == 10
     assert results["seconds_per_step"]["steps"] == EPOCHS * STEPS - 1
     assert 0 < results["seconds_per_step"]["median"] < results["seconds_of_training"]
     assert results["memory"]["peak_bytes"] > results["memory"]["bytes_kept_for_backward"] > 0
@@ -79,14 +80,15 @@ def test_the_trained_model_can_be_used(uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exact", "gaussian"])
-def test_bytes_kept_are_those_of_the_first_step(
+def test_bytes_kept_are_those_of_one_step(
     model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     seen: list[Any] = []
 
     class Recorder(GlueTrainer):
         def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Any:  # pyright: ignore
-            if not seen:
+            if model.training:
+                seen.clear()
                 seen.extend((model, {name: tensor.clone() for name, tensor in inputs.items()}))
             return super().compute_loss(model, inputs, **kwargs)
 
@@ -110,7 +112,7 @@ def test_bytes_kept_are_those_of_the_first_step(
     memory = results_of(tmp_path / "run")["memory"]
     assert memory["bytes_kept_for_backward"] == sum(storage.nbytes() for storage in kept.values())
     assert memory["batch_shape"] == list(batch["input_ids"].shape)
-    assert memory["at_step"] == 1
+    assert memory["at_step"] == 2  # the last, as the run has fewer than ten
     assert any(isinstance(module, RMMLinear) for module in network.modules()) == (kind != "exact")
 
 
@@ -214,6 +216,25 @@ def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
     assert resumed["memory"]["bytes_kept_for_backward"] == whole["memory"]["bytes_kept_for_backward"]
 
 
+def test_what_the_sketches_have_learned_is_resumed_too(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bits="auto" looks at the first inputs of each layer and then chooses: stop while it still looks, and after.
+    options = {"memory": 0.5, "bits": "auto", "num_train_epochs": 2}
+    assert main(flags(model, cola, tmp_path / "whole", **options)) == 0
+    for step in (2, 8):
+        argv = flags(model, cola, tmp_path / f"run-{step}", **options)
+        bomb = type("Bomb", (_Bomb,), {"step": step, "evaluation": None, "signum": signal.SIGINT})
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "StepTimer", bomb)
+            assert main(argv) == 130
+        assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
+        assert same_weights(tmp_path / f"run-{step}", tmp_path / "whole")
+        assert results_of(tmp_path / f"run-{step}")["bits_chosen"] == results_of(tmp_path / "whole")["bits_chosen"]
+    assert results_of(tmp_path / "whole")["bits_chosen"]
+    assert set(results_of(tmp_path / "whole")["bits_chosen"].values()) <= {2, 4, 8}
+
+
 def test_a_signal_in_the_last_step_still_writes_the_results(
     model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +323,10 @@ def interrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactor
             lambda argv: [*argv, "--resume_from_checkpoint", "last", "--learning_rate", "1"],
             "learning_rate was 0.001, now 1",
         ),
-        (lambda argv: [*argv, "--resume_from_checkpoint", "/nowhere"], "must be a checkpoint folder; /nowhere has no"),
+        (
+            lambda argv: [*argv, "--resume_from_checkpoint", "/nowhere"],
+            "must be a checkpoint of this script; /nowhere has no",
+        ),
         (lambda argv: argv, "must be empty, got .* --resume_from_checkpoint last, or .* --overwrite_output_dir"),
     ],
 )

@@ -1,5 +1,7 @@
 """Bytes kept by whole models equal the formula, and the counter counts each storage once."""
 
+import weakref
+
 import pytest
 import torch
 from helpers import SEED_BYTES, Mlp, bytes_kept, tiny_model, token_ids
@@ -84,7 +86,7 @@ def test_sketched_layers_of_a_model_keep_exactly_their_rows(architecture):
     model, ids = tiny_model(architecture, dropout=0.0).train(), token_ids(4, 20)
     layers = {
         "roberta": {"roberta.encoder.layer.0.output.dense": 32, "roberta.encoder.layer.1.attention.output.dense": 16},
-        "gpt2": {"transformer.h.0.mlp.c_proj": 32, "transformer.h.1.attn.c_proj": 16},
+        "gpt2": {"transformer.h.0.mlp.c_proj": 64, "transformer.h.1.attn.c_proj": 16},
     }[architecture]
     for name, features in layers.items():
         convert(model, target_modules=[name], **ROUGH)
@@ -111,15 +113,11 @@ def test_eval_keeps_no_more_than_frozen_layers_do(architecture):
 
 def test_input_is_freed_after_the_forward_pass():
     """What counts in the end: once the caller lets go of X, nobody holds it."""
-    import weakref
-
     layer = RMMLinear(6, 4)
     x = torch.randn(4000, 6)
-    gone = weakref.ref(x.untyped_storage())
-    reference = weakref.ref(x)
+    gone = weakref.ref(x)
     output = layer(x)
-    assert gone is not None
     del x
-    assert reference() is None
+    assert gone() is None
     output.sum().backward()
-    assert layer.weight.grad is not None
+    assert layer.weight.grad.abs().sum() > 0

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 against the known answers of its authors, an implementation in Python integers, and Triton's formulas."""
+"""Philox 4x32-10 against the known answers of its authors, an implementation in Python integers, and Triton's code."""
 
 import math
 import random

@@ -27,7 +27,13 @@ def plain(monkeypatch):
 def test_first_line_is_greppable(report):
     line = str(report).splitlines()[0]
     assert line == report.summary()
-    for part in ("rmm_linear: converted=13 skipped=1 ", " kind=rows ", " ratio=0.25 ", " min_rows=9 ", " dry_run=False"):
+    for part in (
+        "rmm_linear: converted=13 skipped=1 ",
+        " kind=rows ",
+        " ratio=0.25 ",
+        " min_rows=9 ",
+        " dry_run=False",
+    ):
         assert part in line
 
 
@@ -48,7 +54,9 @@ def test_converted_is_in_the_models_order(report):
 
 def check_table(text):
     """Siblings share a row with their number; a layer by itself keeps its name; skipped ones give the reason."""
-    rows = [[cell.strip() for cell in line.replace("│", "  ").split("  ") if cell.strip()] for line in text.splitlines()[1:]]
+    rows = [
+        [cell.strip() for cell in line.replace("│", "  ").split("  ") if cell.strip()] for line in text.splitlines()[1:]
+    ]
     query = next(row for row in rows if row and row[0] == "roberta.encoder.layer.*.attention.self.query")
     assert query[1:4] == ["2", "16", "16"]
     assert "rows" in query[4]

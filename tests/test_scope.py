@@ -1,4 +1,4 @@
-"""Seeds of a converted model: fresh everywhere, reproducible, invisible to dropout, right under checkpointing and ranks."""
+"""Seeds of a converted model: fresh everywhere, reproducible, unseen by dropout, right under checkpoints and ranks."""
 
 import json
 import math
@@ -34,9 +34,7 @@ class Checkpointed(nn.Module):
         if self.use_reentrant is None:
             x = self.block(x)
         else:
-            x = checkpoint(
-                self.block, x, use_reentrant=self.use_reentrant, preserve_rng_state=self.preserve_rng_state
-            )
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant, preserve_rng_state=self.preserve_rng_state)
         return self.head(self.dropout(x))
 
 

@@ -56,7 +56,9 @@ def test_sketch_leaves_the_global_generator_alone(kind, block):
 @pytest.mark.parametrize("make", [lambda m: m.t().contiguous().t(), lambda m: m[::2], lambda m: m[:1].expand(20, 6)])
 def test_strided_matrices(kind, block, make):
     m = make(torch.randn(40, 6, dtype=torch.float64))
-    assert torch.equal(draw(m, kind, 4, 5, block), draw(m.clone(memory_format=torch.contiguous_format), kind, 4, 5, block))
+    assert torch.equal(
+        draw(m, kind, 4, 5, block), draw(m.clone(memory_format=torch.contiguous_format), kind, 4, 5, block)
+    )
 
 
 @every_kind
@@ -96,7 +98,9 @@ def test_gaussian_blocks_do_not_mix():
 
 
 def test_rademacher_entries_are_signs():
-    assert torch.allclose(sketch_matrix("rademacher", 30, 7, 2).abs(), torch.tensor(1 / math.sqrt(7), dtype=torch.float64))
+    assert torch.allclose(
+        sketch_matrix("rademacher", 30, 7, 2).abs(), torch.tensor(1 / math.sqrt(7), dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
@@ -162,7 +166,7 @@ def test_rows_are_distinct_tokens_scaled():
 
 
 def test_rows_includes_tokens_and_pairs_uniformly():
-    """Over 2,000 seeds every token is in with probability K/N, every pair with K(K−1)/(N(N−1)); largest of 45 z below 4.5."""
+    """Over 2,000 seeds a token is in with probability K/N, a pair with K(K−1)/(N(N−1)); largest of 45 z below 4.5."""
     tokens, rows, draws = 9, 4, 2_000
     inside = torch.zeros(draws, tokens, dtype=torch.float64)
     for seed in range(draws):

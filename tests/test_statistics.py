@@ -2,11 +2,13 @@
 
 Both checks compare M draws with fixed seeds with a closed form, at z = 4 (p = 6e-5 for one check by chance):
 
-* Mean. If the estimator is unbiased with covariance C, M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ = tr C, the stated variance.
-  Divided by it, its tail beyond 1.54 is at most that of one χ²₁ (Székely and Bakirov 2003), so it stays below z² = 16.
-* Scale. The error projected on the exact gradient is one number per draw: its mean over its own standard error is below z.
-* Variance. ‖error‖² is one number per draw: the distance of its mean to the closed form, over its own standard error, is
-  below z. The relative standard error is asserted too, so that a wrong formula could not hide behind a wide band.
+* Mean. If the estimator is unbiased with covariance C, M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ = tr C, the stated
+  variance. Divided by it, its tail beyond 1.54 is at most that of one χ²₁ (Székely and Bakirov 2003), so it stays below
+  z² = 16.
+* Scale. The error projected on the exact gradient is one number per draw: its mean over its own standard error is
+  below z.
+* Variance. ‖error‖² is one number per draw: the distance of its mean to the closed form, over its own standard error,
+  is below z. The relative standard error is asserted too, so that a wrong formula could not hide behind a wide band.
 """
 
 import math
@@ -128,7 +130,7 @@ def test_rows_has_the_variance_of_a_smaller_batch():
 
 
 def test_published_lemma_is_not_the_variance():
-    """x = (1, 2), y = (1, ½): no minibatch noise, and yet P − g = 2.25, and random signs have 6.25: nothing bounds the ratio."""
+    """x = (1, 2), y = (1, ½): no minibatch noise, yet P − g = 2.25 and signs have 6.25, so nothing bounds the ratio."""
     x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
     assert float(variance(x, y, kind="rows", rows=1)) == pytest.approx(0.0)
     assert float(variance(x, y, kind="rademacher", rows=1)) == pytest.approx(5 * 1.25 + 4 - 2 * 2)

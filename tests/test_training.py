@@ -6,20 +6,24 @@ from helpers import tiny_model
 
 from rmm_linear import convert
 
-STEPS, BATCH, LENGTH = 150, 32, 16
+STEPS, BATCH, LENGTH = 60, 32, 16
+SEEDS = (1, 2)
 
 
 def examples(count, seed):
-    """Sequences of 16 tokens; the label says whether more of them are above 32 than below."""
-    ids = torch.randint(3, 64, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return ids, ((ids > 33).sum(1) > LENGTH // 2).long()
+    """Sequences of 16 tokens; most of them come from the upper half of the vocabulary, or from the lower: the label."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (count,), generator=generator)
+    upper = torch.rand(count, LENGTH, generator=generator) < (0.25 + 0.5 * labels.unsqueeze(1))
+    return 4 + torch.randint(30, (count, LENGTH), generator=generator) + 30 * upper, labels
 
 
-def trained_loss(seed, **sketch):
-    """Loss on 512 new sequences after 150 steps of AdamW."""
-    model = tiny_model("roberta", dropout=0.1).train()
+def trained_loss(seed, freeze=False, **sketch):
+    """Loss on 512 new sequences after 60 steps of AdamW."""
+    model = tiny_model("roberta", dropout=0.1, layers=1).train()
     if sketch:
-        convert(model, **sketch)
+        for name in convert(model, **sketch).converted:
+            model.get_submodule(name).weight.requires_grad_(not freeze)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids, labels = examples(STEPS * BATCH, seed=1)
@@ -34,14 +38,18 @@ def trained_loss(seed, **sketch):
 
 @pytest.fixture(scope="module")
 def exact():
-    losses = [trained_loss(seed) for seed in (1, 2, 3)]
-    assert max(losses) < 0.35  # chance is 0.69
+    losses = [trained_loss(seed) for seed in SEEDS]
+    assert max(losses) < 0.2  # chance is 0.69
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("kind", ["countsketch", "rows", "gaussian"])
+def test_the_task_needs_the_sketched_weights():
+    """Embeddings, norms and biases alone do not learn it, so a gradient of nothing could not pass below."""
+    assert trained_loss(1, freeze=True, ratio=0.1) > 0.6
+
+
+@pytest.mark.parametrize("kind", ["countsketch", "rows"])
 def test_loss_is_in_the_band_of_exact_training(exact, kind):
-    """Mean of three seeds: within 0.15 of the exact runs' mean. Untrained weights in the sketched layers give 0.4 and more."""
-    losses = [trained_loss(seed, kind=kind, ratio=0.1, min_rows=32) for seed in (1, 2, 3)]
-    print(f"{kind}: {sum(losses) / 3:.3f}, exact {exact:.3f}")
-    assert abs(sum(losses) / 3 - exact) < 0.15
+    """Mean of two seeds within 0.06 of the exact runs' mean, at 51 of 512 rows."""
+    losses = [trained_loss(seed, kind=kind, ratio=0.1, min_rows=16) for seed in SEEDS]
+    assert abs(sum(losses) / len(SEEDS) - exact) < 0.06, (losses, exact)

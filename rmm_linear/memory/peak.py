@@ -38,9 +38,10 @@ class _LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._add(leaf.untyped_storage())
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(output):
+            if storage._cdata not in given:  # a view, or a result written into an argument, is nothing new
+                self._add(storage)
         return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -54,6 +55,11 @@ class _LiveTensors(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.now -= self.live.pop(key)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    leaves = tree_leaves(tree)
+    return [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
 
 
 @contextmanager

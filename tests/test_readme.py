@@ -1,0 +1,52 @@
+"""The README's snippets run, in order, and its table of kinds is complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rmm_linear import RMMLinear
+from rmm_linear.sketches import KINDS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(snippets) >= 4
+    names = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("rmm_linear: converted=14 skipped=0 kind=countsketch ratio=0.1 ")
+    assert isinstance(names["model"].roberta.encoder.layer[0].output.dense, RMMLinear)
+    assert names["model"].roberta.encoder.layer[0].output.dense.rmm_config.ratio == 0.2
+    assert names["report"].skipped == {
+        "classifier.dense": "in exclude_modules",
+        "classifier.out_proj": "not in target_modules",
+    }
+    assert names["layer"].rmm_config.recipe(32 * 128, 256, 4).rows == 410
+    assert torch.isfinite(names["weight"].grad).all()
+    assert (tmp_path / "rmm_config.json").is_file()
+
+
+def test_table_of_kinds_is_complete():
+    rows = re.findall(r"^\| `(\w+)`", README, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_that_are_named_exist(document):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    named = set(re.findall(r"^make ([\w-]+)", (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert named
+    assert named <= targets
