@@ -21,10 +21,9 @@ from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
 from glue_finetune.checkpoints import list_checkpoints
 from glue_finetune.errors import UserError
 from glue_finetune.files import write_json
-from glue_finetune.modeling import check_conversion, load_config
+from glue_finetune.modeling import check_conversion
 from glue_finetune.results import read_results, run_settings
 from glue_finetune.summary import write_summary
-from glue_finetune.tasks import get_task
 from glue_finetune.training import check_run
 
 MARKER = "comparison.json"  # tells a comparison's folder from somebody's files
@@ -158,9 +157,7 @@ def _own_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _check(runs: Sequence[Run]) -> None:
-    first = runs[0].arguments
-    check_run(first)
-    model_config = load_config(get_task(first.glue.task_name or ""), first.glue.model_name_or_path)
+    _, model_config = check_run(runs[0].arguments)
     for config in {id(run.setting): run.arguments.config for run in runs}.values():
         check_conversion(model_config, config)
 
@@ -196,11 +193,9 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         )
         status = run_process([*run.argv, *extra])
         if status:
-            print(
-                f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} ended with exit status {status}, "
-                "see above. Finished runs are kept: the same command goes on from here.",
-                file=sys.stderr,
-            )
+            ending = "was interrupted" if status in (130, 143) else f"ended with exit status {status}, see above"
+            print(f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} {ending}.", file=sys.stderr)
+            print("Finished runs are kept, the same command goes on from here.", file=sys.stderr)
             return status
     return 0
 

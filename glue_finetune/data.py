@@ -82,6 +82,7 @@ def _load_folder(task: Task, root: Path) -> GlueData:
 
 
 def _load_hub(task: Task) -> GlueData:
+    logger.info("Reading %s, %s, from the hub.", HUB_NAME, task.name)
     # OSError covers the hub's HTTP errors; datasets reports a hub it cannot see as a file that is not found.
     try:
         hub = datasets.load_dataset(HUB_NAME, task.name)

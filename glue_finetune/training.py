@@ -48,20 +48,21 @@ def train(arguments: Arguments) -> int:
         return _train(arguments, interrupt)
 
 
-def check_run(arguments: Arguments) -> GlueData:
+def check_run(arguments: Arguments) -> tuple[GlueData, Any]:
     """Read a run's data and check its sketch against its model, without loading weights or writing anything.
 
     Args:
         arguments: The command line.
 
     Returns:
-        The data.
+        The data, and the model's configuration.
     """
     glue = arguments.glue
     task = get_task(glue.task_name or "")
     data = load_task(task, glue.data_dir, glue.max_train_samples, glue.max_eval_samples)
-    check_conversion(load_config(task, glue.model_name_or_path), arguments.config)
-    return data
+    model_config = load_config(task, glue.model_name_or_path)
+    check_conversion(model_config, arguments.config)
+    return data, model_config
 
 
 def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
@@ -69,10 +70,10 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     task = get_task(glue.task_name or "")
     settings = run_settings(arguments)
     checkpoint = choose_checkpoint(training, settings)
-    data = check_run(arguments)
+    data, model_config = check_run(arguments)
     tokenizer = load_tokenizer(glue.model_name_or_path)
     set_seed(training.seed)  # the classifier starts from random weights
-    model = load_model(glue.model_name_or_path, load_config(task, glue.model_name_or_path))
+    model = load_model(glue.model_name_or_path, model_config)
     report = sketch(model, arguments.config)
     if report is not None and checkpoint is not None:
         restore_sketch(model, checkpoint / SKETCH_FILE)

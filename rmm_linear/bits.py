@@ -104,5 +104,5 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
         y = y * real.unsqueeze(1)
     shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask}
     z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
-    rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits)).sum()
+    rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum()
     return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

@@ -79,6 +79,6 @@ def weight_gradient(
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
     *stored, seeds = kept
-    z = stored[0] if recipe.bits is None else unpack(stored[0], stored[1], recipe.bits, features, y.dtype)
+    z = stored[0] if recipe.bits is None else unpack(stored[0], stored[1], seeds, recipe.bits, features, y.dtype)
     sketched = sketch(y, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
     return sketched.T @ z

@@ -1,9 +1,14 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
-Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
-bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down
-and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
-The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in bfloat16
+and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down and the
+scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z. The
+variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+
+Before rounding, a group of 64 is turned by random signs and the orthonormal Hadamard transform, and turned back after:
+one large column no longer stretches the range of the 63 others. Orthonormal, so the mean stays z and the squared error is
+that of the turned elements. It halves the rounding noise of 2 bits on activations and costs one product with a 64 × 64
+matrix.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass, and one random word for two elements.
 
@@ -15,11 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmm_linear.sketches.philox import philox
+from rmm_linear.sketches.philox import philox, signs
 
 GROUP = 64
 WIDTHS = (8, 4, 2)
-_ROUNDING = 3
+_ROUNDING, _TURN = 3, 5
 _LOW_HALF = 0xFFFF
 
 
@@ -49,7 +54,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         matrix: Floating point, shape (rows, columns).
         bits: 8, 4 or 2.
-        seed: int64 with one element, on the device of ``matrix``. It decides the rounding alone.
+        seed: int64 with one element, on the device of ``matrix``. It decides the turn of the groups and the rounding.
 
     Returns:
         Codes, uint8, shape (rows, ⌈columns · bits / 8⌉), lower bits first; and ranges, bfloat16, shape
@@ -60,7 +65,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
             at, and an infinity makes its group NaN.
     """
     _check_bits(bits)
-    groups, ranges = _grouped(matrix, bits)
+    groups, ranges = _grouped(matrix, bits, seed)
     rows, count, _ = groups.shape
     steps = _steps(groups, ranges)
     # Half a word per element: the chance of rounding up is right to 2**-17 of a step.
@@ -72,12 +77,13 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     return _join(codes, bits), ranges
 
 
-def unpack(codes: Tensor, ranges: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
+def unpack(codes: Tensor, ranges: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix that packed storage stands for.
 
     Args:
         codes: uint8, shape (rows, ⌈columns · bits / 8⌉).
         ranges: bfloat16, shape (rows, ⌈columns / 64⌉, 2).
+        seed: The seed they were packed with.
         bits: 8, 4 or 2.
         columns: Columns of the matrix.
         dtype: dtype of the result.
@@ -86,8 +92,8 @@ def unpack(codes: Tensor, ranges: Tensor, bits: int, columns: int, dtype: torch.
         Shape (rows, columns).
 
     Example:
-        >>> z = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-        >>> unpack(*pack(z, 2, torch.tensor(0)), 2, 4, z.dtype)
+        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
+        >>> unpack(*pack(z, 2, seed), seed, 2, 4, z.dtype)
         tensor([[0., 1., 2., 3.]])
     """
     rows, count, _ = ranges.shape
@@ -97,17 +103,17 @@ def unpack(codes: Tensor, ranges: Tensor, bits: int, columns: int, dtype: torch.
         codes = ((codes.unsqueeze(-1) >> shifts) & (2**bits - 1)).view(rows, codes.shape[1] * per_byte)
     values = torch.nn.functional.pad(codes[:, :columns].to(torch.float32), (0, count * GROUP - columns))
     offset, scale = ranges.to(torch.float32).unsqueeze(-1).unbind(2)
-    return (
-        torch.addcmul(offset, values.view(rows, count, GROUP), scale).view(rows, count * GROUP)[:, :columns].to(dtype)
-    )
+    values = torch.addcmul(offset, values.view(rows, count, GROUP), scale).view(rows, count * GROUP)[:, :columns]
+    return _turn(values, seed, back=True).to(dtype)
 
 
-def rounding_variance(matrix: Tensor, bits: int) -> Tensor:
+def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     """Return the variance that packing adds to every row, exactly.
 
     Args:
         matrix: Floating point, shape (rows, columns).
         bits: 8, 4 or 2.
+        seed: The seed that it is packed with, int64 with one element.
 
     Returns:
         E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
@@ -116,7 +122,7 @@ def rounding_variance(matrix: Tensor, bits: int) -> Tensor:
         ValueError: If ``bits`` is not 8, 4 or 2, or an element is infinite.
     """
     _check_bits(bits)
-    groups, ranges = _grouped(matrix, bits)
+    groups, ranges = _grouped(matrix, bits, seed)
     fraction = torch.frac(_steps(groups, ranges)).double()
     scale = ranges[..., 1:].double()
     variance = scale.square() * fraction * (1 - fraction)
@@ -128,17 +134,34 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
 
 
-def _grouped(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The matrix as float32 groups (rows, groups, 64), padded with each row's last element, and their ranges."""
+def _turn(values: Tensor, seed: Tensor, *, back: bool = False) -> Tensor:
+    """Turn every whole group of a float32 matrix by random signs and the Hadamard transform, or turn it back."""
+    rows, columns = values.shape
+    whole = columns // GROUP * GROUP
+    if not whole or not rows:
+        return values
+    sign = signs(seed, whole, _TURN).to(values.dtype)
+    hadamard = torch.ones(1, 1, dtype=values.dtype, device=values.device)
+    for _ in range(GROUP.bit_length() - 1):
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    hadamard = hadamard / GROUP**0.5
+    groups = values[:, :whole] if back else values[:, :whole] * sign
+    turned = (groups.reshape(-1, GROUP) @ hadamard).view(rows, whole)
+    turned = turned * sign if back else turned
+    return turned if whole == columns else torch.cat((turned, values[:, whole:]), dim=1)
+
+
+def _grouped(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix as turned float32 groups (rows, groups, 64), padded with its last column, and their ranges."""
     rows, columns = matrix.shape
     count = -(-columns // GROUP)
-    values = matrix.to(torch.float32)
+    if matrix.device.type == "cpu" and bool(torch.isinf(matrix).any()):
+        raise ValueError("pack needs finite elements or NaN, got an infinity. Use bits=None to store infinities.")
+    values = _turn(matrix.to(torch.float32), seed)
     if count * GROUP != columns:
         values = torch.cat((values, values[:, -1:].expand(rows, count * GROUP - columns)), dim=1)
     groups = values.view(rows, count, GROUP)
     low, high = groups.aminmax(dim=-1) if groups.numel() else (groups.sum(-1), groups.sum(-1))
-    if matrix.device.type == "cpu" and bool(torch.isinf(low).any() or torch.isinf(high).any()):
-        raise ValueError("pack needs finite elements or NaN, got an infinity. Use bits=None to store infinities.")
     offset = _round_down(low)
     scale = -_round_down(-(high - offset) / (2**bits - 1))
     return groups, torch.stack((offset, scale), dim=-1).to(torch.bfloat16)

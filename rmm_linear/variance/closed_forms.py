@@ -98,5 +98,5 @@ def sketch_variance(
         seed = torch.full((1,), draw, dtype=torch.int64, device=x.device)
         z = sketch(x, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
         y = sketch(grad_output, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
-        rounding += (y.double().square().sum(1) * rounding_variance(z, bits)).sum() / draws
+        rounding += (y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum() / draws
     return total + rounding
