@@ -1,8 +1,8 @@
 """Sketch noise against minibatch noise on real batches: ``python -m benchmarks.noise --help``.
 
-MiniLM as RoBERTa is fine-tuned for a few exact steps on a GLUE task; then, on one batch in random order, the inputs X and
-output gradients Y of all encoder linears are recorded and D²_sketch / D²_SGD (samples are sequences) is computed for
-every kind and width at equal memory. Printed is the median over the layers.
+MiniLM as RoBERTa is fine-tuned for a few exact steps on a GLUE task; then, on one batch in random order, the inputs X
+and output gradients Y of all encoder linears are recorded and D²_sketch / D²_SGD (samples are sequences) is computed
+for every width at equal memory, and for the paper's dense Gaussian. Printed is the median over the layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -72,29 +72,25 @@ def record_batch(
         loss_of(step)[0].backward()
         optimizer.step()
     optimizer.zero_grad()
-    records: list[Record] = []
-    handles = [
-        module.register_full_backward_hook(_recorder(name, module, records))
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and ".encoder." in name
-    ]
-    inputs = {name: [] for name, _ in model.named_modules()}
-    handles += [
-        module.register_forward_pre_hook(lambda m, args, name=name: inputs[name].append(args[0].detach().flatten(0, -2)))
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and ".encoder." in name
-    ]
+    linears = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and ".encoder." in name
+    }
+    inputs: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    handles = []
+    for name, module in linears.items():
+        handles.append(module.register_forward_pre_hook(_into(inputs, name)))
+        handles.append(module.register_full_backward_pre_hook(_into(gradients, name)))
     loss, mask = loss_of(steps)
     loss.backward()
     for handle in handles:
         handle.remove()
-    return [(name, inputs[name][0], y) for name, _, y in records], mask.reshape(-1), tuple(mask.shape)
+    return [(name, inputs[name], gradients[name]) for name in linears], mask.reshape(-1), (mask.shape[0], mask.shape[1])
 
 
-def _recorder(name: str, module: nn.Module, records: list[Record]):  # noqa: ANN202, a hook
-    def hook(_: nn.Module, grad_input: object, grad_output: tuple[Tensor, ...]) -> None:
-        y = grad_output[0].detach().flatten(0, -2)
-        records.append((name, y, y))
+def _into(store: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        store[name] = given[0].detach().flatten(0, -2)
 
     return hook
 
@@ -128,7 +124,7 @@ def noise_table(
         for memory in memories:
             ratios: dict[int | None, float] = {}
             for bits in WIDTHS:
-                recipe = RMMConfig(memory=memory, bits=bits).recipe(*x.shape, itemsize)
+                recipe = RMMConfig(memory=memory, bits=bits).recipe(x.shape[0], x.shape[1], itemsize)
                 noise = torch.zeros(())
                 if recipe is not None:
                     noise = sketch_variance(x, y, kind=recipe.kind, rows=recipe.rows, bits=bits, mask=mask, draws=1)
@@ -136,7 +132,7 @@ def noise_table(
                 title = f"countsketch, {bits or 8 * itemsize} bits, no padding"
                 result.setdefault(title, {}).setdefault(memory, []).append(ratios[bits])
             config = RMMConfig(memory=memory)
-            chosen = min((8, 4, 2), key=lambda b: predicted_noise(x, config, itemsize, b, ranks))  # noqa: B023
+            chosen = min((8, 4, 2), key=lambda b: predicted_noise(x, config, itemsize, b, ranks))
             result.setdefault('bits="auto", no padding', {}).setdefault(memory, []).append(ratios[chosen])
             best = min(ratios.values())
             result.setdefault("best width in hindsight", {}).setdefault(memory, []).append(best)
@@ -164,7 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=64, help="sentences per batch")
     parser.add_argument("--steps", type=int, default=25, help="exact training steps before")
     parser.add_argument("--max_seq_length", type=int, default=128, help="tokens per sentence at most")
-    parser.add_argument("--memory", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="fractions of the input's bytes")
+    parser.add_argument(
+        "--memory", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="fractions of the input's bytes"
+    )
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     arguments = parser.parse_args(argv)

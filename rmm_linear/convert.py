@@ -47,8 +47,8 @@ def convert(
         What was converted and what was skipped, with the reason. Print it.
 
     Raises:
-        ValueError: If nothing matches (the nearest layer names are given), a list entry or override matches nothing, or
-            the model is converted already.
+        ValueError: If nothing matches (the nearest layer names are given), an override matches nothing, no sketch would
+            save bytes on ``example``, or the model is converted already. A list entry that matches nothing is logged.
         TypeError: If ``config`` is no RMMConfig or a keyword is no field of it.
 
     Example:
@@ -57,7 +57,7 @@ def convert(
         >>> list(convert(model, target_modules=["0"]).converted)
         ['0']
         >>> model[0]
-        RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, ratio=0.1, min_rows=64)
+        RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, memory=0.1, bits=auto, min_rows=64)
     """
     config = _configuration(config, overrides)
     names = _first_names(model)

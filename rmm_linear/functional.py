@@ -209,7 +209,7 @@ class _SketchedLinear(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A weight whose gradient cannot be made. A node of its own, so that it hears only of a gradient that is asked for."""
+    """A weight whose gradient cannot be made; a node of its own, which runs only if the gradient is asked for."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
-Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in bfloat16
-and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down and the
-scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z. The
-variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
+bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down
+and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
+The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
 
 Before rounding, a group of 64 is turned by random signs and the orthonormal Hadamard transform, and turned back after:
-one large column no longer stretches the range of the 63 others. Orthonormal, so the mean stays z and the squared error is
-that of the turned elements. It halves the rounding noise of 2 bits on activations and costs one product with a 64 × 64
-matrix.
+one large column no longer stretches the range of the 63 others. The turn is orthonormal, so the mean stays z and the
+squared error is that of the turned elements. It costs one product with a 64 × 64 matrix.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass, and one random word for two elements.
 

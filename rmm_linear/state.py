@@ -52,7 +52,8 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any]) -> None:
     different = sorted(set(layers) ^ set(choices))
     if different:
         raise ValueError(
-            f"The sketch state must be of a model with the same sketched layers, got other ones: {', '.join(different[:3])}. "
+            "The sketch state must be of a model with the same sketched layers, "
+            f"got other ones: {', '.join(different[:3])}. "
             "Convert the model with the configuration that the state was saved under."
         )
     for name, layer in layers.items():

@@ -148,7 +148,7 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(tmp_path, text):
     path = tmp_path / "state.json"
     path.write_text(text)
     before = sketch_state(model)
-    with pytest.raises(ValueError, match="state.json"):
+    with pytest.raises(ValueError, match=r"state\.json"):
         read_sketch_state(model, path)
     assert sketch_state(model) == before
 

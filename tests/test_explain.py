@@ -113,7 +113,7 @@ def test_an_example_never_adds_bytes():
 
 def test_an_example_on_which_nothing_is_saved_is_an_error():
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="on this example none does .*Tanh keeps this tensor anyway"):
+    with pytest.raises(ValueError, match=r"on this example none does .*Tanh keeps this tensor anyway"):
         convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
     assert type(model[2]) is nn.Linear
 

@@ -42,7 +42,9 @@ def check_statistics(kind, block, bits, masked, count):
         rounding = torch.zeros(())
         if bits is not None:
             shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks}
-            rounding = (sketch(y, **shape).square().sum(1) * rounding_variance(sketch(x, **shape), bits, kept[-1])).sum()
+            rounding = (
+                sketch(y, **shape).square().sum(1) * rounding_variance(sketch(x, **shape), bits, kept[-1])
+            ).sum()
         roundings.append(rounding)
     total = stated + float(torch.stack(roundings).mean())
     excess = torch.stack(squares) - torch.stack(roundings) - stated
@@ -154,7 +156,9 @@ def test_padding_is_left_out_of_a_model(model):
     exact = weight_gradients(model, batch)
     convert(model, **RARE)
     assert_exact(model, batch, exact)
-    assert_exact(model, batch, exact, lambda: model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]))
+    assert_exact(
+        model, batch, exact, lambda: model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+    )
     revert(model)
     convert(model, mask_padding=False, **RARE)
     noisy = weight_gradients(model, batch)
@@ -216,7 +220,14 @@ def test_an_encoder_decoder_model_masks_its_encoder_only():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config).train()

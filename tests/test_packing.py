@@ -112,7 +112,7 @@ def test_nan_stays_in_its_group(bits):
 def test_infinities_are_refused(value):
     z = torch.randn(3, 70)
     z[2, 69] = value
-    with pytest.raises(ValueError, match="finite elements or NaN, got an infinity. Use bits=None"):
+    with pytest.raises(ValueError, match=r"finite elements or NaN, got an infinity\. Use bits=None"):
         pack(z, 4, seed(0))
 
 
@@ -143,7 +143,7 @@ def test_the_seed_decides_the_rounding():
 )
 def test_no_element_leaves_its_group_range(bits, values):
     z = torch.tensor([values], dtype=torch.float32)
-    codes, ranges = pack(z, bits, seed(1))
+    _, ranges = pack(z, bits, seed(1))
     offset, scale = ranges[0].float().unbind(1)
     for number, group in enumerate(_turn(z, seed(1))[0].split(64)):
         assert offset[number] <= group.min()

@@ -1,9 +1,9 @@
 """Closed forms of D²_SGD and D²_sketch for one layer and one batch.
 
-D²_SGD is the variance of the minibatch gradient YᵀX as an estimate from n independent samples. With per-sample gradients
-G_s and their sum G, the unbiased estimate of the variance of the sum is n/(n−1) · (Σ_s ‖G_s‖² − ‖G‖²/n). Samples are
-sequences, the noise that SGD really has when a batch is made of sequences, or tokens, as in the paper, where it reads
-N/(N−1) · d − g/(N−1).
+D²_SGD is the variance of the minibatch gradient YᵀX as an estimate from n independent samples. With per-sample
+gradients G_s and their sum G, the unbiased estimate of the variance of the sum is n/(n−1) · (Σ_s ‖G_s‖² − ‖G‖²/n).
+Samples are sequences, the noise that SGD really has when a batch is made of sequences, or tokens, as in the paper,
+where it reads N/(N−1) · d − g/(N−1).
 
 ‖G_s‖² = Σ_ij (x_i·x_j)(y_i·y_j) over the tokens of the sequence, so no gradient of one sequence is ever made.
 
@@ -40,7 +40,9 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | N
     """
     batch, length = samples or (x.shape[0], 1)
     if batch * length != x.shape[0]:
-        raise ValueError(f"samples must multiply to the {x.shape[0]} rows of x, got {batch} sequences of {length} tokens.")
+        raise ValueError(
+            f"samples must multiply to the {x.shape[0]} rows of x, got {batch} sequences of {length} tokens."
+        )
     if batch < 2:
         raise ValueError(f"The variance between samples needs at least two of them, got {batch}.")
     total = (x.double().T @ grad_output.double()).square().sum()
@@ -68,8 +70,8 @@ def sketch_variance(
 ) -> Tensor:
     """Return D²_sketch = E‖dŴ − dW‖² for one layer and batch.
 
-    Exact for ``bits=None``. Packing adds E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖²; the inner terms are exact for each S, from the
-    rounding fractions, and the outer mean is taken over ``draws`` seeds.
+    Exact for ``bits=None``. Packing adds E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖²; the inner terms are exact for each S, from
+    the rounding fractions, and the outer mean is taken over ``draws`` seeds.
 
     Args:
         x: Layer input, shape (N, I).
@@ -87,7 +89,7 @@ def sketch_variance(
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
         >>> sketch_variance(x, y, kind="rademacher", rows=1)
-        tensor(4., dtype=torch.float64)
+        tensor(6.2500, dtype=torch.float64)
     """
     ranks = None if mask is None else TokenMask.of(mask)
     total = variance(x, grad_output, kind=kind, rows=rows, block=block, mask=ranks)
