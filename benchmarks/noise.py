@@ -49,7 +49,7 @@ def record_batch(
     """
     torch.manual_seed(seed)
     task = get_task(task_name)
-    rows = load_task(task, data_dir, None).train
+    rows = load_task(task, str(data_dir)).train
     with tempfile.TemporaryDirectory() as folder:
         save_minilm(Path(folder))
         tokenizer = AutoTokenizer.from_pretrained(folder)

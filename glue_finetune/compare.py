@@ -67,7 +67,7 @@ class Run:
 
 
 def parse_setting(text: str) -> Setting:
-    """Read one entry of --compare, ``kind`` or ``kind:ratio``. The values are checked where the flags are.
+    """Read one entry of --compare, ``kind``, ``kind:ratio`` or ``kind:ratio:bits``. The values are checked where the flags are.
 
     Args:
         text: The entry.
@@ -79,9 +79,11 @@ def parse_setting(text: str) -> Setting:
         UserError: If the entry has another form.
     """
     parts = text.split(":")
-    names = ("--kind", "--ratio")
+    names = ("--kind", "--ratio", "--bits")
     if len(parts) > len(names) or not all(parts):
-        raise UserError(f"An entry of --compare must be kind or kind:ratio, got {text!r}. Example: countsketch:0.1")
+        raise UserError(
+            f"An entry of --compare must be kind:ratio[:bits], or kind alone, got {text!r}. Example: rows:0.1"
+        )
     return Setting(text, tuple(word for pair in zip(names, parts, strict=False) for word in pair))
 
 

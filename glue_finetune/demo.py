@@ -27,8 +27,8 @@ _INTRODUCTION = """Demo: what does training lose if linear layers keep a tenth o
 2. Model: {model}.
 3. It is fine-tuned three times, each in a process of its own:
      exact            every layer keeps its whole input for the backward pass, as always
-     gaussian:0.1     a dense random mixture of a tenth of the rows (the method of the paper)
-     countsketch:0.1  a tenth of the rows, hashed: the default of rmm_linear
+     gaussian:0.1     a tenth of the rows, dense random mixtures (the paper's kind of sketch)
+     countsketch:0.1  a tenth of the rows, hashed (the default kind of rmm_linear)
    The score is Matthews' correlation: 0 is guessing, 1 is perfect.
 """
 

@@ -38,8 +38,9 @@ def test_entries() -> None:
     assert parse_setting("exact").flags == ("--kind", "exact")
     assert parse_setting("gaussian:0.1").flags == ("--kind", "gaussian", "--ratio", "0.1")
     assert parse_setting("gaussian:0.1").folder == "gaussian-0.1"
-    for text in ("", "gaussian:", ":0.1"):
-        with pytest.raises(UserError, match="must be kind or kind:ratio"):
+    assert parse_setting("rows:0.3:4").flags == ("--kind", "rows", "--ratio", "0.3", "--bits", "4")
+    for text in ("", "gaussian:", ":0.1", "a:1:2:3"):
+        with pytest.raises(UserError, match=r"must be kind:ratio\[:bits\], or kind alone"):
             parse_setting(text)
 
 
