@@ -67,7 +67,7 @@ class Run:
 
 
 def parse_setting(text: str) -> Setting:
-    """Read one entry of --compare, ``kind``, ``kind:ratio`` or ``kind:ratio:bits``. The values are checked where the flags are.
+    """Read an entry of --compare, ``kind:ratio[:bits]`` or ``kind`` alone; values are checked where the flags are.
 
     Args:
         text: The entry.
