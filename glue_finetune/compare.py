@@ -213,7 +213,7 @@ def run_process(argv: Sequence[str]) -> int:
     """
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # A session of its own: the terminal sends Ctrl-C to this process alone, and the child gets it once, from here.
+    # A group of its own: the terminal sends Ctrl-C to this process alone, and the child gets it once, from here.
     with (
         subprocess.Popen([sys.executable, "-m", PROGRAM, *argv], env=environment, start_new_session=True) as process,
         _passing_on(process) as received,

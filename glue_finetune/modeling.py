@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -87,8 +88,11 @@ def check_conversion(model_config: Any, config: RMMConfig | None) -> None:
     Raises:
         UserError: If it does not fit, for example as the model has no linear layer.
     """
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(model_config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(model_config)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"The model must have a class for sequence classification: {one_line(error)}") from error
     sketch(model, config, dry_run=True)
 
 
@@ -180,7 +184,7 @@ def _from_pretrained(cls: Any, name: str, **options: Any) -> Any:
     transformers.logging.set_verbosity_error()
     try:
         return cls.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"Cannot load {name} ({one_line(error)}). Give --model_name_or_path, a folder written by save_pretrained, "
             "or a model of the hub with a connection to it."

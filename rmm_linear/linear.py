@@ -53,6 +53,8 @@ class SketchedLayer(nn.Module):
     def _plan(self, input: Tensor, weight: Tensor) -> Plan | None:
         """Say what this call keeps; seeds are asked for in any grad mode, as both passes of a checkpoint must."""
         config, scope, index = self.rmm_config, self.rmm_scope, self.rmm_index
+        if scope is None and not in_backward():
+            self.rmm_choice.settle()  # before the width is used, so that a recomputation finds the same
         recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
         if recipe is None:
             return None
@@ -62,8 +64,6 @@ class SketchedLayer(nn.Module):
             dtype = autocast_dtype(input) or input.dtype
             x = input.detach().reshape(tokens, -1)
             self.rmm_choice.observe(x, config, dtype.itemsize, mask)
-            if scope is None:
-                self.rmm_choice.settle()
         if scope is None:
             return Plan(recipe, draw_seed(), mask)
         return Plan(recipe, scope.layer_seed(index), mask, scope.shared, index, self._on_backward)

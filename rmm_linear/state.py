@@ -58,6 +58,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any]) -> None:
         )
     for name, layer in layers.items():
         vars(layer.rmm_choice).update(vars(choices[name]))
+        layer.rmm_choice.settle()  # the saved step was complete
 
 
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
