@@ -1,8 +1,7 @@
 """bits="auto": the width of the stored elements, chosen for each layer by its predicted noise.
 
 At one number of bytes, few bits mean many rows: less sketch noise, more rounding noise. Which weighs more depends on
-the
-batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
+the batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
 
 The prediction needs no gradient. Y is stood in for by random signs on the tokens that count: the sketch term is then
 the kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the

@@ -4,8 +4,7 @@ Forward passes are seen by hooks on the model and on every submodule whose forwa
 outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm.
 
 Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on
-    only
-when the forward pass is over. So nothing random inside it (dropout) sees a difference between the converted and the
+only when the forward pass is over. So nothing random inside (dropout) sees a difference between the converted and the
 original model, with or without gradients.
 
 Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
