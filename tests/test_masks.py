@@ -137,13 +137,18 @@ def weight_gradients(model, batch, call=None):
     model.zero_grad()
     torch.manual_seed(0)
     (call or (lambda: model(**batch)))().loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if n.endswith("weight") and "encoder" in n}
+    return {n: p.grad.clone() for n, p in model.named_parameters() if n.endswith("weight") and "encoder" in n and "LayerNorm" not in n}
+
+
+def relative_error(gradient, exact):
+    """By norms: a fresh model's query gradients are smaller than any absolute tolerance. Rounding is near 1e-6."""
+    return ((gradient - exact).norm() / exact.norm()).item()
 
 
 def assert_exact(model, batch, exact, call=None):
     """5 of 20 tokens are real and a quarter of the rows is kept: exact if and only if padding is left out."""
     for name, gradient in weight_gradients(model, batch, call).items():
-        torch.testing.assert_close(gradient, exact[name], rtol=1e-4, atol=1e-6)
+        assert relative_error(gradient, exact[name]) < 1e-3, name
 
 
 @pytest.fixture(params=["roberta", "bert"])
@@ -162,8 +167,7 @@ def test_padding_is_left_out_of_a_model(model):
     revert(model)
     convert(model, mask_padding=False, **RARE)
     noisy = weight_gradients(model, batch)
-    query = next(name for name in noisy if "query" in name)
-    assert not torch.allclose(noisy[query], exact[query], rtol=1e-2, atol=1e-6)
+    assert min(relative_error(noisy[name], exact[name]) for name in noisy) > 0.01
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -241,7 +245,7 @@ def test_an_encoder_decoder_model_masks_its_encoder_only():
     exact = encoder_gradients()
     convert(model, **RARE)
     for name, gradient in encoder_gradients().items():
-        torch.testing.assert_close(gradient, exact[name], rtol=1e-4, atol=1e-6)
+        assert relative_error(gradient, exact[name]) < 1e-3, name
 
 
 class Pooling(torch.nn.Module):
