@@ -66,7 +66,7 @@ class GlueArguments:
     )
     compare: list[str] | None = dataclasses.field(
         default=None,
-        metadata={"help": "Settings to compare, as in: exact gaussian:0.1 countsketch:0.1. Without a ratio: --ratio."},
+        metadata={"help": "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4."},
     )
     seeds: list[int] | None = dataclasses.field(
         default=None, metadata={"help": "Seeds of a comparison. Default: the one of --seed."}

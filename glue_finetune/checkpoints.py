@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from glue_finetune.arguments import GlueTrainingArguments
-from glue_finetune.errors import UserError
+from glue_finetune.errors import UserError, one_line
+from glue_finetune.files import make_folder
 from glue_finetune.results import RESULTS_FILE
 from glue_finetune.trainer import SETTINGS_FILE
 
@@ -74,7 +75,15 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
 
 
 def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
+    try:
+        saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{checkpoint / SETTINGS_FILE} is damaged ({one_line(error)}). Remove this checkpoint to go on from an "
+            "earlier one, or start anew with --overwrite_output_dir."
+        ) from error
     differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
     if differing:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, now {settings.get(name)!r}" for name in differing[:3])
@@ -95,8 +104,8 @@ def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
         UserError: If it cannot be written.
     """
     folder = Path(training.output_dir or "")
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if training.overwrite_output_dir and not resuming:
             (folder / RESULTS_FILE).unlink(missing_ok=True)
             for path in folder.iterdir():

@@ -20,7 +20,7 @@ from typing import Any
 from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
 from glue_finetune.checkpoints import list_checkpoints
 from glue_finetune.errors import UserError
-from glue_finetune.files import write_json
+from glue_finetune.files import make_folder, write_json
 from glue_finetune.modeling import check_conversion
 from glue_finetune.results import read_results, run_settings
 from glue_finetune.summary import write_summary
@@ -116,7 +116,7 @@ def run_comparison(arguments: Arguments) -> int:
     runs = plan_runs(_own_flags(arguments.argv), settings, seeds, folder)
     _check(runs)
     pending = [run for run in runs if overwrite or not _is_finished(run)]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_json(folder / MARKER, {"compare": [setting.label for setting in settings], "seeds": seeds})
     status = _execute(runs, pending, overwrite)
     if status:
@@ -137,13 +137,19 @@ def plan_runs(argv: Sequence[str], settings: Sequence[Setting], seeds: Sequence[
 
     Returns:
         The runs, setting by setting.
+
+    Raises:
+        UserError: If a setting cannot be used with the flags beside it.
     """
     runs = []
     for setting in settings:
         for seed in seeds:
             target = folder / setting.folder / f"seed-{seed}"
             own = ("--save_strategy", "no", *argv, *setting.flags, "--seed", str(seed), "--output_dir", str(target))
-            runs.append(Run(setting, seed, own, parse(list(own)), target))
+            try:
+                runs.append(Run(setting, seed, own, parse(list(own)), target))
+            except UserError as error:
+                raise UserError(f"{setting.label} of --compare: {error}") from error
     return runs
 
 

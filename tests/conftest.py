@@ -1,0 +1,20 @@
+"""What several test files of the GLUE script start from. Nothing in them changes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from glue_helpers import save_tiny, write_cola
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny RoBERTa."""
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small CoLA in the official layout."""
+    return write_cola(tmp_path_factory.mktemp("cola"))
