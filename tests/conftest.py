@@ -1,4 +1,4 @@
-"""What several test files of the GLUE script start from. Nothing in them changes it."""
+"""Settings of the tests, and what several test files of the GLUE script start from and never change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 from glue_helpers import save_tiny, write_cola
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

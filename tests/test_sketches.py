@@ -8,7 +8,7 @@ from helpers import heavy_tailed, sketch_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.sketches import FAMILIES, KINDS, kept_rows, sketch
-from rmm_linear.sketches.countsketch import destinations, shifts
+from rmm_linear.sketches.countsketch import destinations, signs_and_shifts
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import _dct_rows, _dft_rows, _hadamard_rows
 
@@ -136,14 +136,16 @@ def test_countsketch_gives_every_token_one_row_and_no_segment_a_collision(tokens
 def test_countsketch_destinations_are_those_of_the_sketch(tokens, rows):
     """The gather form, which devices use, and the segment form, which the CPU uses, are one map."""
     s = sketch_matrix("countsketch", tokens, rows, 3)
-    assert torch.equal(s.abs().argmax(0), destinations(torch.tensor(3), tokens, rows))
+    signs, shifts = signs_and_shifts(torch.tensor(3), tokens, rows)
+    assert torch.equal(s.abs().argmax(0), destinations(shifts, tokens, rows))
+    assert torch.equal(s.sum(0), signs.double())
 
 
 def test_countsketch_shifts_are_uniform_and_independent():
     """χ² of 7 rows over 7,000 shifts, and of the 49 pairs of the first two shifts over 1,000 seeds; p = 1e-5 bounds."""
-    counts = torch.bincount(shifts(torch.tensor(5), 7_000, 7), minlength=7).double()
+    counts = torch.bincount(signs_and_shifts(torch.tensor(5), 49_000, 7)[1], minlength=7).double()
     assert ((counts - 1_000) ** 2 / 1_000).sum() < 33.1  # 6 degrees of freedom
-    pairs = [shifts(torch.tensor(seed), 2, 7) for seed in range(1_000)]
+    pairs = [signs_and_shifts(torch.tensor(seed), 14, 7)[1] for seed in range(1_000)]
     cells = torch.bincount(torch.stack([7 * a + b for a, b in pairs]), minlength=49).double()
     assert ((cells - 1_000 / 49) ** 2 / (1_000 / 49)).sum() < 98.0  # 48 degrees of freedom
 

@@ -17,29 +17,14 @@ import torch
 from torch import Tensor
 
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
-from rmm_linear.sketches.philox import philox, signs
-
-_SIGNS, _SHIFTS = 0, 1
+from rmm_linear.sketches.philox import philox, unpack_signs
 
 
-def shifts(seed: Tensor, segments: int, rows: int) -> Tensor:
-    """Return the cyclic shift of every segment, uniform in [0, rows).
+def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the sign of every token and the cyclic shift of every segment, uniform in [0, rows).
 
-    The product of a random 32-bit word and ``rows`` is cut to its high word, which is uniform up to rows / 2**32.
-
-    Args:
-        seed: int64 with one element.
-        segments: Number of segments.
-        rows: K.
-
-    Returns:
-        int64, shape (segments,).
-    """
-    return (philox(seed, torch.arange(segments, device=seed.device), _SHIFTS)[0] * rows) >> 32
-
-
-def destinations(seed: Tensor, tokens: int, rows: int) -> Tensor:
-    """Return the row of Z that every token is added to.
+    The sign of token i is bit i % 32 of the first word of counter i // 32. The shift of segment s comes from the second
+    word of counter s: its product with ``rows``, cut to the high word, is uniform up to rows / 2**32.
 
     Args:
         seed: int64 with one element.
@@ -47,11 +32,26 @@ def destinations(seed: Tensor, tokens: int, rows: int) -> Tensor:
         rows: K.
 
     Returns:
+        Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
+    """
+    segments, words = -(-tokens // rows), -(-tokens // 32)
+    first, second, *_ = philox(seed, torch.arange(max(segments, words), device=seed.device))
+    return unpack_signs(first[:words]).view(-1)[:tokens], (second[:segments] * rows) >> 32
+
+
+def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
+    """Return the row of Z that every token is added to.
+
+    Args:
+        shifts: Shift of every segment, see :func:`signs_and_shifts`.
+        tokens: N.
+        rows: K.
+
+    Returns:
         int64 in [0, rows), shape (tokens,).
     """
-    index = torch.arange(tokens, device=seed.device)
-    shift = shifts(seed, -(-tokens // rows), rows)
-    return (index % rows + shift[index // rows]) % rows
+    index = torch.arange(tokens, device=shifts.device)
+    return (index % rows + shifts[index // rows]) % rows
 
 
 def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
@@ -69,13 +69,14 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
     """
     tokens, columns = matrix.shape
     dtype = accumulator_dtype(matrix.dtype)
-    sign = signs(seed, tokens, _SIGNS).to(dtype).unsqueeze(1)
+    sign, shifts = signs_and_shifts(seed, tokens, rows)
+    sign = sign.to(dtype).unsqueeze(1)
     result = torch.zeros(rows, columns, dtype=dtype, device=matrix.device)
     if matrix.device.type != "cpu":
         # Reading the shifts on the host would wait for the device.
-        result.index_add_(0, destinations(seed, tokens, rows), matrix.to(dtype) * sign)
+        result.index_add_(0, destinations(shifts, tokens, rows), matrix.to(dtype) * sign)
         return result.to(matrix.dtype)
-    for segment, shift in enumerate(shifts(seed, -(-tokens // rows), rows).tolist()):
+    for segment, shift in enumerate(shifts.tolist()):
         first, last = segment * rows, min((segment + 1) * rows, tokens)
         turn = min(first + rows - shift, last)  # tokens from here on wrap to row 0
         for begin, end, row in ((first, turn, shift), (turn, last, 0)):

@@ -63,14 +63,15 @@ def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> 
         Four int64 tensors of the same shape with values in [0, 2**32).
     """
     seed = seed.reshape(())
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    for _ in range(_ROUNDS):
+    rounds = torch.arange(_ROUNDS, device=seed.device)
+    keys_a = ((seed & _WORD) + rounds * _KEY_A) & _WORD
+    keys_b = (((seed >> 32) & _WORD) + rounds * _KEY_B) & _WORD
+    for key_a, key_b in zip(keys_a.unbind(), keys_b.unbind(), strict=True):
         # The 64-bit product may wrap into the sign bit; its bits, and so both halves, stay right.
         product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0 = ((product_b >> 32) & _WORD) ^ c1 ^ k0
-        c2 = ((product_a >> 32) & _WORD) ^ c3 ^ k1
-        c1, c3 = product_b & _WORD, product_a & _WORD
-        k0, k1 = (k0 + _KEY_A) & _WORD, (k1 + _KEY_B) & _WORD
+        c0 = (product_b >> 32).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(key_a)
+        c2 = (product_a >> 32).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(key_b)
+        c1, c3 = product_b.bitwise_and_(_WORD), product_a.bitwise_and_(_WORD)
     return c0, c1, c2, c3
 
 
