@@ -69,8 +69,8 @@ def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> 
     for key_a, key_b in zip(keys_a.unbind(), keys_b.unbind(), strict=True):
         # The 64-bit product may wrap into the sign bit; its bits, and so both halves, stay right.
         product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0 = (product_b >> 32).bitwise_and_(_WORD).bitwise_xor_(c1).bitwise_xor_(key_a)
-        c2 = (product_a >> 32).bitwise_and_(_WORD).bitwise_xor_(c3).bitwise_xor_(key_b)
+        c0 = (product_b >> 32).bitwise_and_(_WORD).bitwise_xor_(c1) ^ key_a
+        c2 = (product_a >> 32).bitwise_and_(_WORD).bitwise_xor_(c3) ^ key_b
         c1, c3 = product_b.bitwise_and_(_WORD), product_a.bitwise_and_(_WORD)
     return c0, c1, c2, c3
 
