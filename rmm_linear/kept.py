@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.packing import pack, packed_bytes, unpack
+from rmm_linear.packing import pack, packed_bytes, turn_back, unpack
 from rmm_linear.sketches import TokenMask, kept_rows, sketch
 
 
@@ -79,6 +79,9 @@ def weight_gradient(
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
     *stored, seeds = kept
-    z = stored[0] if recipe.bits is None else unpack(stored[0], stored[1], seeds, recipe.bits, features, y.dtype)
     sketched = sketch(y, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
-    return sketched.T @ z
+    if recipe.bits is None:
+        return sketched.T @ stored[0]
+    # dW has O rows, Z has K: turning dW back is usually less work.
+    z = unpack(stored[0], stored[1], seeds, recipe.bits, features, y.dtype, turned=True)
+    return turn_back(sketched.T @ z, seeds)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmm_linear.packing import _turn, pack, packed_bytes, rounding_variance, unpack
+from rmm_linear.packing import _Draws, _turn, pack, packed_bytes, rounding_variance, turn_back, unpack
 
 Z = 4.0
 WIDTHS = [8, 4, 2]
@@ -19,6 +19,10 @@ def seed(value):
 
 def restored(matrix, bits, value=0):
     return unpack(*pack(matrix, bits, seed(value)), seed(value), bits, matrix.shape[1], matrix.dtype)
+
+
+def turned(matrix, value=0):
+    return _turn(matrix, _Draws.of(seed(value), 0, 64).turn)
 
 
 def heavy(rows, columns):
@@ -65,20 +69,29 @@ def test_bytes_are_the_formula(bits, shape):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_error_is_below_one_step_of_the_group(bits):
-    z = _turn(heavy(6, 130).float(), seed(0))
+    z = turned(heavy(6, 130).float())
     steps = torch.cat([g.amax(1, keepdim=True).sub(g.amin(1, keepdim=True)).expand_as(g) for g in z.split(64, 1)], 1)
     # bfloat16 ranges are rounded outwards: by 2⁻⁷ of the offset at most, and the scale by 2⁻⁷ of itself.
     step = (steps + z.abs().amax(1, keepdim=True) * 2**-6) / (2**bits - 1) * (1 + 2**-6)
-    found = _turn(restored(_turn(z, seed(0), back=True), bits), seed(0))
+    found = turned(restored(turn_back(z, seed(0)), bits))
     assert ((found - z).abs() <= step * (1 + 1e-4)).all()
 
 
 def test_turning_back_gives_the_matrix():
     z = heavy(6, 200).float()
-    turned = _turn(z, seed(5))
-    torch.testing.assert_close(turned[:, :192].norm(dim=1), z[:, :192].norm(dim=1))
-    assert torch.equal(turned[:, 192:], z[:, 192:])
-    torch.testing.assert_close(_turn(turned, seed(5), back=True), z)
+    found = turned(z, 5)
+    torch.testing.assert_close(found[:, :192].norm(dim=1), z[:, :192].norm(dim=1))
+    assert not torch.isclose(found[:, :192], z[:, :192]).all(0).any()
+    assert torch.equal(found[:, 192:], z[:, 192:])
+    torch.testing.assert_close(turn_back(found, seed(5)), z)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_turn_can_be_undone_after_a_product(bits):
+    z, y = heavy(40, 200).float(), torch.randn(40, 7)
+    codes, ranges = pack(z, bits, seed(5))
+    late = turn_back(y.T @ unpack(codes, ranges, seed(5), bits, 200, z.dtype, turned=True), seed(5))
+    torch.testing.assert_close(late, y.T @ restored(z, bits, 5), rtol=1e-4, atol=1e-4)
 
 
 def test_turning_makes_one_large_column_harmless():
@@ -145,7 +158,7 @@ def test_no_element_leaves_its_group_range(bits, values):
     z = torch.tensor([values], dtype=torch.float32)
     _, ranges = pack(z, bits, seed(1))
     offset, scale = ranges[0].float().unbind(1)
-    for number, group in enumerate(_turn(z, seed(1))[0].split(64)):
+    for number, group in enumerate(turned(z, 1)[0].split(64)):
         assert offset[number] <= group.min()
         span = scale[number].double() * (2**bits - 1)
         # The span and its share per code are rounded in float32: two halves of an ulp of the span.
