@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+
+# Read when Triton is first imported, by transformers if not here: without a GPU, the kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 

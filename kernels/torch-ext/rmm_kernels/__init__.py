@@ -1,0 +1,8 @@
+"""Triton kernels for random sketches and their storage in few bits."""
+
+from .dense_sketch import dense_sketch
+from .packing import pack, unpack
+from .row_norms import row_norms
+from .sparse_sketch import sparse_sketch
+
+__all__ = ["dense_sketch", "pack", "row_norms", "sparse_sketch", "unpack"]

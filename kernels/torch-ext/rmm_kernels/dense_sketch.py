@@ -1,0 +1,136 @@
+"""dense_sketch: Gaussian, Rademacher (block-diagonal) and Hadamard. Tiles of S are made in registers, never stored."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .draws import normals, parity, signs, wide, words
+from .launch import precision, upcast
+from .packing import empty_packed, store_packed
+
+KINDS = ("gaussian", "rademacher", "hadamard")
+
+
+@triton.jit
+def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr):
+    """A tile of √K·S, float32 (B_T, B_R), for tokens o_t and the B_R rows from o_r on; not for Hadamard.
+
+    o_t: int64 (B_T,). o_r: int64 scalar, a multiple of B_R. n_rows: rows per block.
+    """
+    if KIND == 0:
+        o_group = (o_r // 4) + tl.arange(0, B_R // 4)
+        counter = o_t[:, None] * ((n_rows + 3) // 4) + o_group[None, :]
+        word_0, word_1, word_2, word_3 = words(seed, counter, 0)
+        lane_0, lane_1 = normals(word_0, word_1)
+        lane_2, lane_3 = normals(word_2, word_3)
+        lanes = tl.join(tl.join(lane_0, lane_2), tl.join(lane_1, lane_3))
+        return tl.reshape(lanes, (B_T, B_R))
+    else:
+        o_group = (o_r // 32) + tl.arange(0, B_R // 32)
+        word, _, _, _ = words(seed, o_t[:, None] * ((n_rows + 31) // 32) + o_group[None, :], 0)
+        bits = (word[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]) & 1
+        return tl.reshape(1.0 - 2.0 * bits.to(tl.float32), (B_T, B_R))
+
+
+@triton.jit
+def _dense_sketch_kernel(
+    p_m, p_seed, p_order, p_count, p_index, p_z, p_ranges,
+    n_tokens, n_blocks, block, n_rows, n_columns, stride, factor,
+    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of one block's rows, (B_R, B_D).
+
+    p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), rows that count first. p_count: int64
+    (1,). p_index: int64 (K,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_ranges: see
+    store_packed. block: tokens per block. factor: 1/√n_rows.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    i_d = tl.program_id(2).to(tl.int64)
+    i_r = tl.program_id(1).to(tl.int64) * B_R
+    o_r = i_r + tl.arange(0, B_R)
+    o_d = i_d * B_D + tl.arange(0, B_D)
+    m_r, m_d = o_r < n_rows, o_d < n_columns
+    o_k = i_b * n_rows + o_r
+    seed = tl.load(p_seed)
+    count = tl.load(p_count) if MASKED else n_tokens
+    length = wide(block)
+    if MASKED and n_blocks > 1:
+        length = (count + n_blocks - 1) // n_blocks
+    first = i_b * length
+    last = tl.minimum(first + length, count)
+    direct = count <= n_rows * n_blocks
+    b_z = tl.zeros((B_R, B_D), dtype=tl.float32)
+    if direct:
+        m_t = m_r & (o_k < count)
+        o_row = tl.load(p_order + o_k, mask=m_t, other=0) if MASKED else o_k
+        p_in = p_m + o_row[:, None] * stride + o_d[None, :]
+        b_z += tl.load(p_in, mask=m_t[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    else:
+        for i_t in range(first, last, B_T):
+            o_t = i_t + tl.arange(0, B_T).to(tl.int64)
+            m_t = o_t < last
+            o_row = tl.load(p_order + o_t, mask=m_t, other=0) if MASKED else o_t
+            p_in = p_m + o_row[:, None] * stride + o_d[None, :]
+            b_m = tl.load(p_in, mask=m_t[:, None] & m_d[None, :], other=0.0)
+            if KIND == 2:
+                o_index = tl.load(p_index + o_r, mask=m_r, other=0)
+                b_s = (1.0 - 2.0 * parity(o_t[:, None] & o_index[None, :]).to(tl.float32)) * signs(seed, o_t)[:, None]
+            else:
+                b_s = _entries(seed, o_t, i_r, n_rows, KIND, B_T, B_R)
+            b_s = b_s.to(b_m.dtype)
+            if UPCAST:
+                b_s, b_m = b_s.to(tl.float32), b_m.to(tl.float32)
+            b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
+        b_z = b_z * factor
+    if BITS == 0:
+        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
+        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_r[:, None] & m_d[None, :])
+    else:
+        store_packed(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
+
+
+def dense_sketch(
+    matrix: torch.Tensor,
+    seed: torch.Tensor,
+    kind: str,
+    block: int,
+    rows: int,
+    *,
+    index: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    bits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return SᵀM for a dense, block-diagonal S.
+
+    Args:
+        matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
+        seed: int64, shape (1,), on the device of ``matrix``.
+        kind: "gaussian", "rademacher" or "hadamard".
+        block: Tokens per block; N is one block, as Hadamard needs.
+        rows: Rows per block.
+        index: The rows of the Hadamard matrix that are kept, int64, shape (rows,).
+        order: Rows of M, int64, shape (N,): those that count first; None is all in order.
+        count: n, how many rows count, int64, shape (1,). The blocks share them evenly.
+        bits: 8, 4 or 2 packs the result as it is made; None does not.
+
+    Returns:
+        Shape (⌈N/block⌉ · rows, D), dtype of ``matrix``; or codes and ranges, see :func:`rmm_kernels.pack`.
+    """
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    tokens, columns = matrix.shape
+    blocks = triton.cdiv(tokens, block)
+    if bits is None:
+        z, ranges = torch.empty(blocks * rows, columns, dtype=matrix.dtype, device=matrix.device), seed
+    else:
+        z, ranges = empty_packed(blocks * rows, columns, bits, matrix.device)
+    if z.numel():
+        grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
+        _dense_sketch_kernel[grid](
+            matrix, seed, order, count, index, z, ranges,
+            tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
+            KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+            UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
+        )  # fmt: skip
+    return z if bits is None else (z, ranges)

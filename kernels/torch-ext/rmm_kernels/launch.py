@@ -1,0 +1,14 @@
+"""What the launchers share."""
+
+import torch
+import triton
+
+
+def precision() -> str:
+    """How float32 tiles are multiplied: to float32's precision, on the matrix unit where it can."""
+    return "tf32x3" if torch.version.cuda is not None else "ieee"
+
+
+def upcast() -> bool:
+    """Whether half types are multiplied in float32: Triton's interpreter multiplies bfloat16 wrongly."""
+    return triton.knobs.runtime.interpret

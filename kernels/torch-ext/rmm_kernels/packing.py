@@ -1,0 +1,163 @@
+"""pack and unpack: 8, 4 or 2 bits per element in groups of 64 columns, and the epilogue that packs a sketch's tile."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .draws import parity, words
+from .launch import precision
+
+GROUP = 64
+_STREAM = tl.constexpr(3)
+
+
+@triton.jit
+def _round_down(b_values):
+    """The largest bfloat16 number that is not above a float32 number, as float32."""
+    bits = b_values.to(tl.int32, bitcast=True) & -65536
+    truncated = bits.to(tl.float32, bitcast=True)
+    below = (bits + 65536).to(tl.float32, bitcast=True)
+    return tl.where(truncated > b_values, below, tl.where(b_values != b_values, b_values, truncated))
+
+
+@triton.jit
+def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: tl.constexpr, PRECISION: tl.constexpr):
+    """Round one group of a tile and store its codes and range.
+
+    b_z: float32 (B_K, 64). seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. m_k: rows that exist.
+    i_g: number of the group. p_codes: uint8 (K, ⌈I·BITS/8⌉). p_ranges: bfloat16 (K, ⌈I/64⌉, 2).
+    """
+    TOP: tl.constexpr = 2**BITS - 1
+    BYTES: tl.constexpr = 8 * BITS
+    o_j = tl.arange(0, 64)
+    size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
+    m_j = o_j < size
+    if size == 64:
+        _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
+        b_sign = 1.0 - 2.0 * ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.float32)
+        b_parity = parity(o_j.to(tl.int64)[:, None] & o_j.to(tl.int64)[None, :]).to(tl.float32)
+        b_turn = b_sign[:, None] * (0.125 - 0.25 * b_parity)
+        b_z = tl.dot(b_z, b_turn, input_precision=PRECISION)
+    b_nan = tl.max(((b_z != b_z) & m_j[None, :]).to(tl.int32), axis=1) > 0
+    b_low = tl.min(tl.where(m_j[None, :], b_z, float("inf")), axis=1)
+    b_high = tl.max(tl.where(m_j[None, :], b_z, float("-inf")), axis=1)
+    b_low = tl.where(b_nan, float("nan"), b_low)
+    b_offset = _round_down(b_low)
+    b_scale = -_round_down(-tl.math.div_rn(b_high - b_offset, b_low * 0 + TOP))
+    o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
+    tl.store(p_ranges + o_range, b_offset.to(tl.bfloat16), mask=m_k)
+    tl.store(p_ranges + o_range + 1, b_scale.to(tl.bfloat16), mask=m_k)
+
+    b_flat = b_scale == 0
+    b_inverse = tl.where(b_flat, 0.0, tl.math.div_rn(b_scale * 0 + 1, tl.where(b_flat, 1.0, b_scale)))
+    b_row, _, _, _ = words(seed, o_k, _STREAM)
+    _, b_column, _, _ = words(seed, i_g * 64 + o_j, _STREAM)
+    b_chance = (b_row >> 9).to(tl.float32)[:, None] * 1.1920928955078125e-07
+    b_chance += (b_column >> 9).to(tl.float32)[None, :] * 1.1920928955078125e-07
+    b_chance -= tl.floor(b_chance)
+    b_steps = (b_z - b_offset[:, None]) * b_inverse[:, None]
+    b_codes = tl.floor(tl.minimum(tl.maximum(b_steps + b_chance, 0.0), TOP))
+    b_codes = tl.where(b_nan[:, None], 0.0, b_codes)
+    # Byte i of the group holds the elements i, i + h, …, h bytes in all: a product with powers of two, which is exact.
+    h = (size * BITS + 7) // 8
+    o_b = tl.arange(0, BYTES)
+    if BITS < 8:
+        b_power = tl.exp2(tl.where(m_j, o_j // h * BITS, 0).to(tl.float32))
+        b_join = tl.where(((o_j % h)[:, None] == o_b[None, :]) & m_j[:, None], b_power[:, None], 0.0)
+        b_codes = tl.dot(b_codes.to(tl.float16), b_join.to(tl.float16))
+    p_bytes = p_codes + o_k[:, None] * ((n_columns * BITS + 7) // 8) + i_g * BYTES + o_b[None, :]
+    tl.store(p_bytes, b_codes.to(tl.int32).to(tl.uint8), mask=m_k[:, None] & (o_b < h)[None, :])
+
+
+@triton.jit
+def _pack_kernel(
+    p_z, p_seed, p_codes, p_ranges, n_rows, n_columns, stride,
+    BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of B_K rows and one group.
+
+    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). p_codes, p_ranges: see store_packed.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_k = o_k < n_rows
+    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
+    b_z = tl.load(p_z + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+    store_packed(b_z, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS, PRECISION)
+
+
+@triton.jit
+def _unpack_kernel(
+    p_codes, p_ranges, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
+):  # fmt: skip
+    """One tile of B_K rows and one group, left turned.
+
+    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_ranges: bfloat16 (K, ⌈I/64⌉, 2). p_z: (K, I), contiguous.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = tl.arange(0, 64)
+    m_k = o_k < n_rows
+    size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
+    m_z = m_k[:, None] & (o_j < size)[None, :]
+    h = (size * BITS + 7) // 8
+    o_bytes = o_k[:, None] * ((n_columns * BITS + 7) // 8) + i_g * (8 * BITS) + (o_j % h)[None, :]
+    b_bytes = tl.load(p_codes + o_bytes, mask=m_z, other=0).to(tl.int32)
+    b_codes = (b_bytes >> (o_j // h * BITS)[None, :]) & (2**BITS - 1)
+    o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
+    b_offset = tl.load(p_ranges + o_range, mask=m_k, other=0.0).to(tl.float32)
+    b_scale = tl.load(p_ranges + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
+    b_z = b_codes.to(tl.float32) * b_scale[:, None] + b_offset[:, None]
+    o_z = o_k[:, None] * n_columns + i_g * 64 + o_j[None, :]
+    tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
+
+
+def empty_packed(rows: int, columns: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and ranges of a matrix, not filled."""
+    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=device)
+    return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=device)
+
+
+def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a matrix to ``bits`` per element, at random and without bias.
+
+    Args:
+        matrix: float16, bfloat16 or float32, shape (K, I), any row stride.
+        bits: 8, 4 or 2.
+        seed: int64, shape (1,), on the device of ``matrix``.
+
+    Returns:
+        Codes, uint8, shape (K, ⌈I·bits/8⌉), and ranges, bfloat16, shape (K, ⌈I/64⌉, 2).
+    """
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    rows, columns = matrix.shape
+    codes, ranges = empty_packed(rows, columns, bits, matrix.device)
+    if matrix.numel():
+        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        _pack_kernel[grid](
+            matrix, seed, codes, ranges, rows, columns, matrix.stride(0),
+            BITS=bits, PRECISION=precision(), B_K=32, num_warps=4,
+        )  # fmt: skip
+    return codes, ranges
+
+
+def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix that packed storage stands for, its whole groups still turned.
+
+    Args:
+        codes: uint8, shape (K, ⌈I·bits/8⌉).
+        ranges: bfloat16, shape (K, ⌈I/64⌉, 2).
+        bits: 8, 4 or 2.
+        columns: I.
+        dtype: dtype of the result.
+
+    Returns:
+        Shape (K, I).
+    """
+    rows = codes.shape[0]
+    matrix = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    if matrix.numel():
+        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        _unpack_kernel[grid](codes, ranges, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
+    return matrix

@@ -1,0 +1,99 @@
+"""sparse_sketch: rows of SᵀM that sum few rows of M. CountSketch from the seed alone, or a gather with scales."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .draws import signs, wide, words
+from .launch import precision
+from .packing import empty_packed, store_packed
+
+
+@triton.jit
+def _sparse_sketch_kernel(
+    p_m, p_seed, p_order, p_count, p_index, p_scale, p_z, p_ranges, n_tokens, n_rows, n_columns, n_segments, stride,
+    HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    B_K: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of SᵀM, (B_K, B_D).
+
+    p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), rows that count first. p_count: int64
+    (1,), how many count. p_index: int64 (K,), and p_scale: float32 (K,), the gathered rows. p_z: (K, D), or codes.
+    p_ranges: see store_packed.
+    """
+    i_d = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_d = i_d * B_D + tl.arange(0, B_D)
+    m_k, m_d = o_k < n_rows, o_d < n_columns
+    seed = tl.load(p_seed)
+    b_z = tl.zeros((B_K, B_D), dtype=tl.float32)
+    if HASHED:
+        count = tl.load(p_count) if MASKED else n_tokens
+        direct = count <= n_rows  # then every token has a row of its own, and the sketch is the rows themselves
+        for i_s in range(n_segments):
+            _, word, _, _ = words(seed, wide(i_s), 0)
+            shift = ((word.to(tl.uint64) * wide(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
+            o_place = tl.where(o_k >= shift, o_k - shift, o_k + n_rows - shift)
+            o_t = tl.where(direct, o_k, o_place) + wide(i_s) * n_rows
+            b_sign = tl.where(direct, 1.0, signs(seed, o_t))
+            m_t = m_k & (o_t < count)
+            o_row = tl.load(p_order + o_t, mask=m_t, other=0) if MASKED else o_t
+            m_m = m_t[:, None] & m_d[None, :]
+            b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
+            b_z += b_m.to(tl.float32) * b_sign[:, None]
+    else:
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0)
+        b_scale = tl.load(p_scale + o_k, mask=m_k, other=0.0)
+        m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
+        b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
+        b_z = b_m.to(tl.float32) * b_scale[:, None]
+    if BITS == 0:
+        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
+        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & m_d[None, :])
+    else:
+        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
+
+
+def sparse_sketch(
+    matrix: torch.Tensor,
+    seed: torch.Tensor,
+    rows: int,
+    *,
+    index: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    bits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return SᵀM for CountSketch, or, with ``index`` and ``scale``, the rows M[index] · scale.
+
+    Args:
+        matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
+        seed: int64, shape (1,), on the device of ``matrix``.
+        rows: K.
+        index: Rows to gather, int64, shape (K,).
+        scale: Their scales, float32, shape (K,). Where it is 0, the row is not read and the result is 0.
+        order: Rows of M, int64, shape (N,): those that count first. For CountSketch; None is all in order.
+        count: n, how many rows count, int64, shape (1,). With n ≤ K the result is the rows themselves.
+        bits: 8, 4 or 2 packs the result as it is made; None does not.
+
+    Returns:
+        Shape (K, D), dtype of ``matrix``; or codes and ranges, see :func:`rmm_kernels.pack`.
+    """
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    tokens, columns = matrix.shape
+    if bits is None:
+        z, ranges = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device), seed
+        tile = (16, 128)
+    else:
+        z, ranges = empty_packed(rows, columns, bits, matrix.device)
+        tile = (32, 64)
+    if rows and columns:
+        grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
+        _sparse_sketch_kernel[grid](
+            matrix, seed, order, count, index, scale, z, ranges,
+            tokens, rows, columns, triton.cdiv(tokens, rows), matrix.stride(0),
+            HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+            B_K=tile[0], B_D=tile[1], num_warps=4,
+        )  # fmt: skip
+    return z if bits is None else (z, ranges)
