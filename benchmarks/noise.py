@@ -2,7 +2,8 @@
 
 MiniLM as RoBERTa is fine-tuned for a few exact steps on a GLUE task; then, on one batch in random order, the inputs X
 and output gradients Y of all encoder linears are recorded and D²_sketch / D²_SGD (samples are sequences) is computed
-for every width at equal memory, and for the paper's dense Gaussian. Printed is the median over the layers.
+for every width at equal memory, and for the paper's dense Gaussian. Printed is the median over the layers. As in
+training, ``bits="auto"`` chooses from the first steps' inputs and is then measured on the later batch.
 """
 
 from __future__ import annotations
@@ -22,31 +23,48 @@ from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
 from glue_finetune.tasks import get_task
 from rmm_linear import RMMConfig
-from rmm_linear.bits import predicted_noise
+from rmm_linear.bits import STEPS, BitsChoice
 from rmm_linear.sketches import TokenMask
 from rmm_linear.tables import table
 from rmm_linear.variance import sgd_variance, sketch_variance
 
 Record = tuple[str, Tensor, Tensor]
+Choices = dict[tuple[str, float], BitsChoice]  # layer and memory
 WIDTHS: tuple[int | None, ...] = (None, 8, 4, 2)
 
 
 def record_batch(
-    task_name: str, data_dir: Path, *, batch: int, steps: int, max_length: int, seed: int
-) -> tuple[list[Record], Tensor, tuple[int, int]]:
+    task_name: str,
+    data_dir: Path,
+    *,
+    batch: int,
+    steps: int,
+    max_length: int,
+    seed: int,
+    memories: Sequence[float],
+    itemsize: int,
+) -> tuple[list[Record], Tensor, tuple[int, int], Choices]:
     """Fine-tune for a few steps and record X and Y of every encoder linear on the next batch.
 
     Args:
         task_name: A GLUE task.
         data_dir: Folder with the official GLUE files.
         batch: Sentences per batch.
-        steps: Exact training steps before.
+        steps: Exact training steps before; ``bits="auto"`` chooses on the first of them.
         max_length: Tokens per sentence at most.
         seed: Seed of everything.
+        memories: Fractions of the input's bytes to choose bits for.
+        itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
 
     Returns:
-        Per layer: name, X of shape (N, I) and Y of shape (N, O); the token mask, shape (N,); (batch, sequence).
+        Per layer: name, X of shape (N, I) and Y of shape (N, O); the token mask, shape (N,); (batch, sequence); the
+        choice of bits for every layer and memory.
+
+    Raises:
+        ValueError: If there are fewer steps than the choice of bits looks at.
     """
+    if steps < STEPS:
+        raise ValueError(f"steps must be at least {STEPS}, on which bits=auto chooses, got {steps}.")
     torch.manual_seed(seed)
     task = get_task(task_name)
     rows = load_task(task, str(data_dir)).train
@@ -67,15 +85,26 @@ def record_batch(
         inputs.pop("token_type_ids", None)
         return model(**inputs, labels=target).loss, inputs["attention_mask"]
 
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(step)[0].backward()
-        optimizer.step()
-    optimizer.zero_grad()
     linears = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear and ".encoder." in name
     }
     inputs: dict[str, Tensor] = {}
+    choices: Choices = {(name, memory): BitsChoice() for name in linears for memory in memories}
+    looking = [module.register_forward_pre_hook(_into(inputs, name)) for name, module in linears.items()]
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss, mask = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        if step < STEPS:
+            ranks = TokenMask.of(mask.reshape(-1))
+            for (name, memory), choice in choices.items():
+                choice.observe(inputs[name], RMMConfig(memory=memory), itemsize, ranks)
+                choice.settle()
+        if step == STEPS - 1:
+            for handle in looking:
+                handle.remove()
+    optimizer.zero_grad()
     gradients: dict[str, Tensor] = {}
     handles = []
     for name, module in linears.items():
@@ -85,7 +114,8 @@ def record_batch(
     loss.backward()
     for handle in handles:
         handle.remove()
-    return [(name, inputs[name], gradients[name]) for name in linears], mask.reshape(-1), (mask.shape[0], mask.shape[1])
+    records = [(name, inputs[name], gradients[name]) for name in linears]
+    return records, mask.reshape(-1), (mask.shape[0], mask.shape[1]), choices
 
 
 def _into(store: dict[str, Tensor], name: str) -> Callable[..., None]:
@@ -99,6 +129,7 @@ def noise_table(
     records: Sequence[Record],
     mask: Tensor,
     samples: tuple[int, int],
+    choices: Choices,
     *,
     memories: Sequence[float],
     itemsize: int,
@@ -110,6 +141,7 @@ def noise_table(
         records: See :func:`record_batch`.
         mask: Token mask, shape (N,).
         samples: (batch, sequence).
+        choices: What ``bits="auto"`` chose for every layer and memory.
         memories: Fractions of the input's bytes.
         itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
         gaussian: Whether to add the paper's dense Gaussian, with padding.
@@ -117,9 +149,8 @@ def noise_table(
     Returns:
         Row title to memory to median.
     """
-    ranks = TokenMask.of(mask)
     result: dict[str, dict[float, list[float]]] = {}
-    for _, x, y in records:
+    for name, x, y in records:
         sgd = sgd_variance(x, y, samples=samples)
         for memory in memories:
             ratios: dict[int | None, float] = {}
@@ -131,9 +162,8 @@ def noise_table(
                 ratios[bits] = float(noise / sgd)
                 title = f"countsketch, {bits or 8 * itemsize} bits, no padding"
                 result.setdefault(title, {}).setdefault(memory, []).append(ratios[bits])
-            config = RMMConfig(memory=memory)
-            chosen = min((8, 4, 2), key=lambda b: predicted_noise(x, config, itemsize, b, ranks))
-            result.setdefault('bits="auto", no padding', {}).setdefault(memory, []).append(ratios[chosen])
+            auto = ratios[choices[name, memory].bits]
+            result.setdefault('bits="auto", no padding', {}).setdefault(memory, []).append(auto)
             best = min(ratios.values())
             result.setdefault("best width in hindsight", {}).setdefault(memory, []).append(best)
             if gaussian:
@@ -167,15 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     arguments = parser.parse_args(argv)
     for task in arguments.tasks:
-        records, mask, samples = record_batch(
+        records, mask, samples, choices = record_batch(
             task,
             arguments.data_dir,
             batch=arguments.batch,
             steps=arguments.steps,
             max_length=arguments.max_seq_length,
             seed=arguments.seed,
+            memories=arguments.memory,
+            itemsize=arguments.itemsize,
         )
-        found = noise_table(records, mask, samples, memories=arguments.memory, itemsize=arguments.itemsize)
+        found = noise_table(records, mask, samples, choices, memories=arguments.memory, itemsize=arguments.itemsize)
         padding = 100 * (1 - float(mask.float().mean()))
         print(
             f"{task}: {samples[0]} x {samples[1]} tokens, {padding:.0f} % padding, {len(records)} layers, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import sys
 import typing
 from collections.abc import Callable
@@ -194,6 +195,7 @@ def parse(argv: list[str]) -> Arguments:
         raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
     if glue.max_seq_length < 1:
         raise UserError(f"max_seq_length must be at least 1, got {glue.max_seq_length}.")
+    _check_numbers(values)
     given = _given(parser, argv)
     config = build_config(values, given)
     try:
@@ -201,6 +203,20 @@ def parse(argv: list[str]) -> Arguments:
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(one_line(error)) from error
     return Arguments(glue, training, config, tuple(argv), given)
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Check what would fail only after output_dir was made."""
+    for name in ("seed", "data_seed", "seeds"):
+        for seed in values[name] if isinstance(values[name], list) else [values[name]]:
+            if seed is not None and not 0 <= seed < 2**32:
+                raise UserError(f"{name} must be in [0, 2**32), got {seed}.")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if values[name] < 1:
+            raise UserError(f"{name} must be at least 1, got {values[name]}.")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon"):
+        if not 0 <= values[name] < math.inf:
+            raise UserError(f"{name} must be a finite number of at least 0, got {values[name]:g}.")
 
 
 def _pick(values: dict[str, Any], cls: type) -> dict[str, Any]:

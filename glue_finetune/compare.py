@@ -99,6 +99,33 @@ def run_comparison(arguments: Arguments) -> int:
     Raises:
         UserError: If an entry, a seed or the folder cannot be used. Nothing is written then.
     """
+    folder, runs = plan_comparison(arguments)
+    _check(runs)
+    overwrite = arguments.training.overwrite_output_dir
+    pending = [run for run in runs if overwrite or not _is_finished(run)]
+    make_folder(folder)
+    settings = list(dict.fromkeys(run.setting.label for run in runs))
+    write_json(folder / MARKER, {"compare": settings, "seeds": list(dict.fromkeys(run.seed for run in runs))})
+    status = _execute(runs, pending, overwrite)
+    if status:
+        return status
+    results = {(run.setting.label, run.seed): read_results(run.folder) or {} for run in runs}
+    print("\n" + write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv))))
+    return 0
+
+
+def plan_comparison(arguments: Arguments) -> tuple[Path, list[Run]]:
+    """Check the flags and the folder, reading only.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The comparison's folder, and the runs it asks for.
+
+    Raises:
+        UserError: If an entry, a seed or the folder cannot be used.
+    """
     if "kind" in arguments.given:
         raise UserError("--kind and --compare exclude each other. Name the kinds in --compare.")
     settings = [parse_setting(text) for text in arguments.glue.compare or ()]
@@ -113,17 +140,7 @@ def run_comparison(arguments: Arguments) -> int:
             f"output_dir must be empty or hold an earlier comparison, got {folder} with other files in it. "
             "Choose another one."
         )
-    runs = plan_runs(_own_flags(arguments.argv), settings, seeds, folder)
-    _check(runs)
-    pending = [run for run in runs if overwrite or not _is_finished(run)]
-    make_folder(folder)
-    write_json(folder / MARKER, {"compare": [setting.label for setting in settings], "seeds": seeds})
-    status = _execute(runs, pending, overwrite)
-    if status:
-        return status
-    results = {(run.setting.label, run.seed): read_results(run.folder) or {} for run in runs}
-    print("\n" + write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv))))
-    return 0
+    return folder, plan_runs(_own_flags(arguments.argv), settings, seeds, folder)
 
 
 def plan_runs(argv: Sequence[str], settings: Sequence[Setting], seeds: Sequence[int], folder: Path) -> list[Run]:
@@ -195,6 +212,8 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         extra = ["--overwrite_output_dir"] if overwrite else []
         if not overwrite and list_checkpoints(run.folder):
             extra = ["--resume_from_checkpoint", "last"]
+        elif run.folder.is_dir() and any(run.folder.iterdir()):  # killed before its first checkpoint was complete
+            extra = ["--overwrite_output_dir"]
         print(
             f"{title}: {'going on from its checkpoint' if '--resume_from_checkpoint' in extra else 'running'}",
             flush=True,
@@ -203,7 +222,8 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         if status:
             ending = "was interrupted" if status in (130, 143) else f"ended with exit status {status}, see above"
             print(f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} {ending}.", file=sys.stderr)
-            print("Finished runs are kept, the same command goes on from here.", file=sys.stderr)
+            again = "the same command" if not overwrite else "the same command without --overwrite_output_dir"
+            print(f"Finished runs are kept, {again} goes on from here.", file=sys.stderr)
             return status
     return 0
 
@@ -236,9 +256,11 @@ def _passing_on(process: subprocess.Popen) -> Iterator[list[int]]:
 
     def handle(signum: int, frame: Any) -> None:
         received.append(signum)
-        process.send_signal(signum)
+        process.send_signal(signum if signum == signal.SIGINT else signal.SIGTERM)
 
-    previous = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    # A closed terminal ends this process; the run is in a session of its own and would go on.
+    signums = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    previous = {signum: signal.signal(signum, handle) for signum in signums}
     try:
         yield received
     finally:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE, write_corpus
 from glue_finetune.arguments import DEMO_OUTPUT, Arguments, flags_parser, parse
-from glue_finetune.compare import run_comparison
-from glue_finetune.files import make_folder, replacing_folder
+from glue_finetune.compare import plan_comparison, run_comparison
+from glue_finetune.errors import UserError
+from glue_finetune.files import make_folder, replacing_folder, write_json
 from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm
 from glue_finetune.scratch import save_scratch
 
+MARKER = "demo.json"  # tells the demo's folder from somebody's files
 SETTINGS = ("exact", "gaussian:0.1", "countsketch:0.1")
 # Not the paper's: they are for 10 epochs of a larger model, and this has to end within minutes on two cores. Batches of
 # 64 short sentences have about a thousand rows, so a tenth of them is more than RMMConfig's min_rows.
@@ -30,6 +32,7 @@ _INTRODUCTION = """Demo: what does training lose if linear layers keep a tenth o
      exact            every layer keeps its whole input for the backward pass, as always
      gaussian:0.1     a tenth of the rows, dense random mixtures (the paper's kind of sketch)
      countsketch:0.1  a tenth of the rows, hashed (the default kind of rmm_linear)
+   Both leave padding out of the sketch, which the paper does not.
    The score is Matthews' correlation: 0 is guessing, 1 is perfect.
 """
 
@@ -42,6 +45,9 @@ def run_demo(arguments: Arguments) -> int:
 
     Returns:
         The exit status, see :func:`glue_finetune.compare.run_comparison`.
+
+    Raises:
+        UserError: If a flag or the folder cannot be used. Nothing is written then.
     """
     began = time.perf_counter()
     folder = Path(arguments.training.output_dir or DEMO_OUTPUT)
@@ -49,7 +55,14 @@ def run_demo(arguments: Arguments) -> int:
     model = folder / ("minilm" if pretrained else "scratch")
     data = folder / "data"
     comparison = parse(demo_argv(arguments, data, model, folder / "comparison"))
+    plan_comparison(comparison)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+        raise UserError(
+            f"output_dir must be empty or hold an earlier demo, got {folder} with other files in it. "
+            "Choose another one."
+        )
     make_folder(folder)
+    write_json(folder / MARKER, {"compare": comparison.glue.compare})
     print(
         _INTRODUCTION.format(
             train=TRAIN_SIZE,

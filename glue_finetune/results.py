@@ -48,6 +48,11 @@ def run_settings(arguments: Arguments) -> dict[str, Any]:
         if settings[name] and path.is_dir():
             settings[name] = str(path.resolve())
     settings["sketch"] = "exact" if arguments.config is None else arguments.config.to_dict()
+    # JSON has no infinity; the flags that take one are as well told apart by its name.
+    settings = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in settings.items()
+    }
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -64,14 +69,18 @@ def collect_epochs(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     epochs: dict[int, dict[str, Any]] = {}
     train_loss = None
     for entry in log_history:
-        train_loss = entry.get("loss", train_loss)
+        train_loss = _finite(entry["loss"]) if "loss" in entry else train_loss
         scores = evaluation_scores(entry)
         if scores:
             row = epochs.setdefault(
                 entry["step"], {"epoch": entry["epoch"], "step": entry["step"], "train_loss": train_loss}
             )
-            row.update((name, value if math.isfinite(value) else None) for name, value in scores.items())
+            row.update((name, _finite(value)) for name, value in scores.items())
     return list(epochs.values())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def summarize_score(epochs: list[dict[str, Any]], metric: str) -> dict[str, Any]:

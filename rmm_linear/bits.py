@@ -75,8 +75,17 @@ class BitsChoice:
 
         Returns:
             The choice.
+
+        Raises:
+            ValueError: If the dictionary is none of to_dict's.
         """
-        return cls(values["bits"], values["steps"], {int(k): float(v) for k, v in values["noise"].items()})
+        bits, steps = values["bits"], values["steps"]
+        noise = {int(k): float(v) for k, v in values["noise"].items()}
+        if bits not in (None, *WIDTHS) or type(steps) is not int or steps < 0:
+            raise ValueError(f"bits must be None, 8, 4 or 2 and steps a count, got {bits!r} and {steps!r}")
+        if set(noise) != (set(WIDTHS) if steps else set()):
+            raise ValueError(f"noise must name the widths 8, 4 and 2 after {steps} steps, got {sorted(noise)}")
+        return cls(bits, steps, noise)
 
 
 def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:

@@ -66,7 +66,8 @@ class SketchedLayer(nn.Module):
             self.rmm_choice.observe(x, config, dtype.itemsize, mask)
         if scope is None:
             return Plan(recipe, draw_seed(), mask)
-        return Plan(recipe, scope.layer_seed(index), mask, scope.shared, index, self._on_backward)
+        shared = scope.shared if scope.is_open() else None  # nobody would clear it
+        return Plan(recipe, scope.layer_seed(index), mask, shared, index, self._on_backward)
 
     def _on_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         if self.rmm_scope is not None:
@@ -82,7 +83,8 @@ class SketchedLayer(nn.Module):
                 "padding, or the labels cover it). Leaving them out would bias the weight gradient. "
                 "Convert with mask_padding=False, or mask the padding in the loss."
             )
-        self.rmm_mask_checked = bool(finite.all())  # an overflowing step shows nothing
+        # An overflowing step shows nothing, nor does one without any gradient, as above LoRA's fresh B.
+        self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
 
     def _describe(self) -> str:
         config = self.rmm_config

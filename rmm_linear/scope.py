@@ -8,7 +8,8 @@ only when the forward pass is over. So nothing random inside (dropout) sees a di
 original model, with or without gradients.
 
 Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
-none known (the decoder of an encoder-decoder model), and any other mask changes nothing.
+none known, and any other mask changes nothing. Modules that see rows of two sequences make none known either: the whole
+of an encoder-decoder model (its encoder is given its mask again) and a decoder with cross-attention.
 
 Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
 further seeds from the last step's, and the mask of the forward passes that wait for their backward pass.
@@ -31,6 +32,8 @@ from rmm_linear.sharing import SharedSketches
 from rmm_linear.sketches import TokenMask
 
 _ARGUMENT = "attention_mask"
+_TWO_SEQUENCES = "decoder_attention_mask"
+_OTHER_SEQUENCE = "encoder_hidden_states"
 _MOST_WAITING = 64  # forward passes remembered until a backward pass; who never runs one must not fill the memory
 
 
@@ -72,6 +75,7 @@ class ForwardScope:
 
     def _reset(self) -> None:
         self._masks: list[_Mask | None] = []
+        self._outermost: nn.Module | None = None
         self._waiting: dict[int, deque[_Mask | None]] = {}
         self._backward_seen = False
         self._recomputing = False
@@ -86,7 +90,7 @@ class ForwardScope:
             model: The model whose layers share this scope.
         """
         for module in model.modules():
-            if module is model or _mask_position(module) is not None:
+            if module is model or _takes_mask(module):
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(self._exit, always_call=True),
@@ -105,6 +109,14 @@ class ForwardScope:
         if self._released >= len(self.names):
             self.detach()
 
+    def is_open(self) -> bool:
+        """Say whether a forward pass of the model, or its recomputation, is running.
+
+        Returns:
+            False when a layer is called by itself, or the model's ``forward`` not through a call.
+        """
+        return bool(self._masks) or in_backward()
+
     def layer_seed(self, index: int) -> int:
         """Return a fresh seed for one call of one layer.
 
@@ -116,7 +128,7 @@ class ForwardScope:
         """
         if self._masks and not self._recomputing and not self._seeded:
             self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or not (self._masks or in_backward()):  # a layer is called by itself
+        if self._step_seed is None or not self.is_open():
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
@@ -165,7 +177,10 @@ class ForwardScope:
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._outermost:  # its last call was interrupted: no hook runs after a KeyboardInterrupt
+            self._masks.clear()
         if not self._masks:
+            self._outermost = module
             self._recomputing = in_backward()
             if not self._recomputing:
                 self._open_step()
@@ -182,11 +197,11 @@ class ForwardScope:
 
     def _known_mask(self, module: nn.Module, args: Any, kwargs: Any) -> _Mask | None:
         outer = self._masks[-1] if self._masks else None
-        position = _mask_position(module)
-        if position is None:
+        if not _takes_mask(module):
             return outer
-        given = kwargs.get(_ARGUMENT, args[position] if len(args) > position else None)
-        if given is None:
+        given = _argument(module, _ARGUMENT, args, kwargs)
+        other = _argument(module, _OTHER_SEQUENCE, args, kwargs)
+        if given is None or other is not None or _TWO_SEQUENCES in _parameters(module):
             return None
         if not isinstance(given, Tensor) or given.dim() != 2:
             return outer
@@ -196,16 +211,18 @@ class ForwardScope:
         return _Mask(flat)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._masks.pop()
+        if self._masks:
+            self._masks.pop()
         if not self._masks:
+            self._outermost = None
             self.shared.clear()
             if self._seeded and not self._recomputing:
                 draw_seed()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the running forward pass behind."""
-        transient = ("_masks", "_waiting", "_backward_seen", "_recomputing", "_count", "_seeded", "_step_seed")
-        return {name: value for name, value in vars(self).items() if name not in transient}
+        lasting = ("names", "choices", "shared", "_handles", "_released")
+        return {name: value for name, value in vars(self).items() if name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
@@ -219,10 +236,22 @@ def _same(first: _Mask | None, second: _Mask | None) -> bool:
     return torch.equal(first.flat, second.flat)
 
 
-def _mask_position(module: nn.Module) -> int | None:
-    """Where the module's forward takes an attention mask, or None."""
-    parameters = list(inspect.signature(type(module).forward).parameters)
-    return parameters.index(_ARGUMENT) - 1 if _ARGUMENT in parameters else None
+def _parameters(module: nn.Module) -> list[str]:
+    """Names of the parameters of the module's forward, without self."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    return _ARGUMENT in _parameters(module)
+
+
+def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    """An argument of a call of the module, by keyword or position; None if it was not given."""
+    if name in kwargs:
+        return kwargs[name]
+    parameters = _parameters(module)
+    position = parameters.index(name) if name in parameters else len(args)
+    return args[position] if position < len(args) else None
 
 
 def in_backward() -> bool:

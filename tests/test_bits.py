@@ -153,6 +153,28 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(tmp_path, text):
     assert sketch_state(model) == before
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"bits": 3, "steps": 0, "noise": {}},
+        {"bits": None, "steps": 9, "noise": {}},
+        {"bits": None, "steps": 2, "noise": {"4": 1.0}},
+        {"bits": None, "steps": -1, "noise": {}},
+        {"bits": 4, "steps": "4", "noise": {}},
+        {"bits": 4, "steps": 1, "noise": {"8": 1.0, "4": 1.0, "2": "much"}},
+    ],
+)
+def test_a_state_that_nothing_writes_is_an_error_and_changes_nothing(values):
+    model = Mlp()
+    convert(model, config())
+    before = sketch_state(model)
+    state = sketch_state(model)
+    state["layers"][next(reversed(state["layers"]))] = values
+    with pytest.raises(ValueError, match="must be the result of sketch_state"):
+        load_sketch_state(model, state)
+    assert sketch_state(model) == before
+
+
 def test_the_state_of_another_model_is_refused():
     model, other = Mlp(), Mlp()
     convert(model, config())

@@ -127,6 +127,25 @@ def test_an_error_in_the_forward_pass_closes_the_step():
     assert len(set(first)) == 6
 
 
+def test_an_interrupted_forward_pass_is_forgotten():
+    """Ctrl-C in a notebook: PyTorch runs no hook after it."""
+    model = checkpointed()
+    convert(model, **ROUGH)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.dropout.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(six_features())
+    handle.remove()
+    torch.manual_seed(2)
+    first = seeds_of(lambda: [model(six_features()) for _ in range(2)])
+    torch.manual_seed(2)
+    assert seeds_of(lambda: [model(six_features()) for _ in range(2)]) == first
+    assert len(set(first)) == 6
+
+
 # Unbiased under checkpointing
 
 

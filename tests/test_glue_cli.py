@@ -33,6 +33,11 @@ from rmm_linear import RMMConfig
         ({"target_modules": "nothing"}, r"nothing.*roberta|nothing.*nearest"),
         ({"target_modules": "("}, r"valid regular expression, got '\('"),
         ({"rmm_config": "missing.json"}, r"rmm_config .*missing\.json: No such file"),
+        ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+        ({"compare": ["exact"], "seeds": [0, -5]}, r"seeds must be in \[0, 2\*\*32\), got -5"),
+        ({"learning_rate": -1}, r"learning_rate must be a finite number of at least 0, got -1"),
+        ({"learning_rate": "nan"}, r"learning_rate must be a finite number of at least 0, got nan"),
+        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size must be at least 1, got 0"),
         ({"max_train_samples": 0}, r"max_train_samples must be at least 1, got 0"),
         ({"max_seq_length": 0}, r"max_seq_length must be at least 1, got 0"),
         ({"eval_strategy": "daily"}, r"eval_strategy.*invalid choice: 'daily'"),
@@ -183,6 +188,21 @@ def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(
     assert parse(commands[0]).config is None  # exact comes first
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite_output_dir"]])
+def test_the_demo_touches_nobodys_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overwrite: list[str]
+) -> None:
+    data = write_cola(tmp_path / "data") / "CoLA" / "train.tsv"
+    before = data.read_text()
+    line = fails(capsys, ["--demo", "--output_dir", str(tmp_path), *overwrite])
+    assert "must be empty or hold an earlier demo" in line
+    assert data.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    line = fails(capsys, ["--demo", "--kind", "rows", "--output_dir", str(tmp_path / "new")])
+    assert "--kind and --compare exclude each other" in line
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(folder: Path) -> None:
         folder.mkdir()
@@ -194,7 +214,7 @@ def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path: Path, monkeyp
         patch.setattr(demo, "save_minilm", dies)
         with pytest.raises(KeyboardInterrupt):
             main(["--demo", "--output_dir", str(tmp_path)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "demo.json"]
     (tmp_path / ".minilm.partial").mkdir()
     (tmp_path / ".minilm.partial" / "config.json").write_text("{")  # this time by SIGKILL
     assert main(["--demo", "--output_dir", str(tmp_path)]) == 1

@@ -34,6 +34,21 @@ def test_entries() -> None:
             parse_setting(text)
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(model, cola, tmp_path / "out", compare="exact", max_steps=1)
+    monkeypatch.setattr(compare, "run_process", lambda argv: 130)
+    assert main(argv) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    partial = tmp_path / "out" / "exact" / "seed-42" / "checkpoint-1"
+    partial.mkdir(parents=True)  # SIGKILL came before the checkpoint was complete
+    (partial / "model.safetensors").write_text("half")
+    monkeypatch.undo()
+    assert main(argv) == 0
+    assert results_of(partial.parent)["epochs"]
+
+
 def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
     shared = ["--task_name", "cola", "--ratio", "0.3", "--save_strategy", "steps"]
     settings = [parse_setting(text) for text in ("exact", "rows", "rows:0.5")]

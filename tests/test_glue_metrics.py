@@ -13,6 +13,7 @@ from transformers import EvalPrediction
 
 from glue_finetune import scoring
 from glue_finetune.metrics import SHIPPED
+from glue_finetune.results import collect_epochs
 from glue_finetune.tasks import TASKS
 
 TRUTH, GUESS = [1, 1, 1, 0, 0, 1, 0, 1], [1, 1, 0, 0, 1, 1, 0, 1]
@@ -30,6 +31,13 @@ MATTHEWS = (4 * 2 - 1 * 1) / math.sqrt(5 * 5 * 3 * 3)
         *[(task, {"accuracy": ACCURACY}) for task in ("sst2", "mnli", "qnli", "rte", "wnli")],
     ],
 )
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    history = [{"loss": math.nan, "step": 2, "epoch": 1.0}, {"eval_accuracy": math.inf, "step": 2, "epoch": 1.0}]
+    (entry,) = collect_epochs(history)
+    assert entry["train_loss"] is None
+    assert entry["accuracy"] is None
+
+
 def test_classes(task: str, expected: dict[str, float]) -> None:
     metric = evaluate.load(str(SHIPPED), task, keep_in_memory=True)
     assert metric.compute(predictions=GUESS, references=TRUTH) == pytest.approx(expected)

@@ -214,14 +214,23 @@ def test_when_the_models_own_hooks_are_passed_by(model):
     assert_exact(model, batch, exact, lambda: type(model).forward(model, **batch))
 
 
-def test_rows_that_do_not_match_the_mask_ignore_it(model):
-    convert(model, kind="countsketch", ratio=0.5, min_rows=1)
-    batch = padded_batch()
-    weight_gradients(model, batch)
-    assert model.classifier.__class__.__name__ in ("RobertaClassificationHead", "RMMLinear")
+def test_rows_that_do_not_match_the_mask_ignore_it():
+    """The head sees one row per sequence: it is sketched as if there were no mask."""
+    model, batch, found = tiny_model("roberta", dropout=0.0).train(), padded_batch(), []
+    for mask_padding in (True, False):
+        convert(model, target_modules=["classifier.dense"], mask_padding=mask_padding, **RARE)
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append(model.classifier.dense.weight.grad.clone())
+        revert(model)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    assert torch.equal(*found)
+    assert relative_error(found[0], model.classifier.dense.weight.grad) > 0.1
 
 
-def test_an_encoder_decoder_model_masks_its_encoder_only():
+def tiny_t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -235,7 +244,30 @@ def test_an_encoder_decoder_model_masks_its_encoder_only():
         decoder_start_token_id=0,
     )
     torch.manual_seed(0)
-    model = T5ForConditionalGeneration(config).train()
+    return T5ForConditionalGeneration(config).train()
+
+
+def test_a_decoders_mask_never_meets_the_encoders_rows():
+    """Both sequences have 20 tokens, and the decoder's cross-attention reads the encoder's rows."""
+    model, found = tiny_t5(), []
+    decoder_mask = torch.ones(6, 20, dtype=torch.long)
+    decoder_mask[:, 2:] = 0
+    labels = token_ids(6, 20).masked_fill(decoder_mask == 0, -100)
+    batch = padded_batch(real=12) | {"labels": labels, "decoder_attention_mask": decoder_mask}
+    for mask_padding in (True, False):
+        convert(model, mask_padding=mask_padding, target_modules="decoder.*", **RARE)
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if "EncDec" in n})
+        revert(model)
+    assert len(found[0]) == 8
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_an_encoder_decoder_model_masks_its_encoder_only():
+    model = tiny_t5()
     batch = padded_batch() | {"labels": token_ids(6, 20)}  # decoder rows as many as encoder rows, none of them padding
 
     def encoder_gradients():
@@ -269,6 +301,16 @@ def test_padding_with_a_gradient_is_an_error_that_names_the_layer():
     revert(model)
     convert(model, mask_padding=False, **RARE)
     model(torch.randn(4, 10, 8), attention_mask=mask).backward()
+
+
+def test_a_first_step_without_any_gradient_does_not_pass_for_a_check():
+    """As under a layer that starts at zero, LoRA's B among them."""
+    model, mask = Pooling(), torch.ones(4, 10)
+    mask[:, 5:] = 0
+    convert(model, **RARE)
+    (model(torch.randn(4, 10, 8), attention_mask=mask) * 0).backward()
+    with pytest.raises(RuntimeError, match="carry a gradient"):
+        model(torch.randn(4, 10, 8), attention_mask=mask).backward()
 
 
 def test_an_overflowing_first_step_does_not_pass_for_a_check():

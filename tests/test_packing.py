@@ -77,6 +77,16 @@ def test_error_is_below_one_step_of_the_group(bits):
     assert ((found - z).abs() <= step * (1 + 1e-4)).all()
 
 
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_rows_are_rounded_independently(bits):
+    """16 equal rows: with one chance for all, the variance of their sum would be 16 times as large."""
+    z = torch.rand(1, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(16, 40)
+    errors = torch.stack([(restored(z, bits, value) - z).sum(0).square().sum() for value in range(400)])
+    stated = float(rounding_variance(z, bits, seed(0)).sum())  # 40 columns are no whole group: no turn, one variance
+    assert abs(float(errors.mean()) - stated) < Z * float(errors.std()) / 20
+    assert float(errors.std()) / 20 < 0.1 * stated
+
+
 def test_turning_back_gives_the_matrix():
     z = heavy(6, 200).float()
     found = turned(z, 5)

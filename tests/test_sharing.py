@@ -138,3 +138,17 @@ def test_under_checkpointing_the_recomputation_shares_too(reentrant):
     model(torch.randn(40, 8, requires_grad=True)).sum().backward()
     assert report.groups[-1] == ("inner.a", "inner.b", "inner.c")
     assert torch.equal(model.inner.a.weight.grad, model.inner.c.weight.grad)
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m[0](x)], ids=["forward", "layer"])
+def test_nothing_is_shared_outside_a_forward_pass(call):
+    """No hook tells such calls apart: a sketch kept for the same tensor would be used in every step."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    convert(model, kind="countsketch", ratio=0.25, min_rows=1)
+    x = torch.randn(40, 6)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        call(model, x).square().sum().backward()
+        gradients.append(model[0].weight.grad.clone())
+    assert not torch.equal(*gradients)
