@@ -31,13 +31,6 @@ MATTHEWS = (4 * 2 - 1 * 1) / math.sqrt(5 * 5 * 3 * 3)
         *[(task, {"accuracy": ACCURACY}) for task in ("sst2", "mnli", "qnli", "rte", "wnli")],
     ],
 )
-def test_a_loss_that_is_not_finite_is_none() -> None:
-    history = [{"loss": math.nan, "step": 2, "epoch": 1.0}, {"eval_accuracy": math.inf, "step": 2, "epoch": 1.0}]
-    (entry,) = collect_epochs(history)
-    assert entry["train_loss"] is None
-    assert entry["accuracy"] is None
-
-
 def test_classes(task: str, expected: dict[str, float]) -> None:
     metric = evaluate.load(str(SHIPPED), task, keep_in_memory=True)
     assert metric.compute(predictions=GUESS, references=TRUTH) == pytest.approx(expected)
@@ -99,3 +92,10 @@ def test_without_the_hub_the_shipped_metric_steps_in_and_says_so(
     asked.clear()
     scoring.load_metric(TASKS["cola"])
     assert asked == [str(SHIPPED)]
+
+
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    history = [{"loss": math.nan, "step": 2, "epoch": 1.0}, {"eval_accuracy": math.inf, "step": 2, "epoch": 1.0}]
+    (entry,) = collect_epochs(history)
+    assert entry["train_loss"] is None
+    assert entry["accuracy"] is None

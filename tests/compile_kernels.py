@@ -1,0 +1,108 @@
+"""Compile every kernel for accelerators that need not be there, and print what the compilers say as JSON.
+
+A program of its own, because Triton decides when it is imported whether it compiles or interprets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rmm_linear._triton import kernels
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {"p_seed": "*i64", "p_order": "*i64", "p_count": "*i64", "p_index": "*i64", "p_scale": "*fp32"}
+TYPES |= {"p_ranges": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+
+
+def cases() -> Any:
+    """Name, kernel, dtype, constants and absent pointers of every variant worth a look."""
+    kernels()
+    module = {name: sys.modules[f"rmm_linear.kernels.{name}"] for name in ("sparse_sketch", "dense_sketch", "packing")}
+    norms = sys.modules["rmm_linear.kernels.row_norms"]
+    sparse, dense = module["sparse_sketch"]._sparse_sketch_kernel, module["dense_sketch"]._dense_sketch_kernel
+    hashed, gathered = {"p_index": None, "p_scale": None}, {"p_order": None, "p_count": None}
+    for dtype in ("*bf16", "*fp32"):
+        tile = {"BITS": 0, "B_K": 16, "B_D": 128}
+        yield f"sparse_sketch masked {dtype}", sparse, dtype, {"HASHED": True, "MASKED": True, **tile, **hashed}
+        yield f"sparse_sketch gathered {dtype}", sparse, dtype, {"HASHED": False, "MASKED": False, **tile, **gathered}
+    plain = {"HASHED": True, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **hashed, **gathered}
+    yield "sparse_sketch packed", sparse, "*bf16", plain
+    for kind, bits in ((0, 0), (1, 0), (2, 0), (1, 2)):
+        tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": True}
+        absent = {} if kind == 2 else {"p_index": None}
+        yield f"dense_sketch {kind} {bits}", dense, "*bf16", {"KIND": kind, "BITS": bits, **tile, **absent}
+    for bits in (8, 2):
+        yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
+    yield "unpack", module["packing"]._unpack_kernel, "*bf16", {"BITS": 4, "B_K": 32}
+    yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
+
+
+def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> Any:
+    """Compile one variant, with pointers and row lengths that are multiples of 16 as PyTorch's are."""
+    names = kernel.arg_names
+    if "PRECISION" in names:
+        constants = {**constants, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}
+    signature, aligned = {}, []
+    for place, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "p_z" and constants.get("BITS") and "p_codes" not in names:
+            signature[name] = "*u8"
+        else:
+            signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
+        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):
+            aligned.append(place)
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
+    )
+    return triton.compile(source, target=target, options={"num_warps": 4})
+
+
+def spills(compiled: Any) -> int:
+    """Bytes that ptxas spills, or registers that the AMD backend does."""
+    if "amdgcn" in compiled.asm:
+        return sum(int(count) for count in re.findall(r"_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
+    ptx = compiled.asm["ptx"]
+    arch = re.search(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(int(arch[1][3:5])).path, "-v", f"--gpu-name={arch[1]}", str(path), "-o", f"{folder}/out"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    if not found:
+        raise RuntimeError(f"ptxas did not say how much it spills: {said}")
+    return sum(map(int, found))
+
+
+def main() -> None:
+    """Print one JSON object per variant and target."""
+    for (name, kernel, dtype, constants), (target_name, target) in itertools.product(cases(), TARGETS.items()):
+        compiled = compile_case(kernel, dtype, constants, target)
+        row = {"name": name, "target": target_name, "shared": compiled.metadata.shared, "spills": spills(compiled)}
+        row["wide_loads"] = len(re.findall(r"ld\.global\.\S*(?:v4\.b32|v2\.b64)", compiled.asm.get("ptx", "")))
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Every kernel compiles for NVIDIA and AMD accelerators, fits their shared memory and spills no register."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+
+LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # shared memory of one block, bytes
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    program = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_every_target(compiled: list[dict]) -> None:
+    found = {(row["name"].split()[0], row["target"]) for row in compiled}
+    names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms"}
+    assert found == {(name, target) for name in names for target in LIMIT}
+
+
+def test_no_register_is_spilled_and_shared_memory_suffices(compiled: list[dict]) -> None:
+    for row in compiled:
+        assert row["spills"] == 0, row
+        assert row["shared"] <= LIMIT[row["target"]], row
+
+
+def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled: list[dict]) -> None:
+    rows = [row for row in compiled if row["name"].startswith("sparse_sketch") and row["target"] != "gfx942"]
+    assert len(rows) == 10
+    for row in rows:
+        assert row["wide_loads"] > 0, row
