@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear._version import __version__
+from rmm_linear.checks import check_fraction, check_integer, check_kind, check_pattern, read_names
 from rmm_linear.files import write_text
 from rmm_linear.kept import Recipe
 from rmm_linear.packing import WIDTHS, packed_bytes
@@ -71,29 +72,29 @@ class RMMConfig:
 
     def __post_init__(self) -> None:
         """Validate, and freeze the containers."""
-        _check_kind(self.kind)
+        check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
             raise ValueError(
                 f"ratio and memory exclude each other, got ratio={self.ratio}, memory={self.memory}. Give one."
             )
         if self.ratio is None and self.memory is None:
             object.__setattr__(self, "memory", _DEFAULT_MEMORY)
-        _check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
-        _check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
+        check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
+        check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
         if self.bits not in (None, "auto", *WIDTHS) or isinstance(self.bits, bool | float):
             raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
         if not isinstance(self.mask_padding, bool):
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
-        _check_integer("block", self.block, optional=True)
-        _check_integer("min_rows", self.min_rows)
+        check_integer("block", self.block, optional=True)
+        check_integer("min_rows", self.min_rows)
         if self.block is not None and not FAMILIES[self.kind].blocks:
             able = " and ".join(name for name in KINDS if FAMILIES[name].blocks)
             raise ValueError(
                 f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None."
             )
-        object.__setattr__(self, "target_modules", _names("target_modules", self.target_modules))
+        object.__setattr__(self, "target_modules", read_names("target_modules", self.target_modules))
         if self.exclude_modules is not None:
-            object.__setattr__(self, "exclude_modules", _names("exclude_modules", self.exclude_modules))
+            object.__setattr__(self, "exclude_modules", read_names("exclude_modules", self.exclude_modules))
         object.__setattr__(self, "overrides", self._checked_overrides())
 
     def _checked_overrides(self) -> dict[str, dict[str, Any]]:
@@ -101,7 +102,7 @@ class RMMConfig:
             raise TypeError(f"overrides must map a name pattern to fields, got {type(self.overrides).__name__}.")
         checked: dict[str, dict[str, Any]] = {}
         for pattern, changes in self.overrides.items():
-            _check_pattern("overrides", pattern)
+            check_pattern("overrides", pattern)
             if not isinstance(changes, Mapping):
                 raise TypeError(f"overrides[{pattern!r}] must map field names to values, got {changes!r}.")
             allowed = [f.name for f in dataclasses.fields(self) if f.name not in _SELECTION]
@@ -253,49 +254,6 @@ class RMMConfig:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} is not a valid RMMConfig: {error}") from error
-
-
-def _check_kind(kind: object) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
-
-
-def _check_fraction(name: str, value: object, hint: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number in (0, 1], got {value!r}. {hint}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be in (0, 1], got {value}. {hint}")
-
-
-def _check_integer(name: str, value: object, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-
-
-def _names(name: str, value: object) -> str | tuple[str, ...]:
-    if isinstance(value, str):
-        _check_pattern(name, value)
-        return value
-    if isinstance(value, Sequence | set | frozenset) and all(isinstance(entry, str) for entry in value):
-        if not value:
-            raise ValueError(f"{name} must name at least one layer, got an empty list.")
-        return tuple(value)
-    raise TypeError(f"{name} must be a regular expression or a list of layer names, got {value!r}.")
-
-
-def _check_pattern(name: str, pattern: object) -> None:
-    if not isinstance(pattern, str):
-        raise TypeError(f"{name} must be made of strings, got {pattern!r}.")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
 
 
 def _is_newer(version: object) -> bool:

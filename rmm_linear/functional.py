@@ -161,7 +161,9 @@ class _SketchedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None, dtype: torch.dtype | None
     ) -> Tensor:
-        ctx.plan, ctx.autocast_dtype = plan, dtype
+        # Of the plan, only what is the same in a recomputation: the seed and the mask travel with Z, below.
+        ctx.recipe, ctx.on_backward = (None, None) if plan is None else (plan.recipe, plan.on_backward)
+        ctx.autocast_dtype = dtype
         ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(input.device.type, enabled=False):
@@ -190,18 +192,18 @@ class _SketchedLinear(torch.autograd.Function):
                 "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer."
             )
         weight, *saved = ctx.saved_tensors
-        plan: Plan | None = ctx.plan
+        recipe: Recipe | None = ctx.recipe
         grad_input = grad_weight = grad_bias = None
         with torch.autocast(grad_output.device.type, enabled=False):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
                 grad_input = (y @ _cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
-            if plan is not None and ctx.needs_input_grad[1]:
+            if recipe is not None and ctx.needs_input_grad[1]:
                 order, count, *kept = saved
                 mask = None if order is None else TokenMask(order, count)
-                if plan.on_backward is not None:
-                    plan.on_backward(y, mask)
-                gradient = weight_gradient(y, tuple(kept), plan.recipe, ctx.input_shape[-1], mask)
+                if ctx.on_backward is not None:
+                    ctx.on_backward(y, mask)
+                gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
                 grad_weight = gradient.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)

@@ -128,7 +128,9 @@ class ForwardScope:
         """
         if self._masks and not self._recomputing and not self._seeded:
             self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or not self.is_open():
+        if not self.is_open():
+            self._step_seed = None  # what is recomputed from now on was called by itself, too
+        if self._step_seed is None:
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)

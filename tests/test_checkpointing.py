@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers import checkpointed, gradients, seeds_of, six_features, tiny_model, token_ids
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 
@@ -103,6 +104,20 @@ def test_recomputation_repeats_the_dropout_masks_of_layers_by_themselves(reentra
         model.block[index] = RMMLinear.from_linear(model.block[index], RMMConfig(**ROUGH))
     torch.manual_seed(2)
     masks = dropout_masks(model, lambda: model(six_features()).sum().backward())
+    assert torch.equal(*masks)
+
+
+@checkpoints
+def test_a_part_that_is_checkpointed_after_a_step_of_the_whole_repeats_its_masks(reentrant):
+    """A loop of one's own over a model's blocks, after the model was called once."""
+    model = checkpointed()
+    convert(model, **ROUGH)
+    model(six_features()).sum().backward()
+    torch.manual_seed(2)
+    masks = dropout_masks(
+        model, lambda: checkpoint(model.block, six_features(), use_reentrant=reentrant).sum().backward()
+    )
+    assert len(masks) == 2
     assert torch.equal(*masks)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE
+from glue_finetune.demo import _INTRODUCTION, SETTINGS
 from rmm_linear import RMMLinear
 from rmm_linear.sketches import KINDS
 
@@ -32,6 +34,15 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert names["layer"].rmm_config.recipe(32 * 128, 256, 4).rows == 410
     assert torch.isfinite(names["weight"].grad).all()
     assert (tmp_path / "rmm_config.json").is_file()
+
+
+def test_the_demos_output_is_that_of_the_demo():
+    (block,) = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)
+    model = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
+    assert block.startswith(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
+    assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
+    seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
+    assert seconds < 300
 
 
 def test_table_of_kinds_is_complete():

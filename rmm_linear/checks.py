@@ -1,0 +1,56 @@
+"""Checks of a configuration's fields: the rule, what was received, the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rmm_linear.sketches import KINDS
+
+
+def check_kind(kind: object) -> None:
+    """Refuse what is no kind of sketch."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+
+
+def check_fraction(name: str, value: object, hint: str) -> None:
+    """Refuse what is neither None nor a number in (0, 1]."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number in (0, 1], got {value!r}. {hint}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {value}. {hint}")
+
+
+def check_integer(name: str, value: object, *, optional: bool = False) -> None:
+    """Refuse what is no positive integer, nor None where that is allowed."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def read_names(name: str, value: object) -> str | tuple[str, ...]:
+    """Return a regular expression, or the entries of a list of names; refuse anything else."""
+    if isinstance(value, str):
+        check_pattern(name, value)
+        return value
+    if isinstance(value, Sequence | set | frozenset) and all(isinstance(entry, str) for entry in value):
+        if not value:
+            raise ValueError(f"{name} must name at least one layer, got an empty list.")
+        return tuple(value)
+    raise TypeError(f"{name} must be a regular expression or a list of layer names, got {value!r}.")
+
+
+def check_pattern(name: str, pattern: object) -> None:
+    """Refuse what is no regular expression."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"{name} must be made of strings, got {pattern!r}.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
