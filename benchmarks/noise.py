@@ -196,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     arguments = parser.parse_args(argv)
+    if arguments.steps < STEPS:
+        parser.error(f"--steps must be at least {STEPS}, on which bits=auto chooses, got {arguments.steps}")
     for task in arguments.tasks:
         records, mask, samples, choices = record_batch(
             task,

@@ -211,10 +211,15 @@ def _check_numbers(values: dict[str, Any]) -> None:
         for seed in values[name] if isinstance(values[name], list) else [values[name]]:
             if seed is not None and not 0 <= seed < 2**32:
                 raise UserError(f"{name} must be in [0, 2**32), got {seed}.")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= values[name] < 1:
+            raise UserError(f"{name} must be in [0, 1), got {values[name]:g}.")
+    if values["dataloader_num_workers"] < 0:
+        raise UserError(f"dataloader_num_workers must be at least 0, got {values['dataloader_num_workers']}.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if values[name] < 1:
             raise UserError(f"{name} must be at least 1, got {values[name]}.")
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon"):
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "num_train_epochs"):
         if not 0 <= values[name] < math.inf:
             raise UserError(f"{name} must be a finite number of at least 0, got {values[name]:g}.")
 

@@ -260,7 +260,9 @@ def _passing_on(process: subprocess.Popen) -> Iterator[list[int]]:
 
     # A closed terminal ends this process; the run is in a session of its own and would go on.
     signums = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    previous = {signum: signal.signal(signum, handle) for signum in signums}
+    # What is ignored stays so: nohup's way of letting a run go on.
+    heard = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in heard}
     try:
         yield received
     finally:

@@ -47,7 +47,8 @@ def run_demo(arguments: Arguments) -> int:
         The exit status, see :func:`glue_finetune.compare.run_comparison`.
 
     Raises:
-        UserError: If a flag or the folder cannot be used. Nothing is written then.
+        UserError: If the folder or a flag of the comparison cannot be used; nothing is written then. What only the
+            model can refuse, as target_modules without a match, is found after it was written.
     """
     began = time.perf_counter()
     folder = Path(arguments.training.output_dir or DEMO_OUTPUT)

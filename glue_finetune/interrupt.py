@@ -7,6 +7,7 @@ uninterrupted one has them. The second signal ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -60,7 +61,9 @@ class InterruptCallback(TrainerCallback):
             raise Interrupted(signum)
         # os.write, as the signal may have come in the middle of a print.
         name = signal.Signals(signum).name
-        os.write(2, f"\n{name}: finishing the step, then saving a checkpoint. Once more stops at once.\n".encode())
+        text = f"\n{name}: finishing the step, then saving a checkpoint. Once more stops at once.\n"
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, text.encode())
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """From here on there is something to save.

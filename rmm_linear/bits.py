@@ -10,6 +10,7 @@ prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ class BitsChoice:
     def settle(self) -> None:
         """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
         if self.bits is None and self.steps >= STEPS:
-            self.bits = min(self.noise, key=lambda bits: self.noise[bits])
+            self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON types.
@@ -81,7 +82,7 @@ class BitsChoice:
         """
         bits, steps = values["bits"], values["steps"]
         noise = {int(k): float(v) for k, v in values["noise"].items()}
-        if bits not in (None, *WIDTHS) or type(steps) is not int or steps < 0:
+        if not (bits is None or (type(bits) is int and bits in WIDTHS)) or type(steps) is not int or steps < 0:
             raise ValueError(f"bits must be None, 8, 4 or 2 and steps a count, got {bits!r} and {steps!r}")
         if set(noise) != (set(WIDTHS) if steps else set()):
             raise ValueError(f"noise must name the widths 8, 4 and 2 after {steps} steps, got {sorted(noise)}")

@@ -200,7 +200,8 @@ def _is_linear_like(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return True
     named_so = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
-    return bool(named_so) and hasattr(module, "weight") and not any(module.children())
+    stores = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # not always as `weight`
+    return bool(named_so) and stores and not any(module.children())
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

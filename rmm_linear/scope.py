@@ -18,6 +18,7 @@ further seeds from the last step's, and the mask of the forward passes that wait
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ class ForwardScope:
         self._count = 0
         self._seeded = False
         self._step_seed: int | None = None
+        self._drew: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
         """Open the scope around every forward pass of ``model``.
@@ -126,11 +128,14 @@ class ForwardScope:
         Returns:
             A seed no other call of this step has.
         """
-        if self._masks and not self._recomputing and not self._seeded:
-            self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if not self.is_open():
-            self._step_seed = None  # what is recomputed from now on was called by itself, too
-        if self._step_seed is None:
+        if not in_backward():
+            if not self._masks:
+                self._drew.add(index)
+            else:
+                self._drew.discard(index)
+                if not self._seeded:
+                    self._step_seed, self._count, self._seeded = peek_seed(), 0, True
+        if self._step_seed is None or index in self._drew:  # a recomputation draws where the first pass drew
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
@@ -179,8 +184,11 @@ class ForwardScope:
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self._outermost:  # its last call was interrupted: no hook runs after a KeyboardInterrupt
+        # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
+        left = self._recomputing and not in_backward()
+        if self._masks and (left or (module is self._outermost and not _is_running(module))):
             self._masks.clear()
+            self.shared.clear()
         if not self._masks:
             self._outermost = module
             self._recomputing = in_backward()
@@ -245,6 +253,15 @@ def _parameters(module: nn.Module) -> list[str]:
 
 def _takes_mask(module: nn.Module) -> bool:
     return _ARGUMENT in _parameters(module)
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module lies below the one that has just begun, as in a module that calls itself."""
+    calls, frame = 0, sys._getframe()
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,7 @@ class SharedSketches:
 
     groups: set[tuple[int, ...]] = field(default_factory=set)
     _entries: dict[tuple[Hashable, ...], _Entry] = field(default_factory=dict)
+    _task: int = -1
 
     def find_or_make(
         self, source: Tensor, key: tuple[Hashable, ...], index: int, make: Callable[[], tuple[Tensor, ...]]
@@ -48,6 +50,10 @@ class SharedSketches:
         Returns:
             The tensors to keep.
         """
+        task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
+        if task != self._task:
+            self.clear()
+            self._task = task
         place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
         full_key = (place, *key)
         entry = self._entries.get(full_key)
@@ -78,4 +84,4 @@ class SharedSketches:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles take the groups along and no tensors."""
-        return {"groups": set(self.groups), "_entries": {}}
+        return {"groups": set(self.groups), "_entries": {}, "_task": -1}

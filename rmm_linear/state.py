@@ -45,7 +45,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any]) -> None:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SketchedLayer)}
     try:
         choices = {name: BitsChoice.from_dict(values) for name, values in state["layers"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"The sketch state must be the result of sketch_state, got something else ({error!r})."
         ) from None

@@ -157,6 +157,7 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(tmp_path, text):
     "values",
     [
         {"bits": 3, "steps": 0, "noise": {}},
+        {"bits": 8.0, "steps": 0, "noise": {}},
         {"bits": None, "steps": 9, "noise": {}},
         {"bits": None, "steps": 2, "noise": {"4": 1.0}},
         {"bits": None, "steps": -1, "noise": {}},

@@ -9,6 +9,7 @@ from helpers import checkpointed, gradients, seeds_of, six_features, tiny_model,
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
+from rmm_linear.scope import in_backward
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 EXACT = {"ratio": 1.0, "min_rows": 1}
@@ -119,6 +120,86 @@ def test_a_part_that_is_checkpointed_after_a_step_of_the_whole_repeats_its_masks
     )
     assert len(masks) == 2
     assert torch.equal(*masks)
+
+
+class Inner(torch.nn.Module):
+    """Opens the step, as it takes a mask, and recomputes dropout between two linear layers."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 6))
+        self.reentrant = reentrant
+
+    def forward(self, x, attention_mask=None):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@checkpoints
+def test_a_layer_outside_the_step_leaves_the_recomputation_of_those_inside_alone(reentrant):
+    """As in a wrapper that calls the inner model and then a head of its own."""
+    model = torch.nn.Sequential(Inner(reentrant), torch.nn.Linear(6, 2))
+    convert(model, **ROUGH)
+    masks = []
+    model[0].block[1].register_forward_hook(lambda module, args, output: masks.append(output == 0))
+    torch.manual_seed(2)
+    model[1](model[0](six_features())).sum().backward()
+    assert len(masks) == 2
+    assert torch.equal(*masks)
+
+
+class Recursive(torch.nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x, depth=2):
+        x = self.layer(x)
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_module_that_calls_itself_has_a_seed_for_every_call():
+    model = Recursive()
+    convert(model, **ROUGH)
+    torch.manual_seed(2)
+    first = seeds_of(lambda: model(six_features()))
+    assert len(set(first)) == 3
+    assert len(set(seeds_of(lambda: model(six_features()))) | set(first)) == 6
+    torch.manual_seed(2)
+    assert seeds_of(lambda: model(six_features())) == first
+
+
+@checkpoints
+def test_every_recomputation_of_the_same_tensor_has_its_own_sketch(reentrant):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    convert(model, **ROUGH)
+    x, found = six_features(), []
+    for _ in range(3):
+        model.zero_grad()
+        checkpoint(model[0], x, use_reentrant=reentrant).square().sum().backward()
+        found.append(model[0].weight.grad.clone())
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+@checkpoints
+def test_an_interrupted_recomputation_is_forgotten(reentrant):
+    model = torch.nn.Sequential(Inner(reentrant), torch.nn.Linear(6, 2))
+    convert(model, **ROUGH)
+
+    def interrupt(*_):
+        if in_backward():
+            raise KeyboardInterrupt
+
+    handle = model[0].block[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(six_features()).sum().backward()
+    handle.remove()
+    torch.manual_seed(2)
+    first = seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)])
+    torch.manual_seed(2)
+    assert seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)]) == first
 
 
 def test_the_generator_is_left_after_backward_where_forward_left_it():

@@ -128,6 +128,21 @@ def test_subclasses_are_skipped_with_their_reason():
     }
 
 
+class QuantLinear(nn.Module):
+    """As in GPTQ: the weight is packed in a buffer of another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 4, 4
+        self.register_buffer("qweight", torch.zeros(2, 4, dtype=torch.int32))
+
+
+def test_a_quantized_layer_without_a_weight_is_skipped_with_its_reason():
+    model = nn.Sequential(nn.Linear(4, 4), QuantLinear(), nn.ReLU())
+    report = convert(model)
+    assert report.skipped == {"1": "QuantLinear is a class of its own; only nn.Linear itself and Conv1D are converted"}
+
+
 def test_replaced_forward_is_skipped():
     model = Mlp()
     model.first.forward = lambda x: x

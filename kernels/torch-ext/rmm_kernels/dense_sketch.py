@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import normals, parity, signs, wide, words
-from .launch import precision, upcast
+from .launch import on_device, precision, upcast
 from .packing import empty_packed, store_packed
 
 KINDS = ("gaussian", "rademacher", "hadamard")
@@ -127,10 +127,11 @@ def dense_sketch(
         z, ranges = empty_packed(blocks * rows, columns, bits, matrix.device)
     if z.numel():
         grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
-        _dense_sketch_kernel[grid](
-            matrix, seed, order, count, index, z, ranges,
-            tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
-            KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
-            UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
-        )  # fmt: skip
+        with on_device(matrix):
+            _dense_sketch_kernel[grid](
+                matrix, seed, order, count, index, z, ranges,
+                tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
+                KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+                UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
+            )  # fmt: skip
     return z if bits is None else (z, ranges)

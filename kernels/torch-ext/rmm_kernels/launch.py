@@ -1,5 +1,7 @@
 """What the launchers share."""
 
+import contextlib
+
 import torch
 import triton
 
@@ -12,3 +14,10 @@ def precision() -> str:
 def upcast() -> bool:
     """Whether half types are multiplied in float32: Triton's interpreter multiplies bfloat16 wrongly."""
     return triton.knobs.runtime.interpret
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make a tensor's device the current one: Triton launches there."""
+    if tensor.device.type == "cpu":
+        return contextlib.nullcontext()
+    return getattr(torch, tensor.device.type).device(tensor.device)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import parity, words
-from .launch import precision
+from .launch import on_device, precision
 
 GROUP = 64
 _STREAM = tl.constexpr(3)
@@ -135,10 +135,11 @@ def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Ten
     codes, ranges = empty_packed(rows, columns, bits, matrix.device)
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
-        _pack_kernel[grid](
-            matrix, seed, codes, ranges, rows, columns, matrix.stride(0),
-            BITS=bits, PRECISION=precision(), B_K=32, num_warps=4,
-        )  # fmt: skip
+        with on_device(matrix):
+            _pack_kernel[grid](
+                matrix, seed, codes, ranges, rows, columns, matrix.stride(0),
+                BITS=bits, PRECISION=precision(), B_K=32, num_warps=4,
+            )  # fmt: skip
     return codes, ranges
 
 
@@ -159,5 +160,6 @@ def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, d
     matrix = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
-        _unpack_kernel[grid](codes, ranges, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
+        with on_device(codes):
+            _unpack_kernel[grid](codes, ranges, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
     return matrix

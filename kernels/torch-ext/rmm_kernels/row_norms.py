@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import on_device
+
 
 @triton.jit
 def _row_norms_kernel(p_m, p_norms, n_tokens, n_columns, stride, B_N: tl.constexpr, B_D: tl.constexpr):
@@ -36,5 +38,6 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
     norms = torch.empty(tokens, dtype=torch.float32, device=matrix.device)
     if tokens:
         grid = (triton.cdiv(tokens, 16),)
-        _row_norms_kernel[grid](matrix, norms, tokens, columns, matrix.stride(0), B_N=16, B_D=256, num_warps=4)
+        with on_device(matrix):
+            _row_norms_kernel[grid](matrix, norms, tokens, columns, matrix.stride(0), B_N=16, B_D=256, num_warps=4)
     return norms

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import signs, wide, words
-from .launch import precision
+from .launch import on_device, precision
 from .packing import empty_packed, store_packed
 
 
@@ -90,10 +90,11 @@ def sparse_sketch(
         tile = (32, 64)
     if rows and columns:
         grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
-        _sparse_sketch_kernel[grid](
-            matrix, seed, order, count, index, scale, z, ranges,
-            tokens, rows, columns, triton.cdiv(tokens, rows), matrix.stride(0),
-            HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
-            B_K=tile[0], B_D=tile[1], num_warps=4,
-        )  # fmt: skip
+        with on_device(matrix):
+            _sparse_sketch_kernel[grid](
+                matrix, seed, order, count, index, scale, z, ranges,
+                tokens, rows, columns, triton.cdiv(tokens, rows), matrix.stride(0),
+                HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+                B_K=tile[0], B_D=tile[1], num_warps=4,
+            )  # fmt: skip
     return z if bits is None else (z, ranges)
