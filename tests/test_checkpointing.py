@@ -131,6 +131,8 @@ class Inner(torch.nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x, attention_mask=None):
+        if self.reentrant is None:
+            return self.block(x)
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
@@ -183,16 +185,28 @@ def test_every_recomputation_of_the_same_tensor_has_its_own_sketch(reentrant):
     assert not torch.equal(found[1], found[2])
 
 
+class Outer(torch.nn.Module):
+    """Recomputes a module that takes a mask, and so has hooks."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner = Inner(None)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
 @checkpoints
 def test_an_interrupted_recomputation_is_forgotten(reentrant):
-    model = torch.nn.Sequential(Inner(reentrant), torch.nn.Linear(6, 2))
+    model = Outer(reentrant)
     convert(model, **ROUGH)
 
     def interrupt(*_):
         if in_backward():
             raise KeyboardInterrupt
 
-    handle = model[0].block[1].register_forward_hook(interrupt)
+    handle = model.inner.block[1].register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(six_features()).sum().backward()
     handle.remove()
