@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton has no build for this platform")
+if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
+    pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
 LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # shared memory of one block, bytes
 

@@ -15,7 +15,8 @@ import pytest
 import setuptools
 import torch
 
-pytest.importorskip("triton", reason="Triton has no build for this platform")
+if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
+    pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "kernels" / "torch-ext" / "rmm_kernels"
@@ -113,10 +114,8 @@ def test_the_built_kernel_loads_and_runs(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, built)
     metadata = {"name": "rmm-kernels", "id": "rmm_kernels_test", "version": 1, "license": "Apache-2.0"}
     (built / "metadata.json").write_text(json.dumps({**metadata, "python-depends": [], "backend": {"type": "cpu"}}))
-    loaded = get_local_kernel(tmp_path)
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run on the device elsewhere; this one is loaded for the CPU")
-    x = torch.randn(12, 5)
+    loaded = get_local_kernel(tmp_path, backend="cpu")
+    x = torch.randn(12, 5, device="cuda" if torch.cuda.is_available() else "cpu")
     torch.testing.assert_close(loaded.row_norms(x), x.norm(dim=1))
 
 

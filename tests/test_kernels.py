@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from rmm_linear.sketches.dense import block_rows
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import next_power_of_two
 
-pytest.importorskip("triton", reason="Triton has no build for this platform")
+if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
+    pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
 from rmm_linear._triton import kernels
 
