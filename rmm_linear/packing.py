@@ -10,9 +10,10 @@ longer stretches the range of the 63 others. The turn is orthonormal, so the mea
 of the turned elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the left, on
 YᵀZ instead of Z: see ``turned`` of :func:`unpack` and :func:`turn_back`.
 
-An element in row b and column j is rounded up if frac(a_b + c_j) lies in the last f of [0, 1), with a_b and c_j uniform
-and independent. Any two of these numbers are independent, and the variance of dW, a second moment, asks for no more: it
-is that of a fresh number per element, for rows + columns random numbers instead of rows · columns.
+An element in row b and column j is rounded up if a_b xor c_j, a number of 23 bits read as a fraction, lies in the last
+f of [0, 1), with a_b and c_j uniform and independent. Any two of these numbers are independent, and the variance of dW,
+a second moment, asks for no more: it is that of a fresh number per element, for rows + columns random numbers instead
+of rows · columns.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass.
 
@@ -21,18 +22,23 @@ Source of stochastic rounding per group for stored activations: Chen et al. 2021
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rmm_linear import native
 from rmm_linear.sketches.philox import philox, unpack_signs
 
 GROUP = 64
 WIDTHS = (8, 4, 2)
 _STREAM = 3
-_CHUNK = 1 << 18  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
+_EXPONENT_OF_ONE = 0x3F800000
+_MARGIN = 2.0**-18  # of a scale, so that no step and chance, rounded, add up to one code too many
+_ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS}  # 1 in every code of a byte
+_CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
+_COMPILED_CHUNK = 1 << 21  # small enough for memory that the allocator has at hand
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
@@ -72,22 +78,51 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: If ``bits`` is not 8, 4 or 2, or an element is infinite. On an accelerator the values are not looked
             at, and an infinity makes its group NaN.
     """
+    return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
+
+
+def pack_parts(
+    part: Callable[[int, int], Tensor], shape: tuple[int, int] | torch.Size, bits: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`pack` does for a matrix that is made in parts, so that it never exists as a whole.
+
+    Args:
+        part: Makes the rows from one number up to another.
+        shape: Rows and columns of the matrix.
+        bits: 8, 4 or 2.
+        seed: See :func:`pack`; its device is that of the matrix.
+
+    Returns:
+        Codes and ranges.
+
+    Raises:
+        ValueError: As :func:`pack`.
+    """
     _check_bits(bits)
-    rows, columns = matrix.shape
-    codes = matrix.new_empty(rows, -(-columns * bits // 8), dtype=torch.uint8)
-    ranges = matrix.new_empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16)
+    rows, columns = shape
+    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=seed.device)
+    ranges = torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=seed.device)
     draws = _Draws.of(seed, rows, columns)
-    for part in _parts(matrix):
-        turned = _turn(matrix[part].to(torch.float32), draws.turn)
-        for span, places, size in _spans(columns):
-            groups = turned[:, span].view(turned.shape[0], -1, size)
-            ranges[part, places] = found = _ranges(groups, bits)
-            chance = (draws.rows[part, None, None] + draws.columns[span].view(-1, size)).frac_()
-            steps = _steps(groups, found).add_(chance).clamp_(0, 2**bits - 1).floor_()
-            # Whatever the cast makes of NaN is multiplied by a scale of NaN.
-            codes[part, span.start * bits // 8 : -(-span.stop * bits // 8)] = _join(steps, bits).flatten(1)
-    _refuse_infinities(matrix, ranges)
+    for place in row_parts(rows, columns, seed):
+        values, found = part(place.start, place.stop), ranges[place]
+        if native.applies_to(values, codes):
+            whole = values.to(torch.float32)
+            whole = whole if whole.stride(1) == 1 else whole.contiguous()
+            native.pack(whole, bits, draws.signs, draws.rows[place], draws.columns, codes[place], found)
+        else:
+            _pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
+        _refuse_infinities(values, found)
     return codes, ranges
+
+
+def _pack_rows(values: Tensor, bits: int, draws: _Draws, a: Tensor, codes: Tensor, ranges: Tensor) -> None:
+    for span, places, groups in _turned_groups(values, draws.turn):
+        ranges[:, places] = found = _ranges(groups, bits)
+        chance = (a[:, None, None] ^ draws.columns[span].view(groups.shape[1:])).view(torch.float32)
+        # Whatever the cast makes of NaN is multiplied by a scale of NaN.
+        above = _steps(groups, found).add_(chance).to(torch.int32)
+        codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
+    codes -= _ONES[bits]  # chances lie in [1, 2), so every code was one too high
 
 
 def unpack(
@@ -120,14 +155,23 @@ def unpack(
         tensor([[0., 1., 2., 3.]])
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
-    for part in _parts(matrix):
-        values = torch.empty(matrix[part].shape, device=codes.device)
-        for span, places, size in _spans(columns):
-            stored = codes[part, span.start * bits // 8 : -(-span.stop * bits // 8)]
-            offset, scale = ranges[part, places].to(torch.float32).unsqueeze(-1).unbind(2)
-            values[:, span] = _split(stored, bits, size).to(torch.float32).mul_(scale).add_(offset).flatten(1)
-        matrix[part] = values
+    for part in row_parts(*matrix.shape, codes):
+        values = matrix[part] if dtype == torch.float32 else torch.empty(matrix[part].shape, device=codes.device)
+        if native.applies_to(codes, ranges):
+            native.unpack(codes[part], ranges[part], bits, values)
+        else:
+            _unpack_rows(codes[part], ranges[part], bits, values)
+        if dtype != torch.float32:
+            matrix[part] = values
     return matrix if turned else turn_back(matrix, seed)
+
+
+def _unpack_rows(codes: Tensor, ranges: Tensor, bits: int, values: Tensor) -> None:
+    for span, places, size in _spans(values.shape[1]):
+        offset, scale = ranges[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
+        groups = values[:, span].unflatten(1, (-1, size))
+        _split(codes[:, _bytes(span, bits)], bits, groups)
+        groups.mul_(scale).add_(offset)
 
 
 def turn_back(matrix: Tensor, seed: Tensor) -> Tensor:
@@ -162,10 +206,8 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     rows, columns = matrix.shape
     result = matrix.new_zeros(rows, dtype=torch.float64)
     turn = _Draws.of(seed, 0, GROUP).turn
-    for part in _parts(matrix):
-        turned = _turn(matrix[part].to(torch.float32), turn)
-        for span, _, size in _spans(columns):
-            groups = turned[:, span].view(turned.shape[0], -1, size)
+    for part in row_parts(rows, columns, matrix):
+        for _, _, groups in _turned_groups(matrix[part], turn):
             ranges = _ranges(groups, bits)
             _refuse_infinities(matrix, ranges)
             fraction = _steps(groups, ranges).frac_().double()
@@ -175,19 +217,26 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Draws:
-    """What the seed decides: the turn (64, 64), and a (rows,) and c (columns,), multiples of 2**-23."""
+    """What the seed decides: the signs of the turn (64,), and a (rows,) and c (columns,), int32.
 
-    turn: Tensor
+    Bit for bit, a xor c is a float32 number in [1, 2).
+    """
+
+    signs: Tensor
     rows: Tensor
     columns: Tensor
+
+    @property
+    def turn(self) -> Tensor:
+        """The signs, then the Hadamard transform."""
+        return self.signs.unsqueeze(1) * _hadamard(self.signs.device)
 
     @classmethod
     def of(cls, seed: Tensor, rows: int, columns: int) -> _Draws:
         a, c, words, _ = philox(seed, torch.arange(max(rows, columns, 2), device=seed.device), _STREAM)
-        signs = unpack_signs(words[:2]).view(GROUP, 1).to(torch.float32)
-        # 23 bits, so that the sum of two of them is exact in float32.
-        a, c = ((word >> 9).to(torch.float32) * 2.0**-23 for word in (a[:rows], c[:columns]))
-        return cls(signs * _hadamard(seed.device), a, c)
+        signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)
+        a, c = ((word >> 9).to(torch.int32) for word in (a[:rows], c[:columns]))
+        return cls(signs, a | _EXPONENT_OF_ONE, c)
 
 
 def _check_bits(bits: int) -> None:
@@ -200,11 +249,22 @@ def _refuse_infinities(matrix: Tensor, ranges: Tensor) -> None:
         raise ValueError("pack needs finite elements or NaN, got an infinity. Use bits=None to store infinities.")
 
 
-def _parts(matrix: Tensor) -> Iterator[slice]:
-    """Slices of rows that are handled at a time."""
-    rows, columns = matrix.shape
-    step = max(1, _CHUNK // max(1, columns)) if matrix.device.type == "cpu" else max(1, rows)
-    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+def row_parts(rows: int, columns: int, tensor: Tensor) -> Iterator[slice]:
+    """Cut a matrix into rows that are handled at a time: on CPU few enough for its cache, else all.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        tensor: Any tensor on its device.
+
+    Yields:
+        The rows.
+    """
+    step = max(1, rows)
+    if tensor.device.type == "cpu":
+        step = max(1, (_COMPILED_CHUNK if native.applies_to(tensor) else _CHUNK) // max(1, columns))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
 
 
 def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
@@ -214,6 +274,18 @@ def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
         yield slice(0, whole * GROUP), slice(0, whole), GROUP
     if columns > whole * GROUP:
         yield slice(whole * GROUP, columns), slice(whole, whole + 1), columns - whole * GROUP
+
+
+def _bytes(span: slice, bits: int) -> slice:
+    """Where the codes of some columns lie."""
+    return slice(span.start * bits // 8, -(-span.stop * bits // 8))
+
+
+def _turned_groups(rows: Tensor, turn: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Columns, places among the groups, and the groups, float32 (rows, groups, size), the whole ones turned."""
+    for span, places, size in _spans(rows.shape[1]):
+        groups = rows[:, span].to(torch.float32).unflatten(1, (-1, size))
+        yield span, places, groups.reshape(-1, GROUP).mm(turn).view(groups.shape) if size == GROUP else groups
 
 
 def _hadamard(device: torch.device) -> Tensor:
@@ -239,7 +311,7 @@ def _ranges(groups: Tensor, bits: int) -> Tensor:
     """Offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
     low, high = groups.amin(-1), groups.amax(-1)
     offset = _round_down(low)
-    scale = -_round_down(-(high - offset) / (2**bits - 1))
+    scale = _round_down((offset - high) * ((1 + _MARGIN) / (2**bits - 1))).neg_()
     return torch.stack((offset, scale), dim=-1).to(torch.bfloat16)
 
 
@@ -250,23 +322,24 @@ def _steps(groups: Tensor, ranges: Tensor) -> Tensor:
 
 def _round_down(values: Tensor) -> Tensor:
     """The largest bfloat16 number that is not above a float32 number, as float32."""
-    truncated = (values.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
-    below = (truncated.view(torch.int32) + 0x10000).view(torch.float32)  # away from 0, for negative numbers
-    return torch.where(truncated > values, below, torch.where(values.isnan(), values, truncated))
+    bits = values.view(torch.int32)
+    away = (bits >> 31).bitwise_and_(0xFFFF)  # cutting bits off moves a negative number up
+    return away.add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)
 
 
-def _join(steps: Tensor, bits: int) -> Tensor:
-    """Put 8 / bits codes into every byte: float32 (rows, groups, size) to uint8 (rows, groups, ⌈size · bits / 8⌉)."""
-    per_byte, size = 8 // bits, steps.shape[-1]
-    steps = torch.nn.functional.pad(steps, (0, -size % per_byte)) if size % per_byte else steps
-    joined, *others = steps.chunk(per_byte, dim=-1)
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Put 8 / bits codes, each one too high, into a number: int32 (rows, groups, size) to (…, ⌈size · bits / 8⌉)."""
+    per_byte, size = 8 // bits, codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -size % per_byte), value=1) if size % per_byte else codes
+    joined, *others = codes.chunk(per_byte, dim=-1)
     for place, other in enumerate(others, start=1):
         joined = torch.add(joined, other, alpha=2 ** (place * bits))
-    return joined.to(torch.uint8)
+    return joined
 
 
-def _split(stored: Tensor, bits: int, size: int) -> Tensor:
-    """Undo :func:`_join`: (rows, groups · bytes) to (rows, groups, size)."""
-    stored = stored.view(stored.shape[0], -1, -(-size * bits // 8))
-    places = [(stored >> (place * bits)) & (2**bits - 1) for place in range(8 // bits)]
-    return torch.cat(places, dim=-1)[..., :size]
+def _split(stored: Tensor, bits: int, groups: Tensor) -> None:
+    """Undo :func:`_join`: bytes (rows, groups · bytes) into codes (rows, groups, size)."""
+    stored = stored.unflatten(1, (groups.shape[1], -1))
+    for place, part in enumerate(groups.split(stored.shape[-1], dim=-1)):
+        codes = stored[..., : part.shape[-1]] >> (place * bits)
+        part.copy_(codes.bitwise_and_(2**bits - 1))

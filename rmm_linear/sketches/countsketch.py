@@ -4,6 +4,10 @@ Number the tokens 0 … N−1 and cut them into ⌈N/K⌉ segments of K. Segment
 token s·K + j goes to row (j + c_s) mod K with a random sign. So two tokens of one segment never meet, two of different
 segments meet with probability 1/K, reads are contiguous, and there is no permutation and no index array.
 
+The first segment is not shifted and its signs are +1. That turns the rows of Z and flips some, the same for X and Y, and
+so leaves the estimate as it is; its shift and signs relative to the others' are as random as before. What is gained:
+the first K tokens are copied, and with N ≤ K nothing else is done.
+
 Random signs give E[S Sᵀ] = 1. Two tokens that meet contribute like two tokens of a dense sketch of signs, hence
 
     Var = (1/K) · [ (P + g − 2d) − Σ_s (P_s + g_s − 2d_s) ],
@@ -24,7 +28,8 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     """Return the sign of every token and the cyclic shift of every segment, uniform in [0, rows).
 
     The sign of token i is bit i % 32 of the first word of counter i // 32. The shift of segment s comes from the second
-    word of counter s: its product with ``rows``, cut to the high word, is uniform up to rows / 2**32.
+    word of counter s: its product with ``rows``, cut to the high word, is uniform up to rows / 2**32. The first segment
+    has the shift 0 and the signs +1.
 
     Args:
         seed: int64 with one element.
@@ -36,7 +41,9 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     """
     segments, words = -(-tokens // rows), -(-tokens // 32)
     first, second, *_ = philox(seed, torch.arange(max(segments, words), device=seed.device))
-    return unpack_signs(first[:words]).view(-1)[:tokens], (second[:segments] * rows) >> 32
+    signs, shifts = unpack_signs(first[:words]).view(-1)[:tokens], (second[:segments] * rows) >> 32
+    signs[:rows], shifts[:1] = 1, 0
+    return signs, shifts
 
 
 def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
@@ -69,14 +76,16 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
     """
     tokens, columns = matrix.shape
     dtype = accumulator_dtype(matrix.dtype)
+    if tokens <= rows:
+        return torch.cat((matrix, matrix.new_zeros(rows - tokens, columns)))
     sign, shifts = signs_and_shifts(seed, tokens, rows)
     sign = sign.to(dtype).unsqueeze(1)
-    result = torch.zeros(rows, columns, dtype=dtype, device=matrix.device)
+    result = matrix[:rows].to(dtype, copy=True)
     if matrix.device.type != "cpu":
         # Reading the shifts on the host would wait for the device.
-        result.index_add_(0, destinations(shifts, tokens, rows), matrix.to(dtype) * sign)
-        return result.to(matrix.dtype)
-    for segment, shift in enumerate(shifts.tolist()):
+        place = destinations(shifts, tokens, rows)[rows:]
+        return result.index_add_(0, place, matrix[rows:].to(dtype) * sign[rows:]).to(matrix.dtype)
+    for segment, shift in enumerate(shifts.tolist()[1:], start=1):
         first, last = segment * rows, min((segment + 1) * rows, tokens)
         turn = min(first + rows - shift, last)  # tokens from here on wrap to row 0
         for begin, end, row in ((first, turn, shift), (turn, last, 0)):

@@ -15,6 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from rmm_linear import native
+
 _WORD = 0xFFFFFFFF
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
@@ -40,6 +42,8 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
         >>> [len(words), words[0].dtype, bool((words[0] >= 0).all())]
         [4, torch.int64, True]
     """
+    if native.applies_to(seed, offset):
+        return native.philox(seed, offset, stream)
     if offset.device.type == "cpu" and offset.numel() > _CHUNK:
         # Hundreds of passes over a vector cost a third of the time when it stays in the cache.
         chunks = [philox(seed, part, stream) for part in offset.reshape(-1).split(_CHUNK)]

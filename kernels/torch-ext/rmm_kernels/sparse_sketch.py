@@ -11,7 +11,7 @@ from .packing import empty_packed, store_packed
 
 @triton.jit
 def _sparse_sketch_kernel(
-    p_m, p_seed, p_order, p_count, p_index, p_scale, p_z, p_ranges, n_tokens, n_rows, n_columns, n_segments, stride,
+    p_m, p_seed, p_order, p_count, p_index, p_scale, p_z, p_ranges, n_tokens, n_rows, n_columns, stride,
     HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
@@ -29,13 +29,12 @@ def _sparse_sketch_kernel(
     b_z = tl.zeros((B_K, B_D), dtype=tl.float32)
     if HASHED:
         count = tl.load(p_count) if MASKED else n_tokens
-        direct = count <= n_rows  # then every token has a row of its own, and the sketch is the rows themselves
-        for i_s in range(n_segments):
+        for i_s in range(tl.cdiv(count, n_rows)):
             _, word, _, _ = words(seed, wide(i_s), 0)
             shift = ((word.to(tl.uint64) * wide(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
-            o_place = tl.where(o_k >= shift, o_k - shift, o_k + n_rows - shift)
-            o_t = tl.where(direct, o_k, o_place) + wide(i_s) * n_rows
-            b_sign = tl.where(direct, 1.0, signs(seed, o_t))
+            shift = tl.where(i_s == 0, 0, shift)
+            o_t = tl.where(o_k >= shift, o_k - shift, o_k + n_rows - shift) + wide(i_s) * n_rows
+            b_sign = tl.where(i_s == 0, 1.0, signs(seed, o_t))
             m_t = m_k & (o_t < count)
             o_row = tl.load(p_order + o_t, mask=m_t, other=0) if MASKED else o_t
             m_m = m_t[:, None] & m_d[None, :]
@@ -93,7 +92,7 @@ def sparse_sketch(
         with on_device(matrix):
             _sparse_sketch_kernel[grid](
                 matrix, seed, order, count, index, scale, z, ranges,
-                tokens, rows, columns, triton.cdiv(tokens, rows), matrix.stride(0),
+                tokens, rows, columns, matrix.stride(0),
                 HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 B_K=tile[0], B_D=tile[1], num_warps=4,
             )  # fmt: skip
