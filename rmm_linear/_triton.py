@@ -1,4 +1,7 @@
-"""The Triton kernels: installed as ``rmm_linear.kernels``, or lying beside the package in a checkout."""
+"""The Triton kernels, and the sketches of this library as calls of them.
+
+They are installed as ``rmm_linear.kernels``, or lie beside the package in a checkout.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,17 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from rmm_linear.sketches import TokenMask
+from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.transforms import next_power_of_two
+
+KINDS = ("countsketch", "rows", "gaussian", "rademacher", "hadamard")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _NAME = "rmm_linear.kernels"
 _CHECKOUT = Path(__file__).resolve().parents[1] / "kernels" / "torch-ext" / "rmm_kernels"
 
@@ -18,7 +31,8 @@ def kernels() -> ModuleType:
     """Import the kernels.
 
     Returns:
-        The module with ``sparse_sketch``, ``dense_sketch``, ``pack``, ``unpack`` and ``row_norms``.
+        The module with ``sparse_sketch``, ``dense_sketch``, ``pack``, ``unpack``, ``turn_back``, ``random_keys`` and
+        ``row_norms``.
 
     Raises:
         ImportError: If Triton is not installed, or the kernels are neither installed nor in a checkout.
@@ -38,3 +52,50 @@ def kernels() -> ModuleType:
         del sys.modules[_NAME]
         raise
     return module
+
+
+def sketch(
+    matrix: Tensor, seed: Tensor, kind: str, rows: int, block: int | None, mask: TokenMask | None, bits: int | None
+) -> Any:
+    """Return SᵀM, as :func:`rmm_linear.sketches.sketch` does, packed if ``bits`` are given.
+
+    Args:
+        matrix: M, shape (N, D), of one of :data:`DTYPES`.
+        seed: int64, shape (1,), on the device of ``matrix``.
+        kind: One of :data:`KINDS`.
+        rows: K, with fewer rows kept than N.
+        block: Tokens per block, or None.
+        mask: The tokens that count, or None.
+        bits: 8, 4, 2, or None.
+
+    Returns:
+        Shape (K, D); or codes and ranges.
+    """
+    tokens = matrix.shape[0]
+    order, count = (None, None) if mask is None else (mask.order, mask.count)
+    if kind == "countsketch":
+        return kernels().sparse_sketch(matrix, seed, rows, order=order, count=count, bits=bits)
+    if kind == "rows":
+        index, scale = _gathered(seed, tokens, rows, mask)
+        return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, bits=bits)
+    index = _sample(seed, next_power_of_two(tokens), rows, None) if kind == "hadamard" else None
+    size, _, rows_per_block = block_rows(tokens, rows, block)
+    return kernels().dense_sketch(
+        matrix, seed, kind, size, rows_per_block, index=index, order=order, count=count, bits=bits
+    )
+
+
+def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> Tensor:
+    """The rows that :func:`rmm_linear.sketches.rows.sample` draws."""
+    keys = kernels().random_keys(seed, population, count)
+    return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
+
+
+def _gathered(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+    """Rows of M and their scales; where all n that count fit, these are they, and rows of scale 0."""
+    if mask is None:
+        return _sample(seed, tokens, rows, None), torch.full((rows,), (tokens / rows) ** 0.5, device=seed.device)
+    place = torch.arange(rows, device=seed.device)
+    direct = mask.count <= rows
+    index = mask.order[torch.where(direct, place, _sample(seed, tokens, rows, mask.count))]
+    return index, torch.where(direct, (place < mask.count).float(), (mask.count.float() / rows).sqrt())

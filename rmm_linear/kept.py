@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.packing import pack, packed_bytes, turn_back, unpack
-from rmm_linear.sketches import TokenMask, kept_rows, sketch
+from rmm_linear import ops
+from rmm_linear.packing import packed_bytes
+from rmm_linear.sketches import TokenMask, kept_rows
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,25 @@ def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) ->
     Returns:
         Z and the seed, or codes, ranges and the seed when packed; tensors on the device of ``x``.
     """
-    seeds = torch.full((1,), seed, dtype=torch.int64, device=x.device)
-    z = sketch(x, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
-    return (z, seeds) if recipe.bits is None else (*pack(z, recipe.bits, seeds), seeds)
+    seeds = _on_device(seed, x.device)
+    ranks = (None, None) if mask is None else (mask.order, mask.count)
+    if recipe.bits is not None:
+        return (*ops.packed_sketch(x, seeds, recipe.kind, recipe.rows, recipe.bits, recipe.block, *ranks), seeds)
+    if mask is None and kept_rows(x.shape[0], recipe.rows, recipe.block) >= x.shape[0]:
+        return x, seeds
+    return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks), seeds
+
+
+def _on_device(seed: int, device: torch.device) -> Tensor:
+    seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
+    if _is_capturing(device):
+        # A number would be the same in every replay of the graph; the device's generator is not.
+        seeds ^= torch.randint(2**63 - 1, (1,), device=device)
+    return seeds
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def weight_gradient(
@@ -79,9 +96,9 @@ def weight_gradient(
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
     *stored, seeds = kept
-    sketched = sketch(y, kind=recipe.kind, seed=seeds, rows=recipe.rows, block=recipe.block, mask=mask)
+    if mask is not None or kept_rows(y.shape[0], recipe.rows, recipe.block) < y.shape[0]:
+        ranks = (None, None) if mask is None else (mask.order, mask.count)
+        y = ops.sketch(y, seeds, recipe.kind, recipe.rows, recipe.block, *ranks)
     if recipe.bits is None:
-        return sketched.T @ stored[0]
-    # dW has O rows, Z has K: turning dW back is usually less work.
-    z = unpack(stored[0], stored[1], seeds, recipe.bits, features, y.dtype, turned=True)
-    return turn_back(sketched.T @ z, seeds)
+        return y.T @ stored[0]
+    return ops.unpacked_product(y, stored[0], stored[1], seeds, recipe.bits, features)

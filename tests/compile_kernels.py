@@ -39,19 +39,32 @@ def cases() -> Any:
     sparse, dense = module["sparse_sketch"]._sparse_sketch_kernel, module["dense_sketch"]._dense_sketch_kernel
     hashed, gathered = {"p_index": None, "p_scale": None}, {"p_order": None, "p_count": None}
     for dtype in ("*bf16", "*fp32"):
-        tile = {"BITS": 0, "B_K": 16, "B_D": 128}
+        tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_ranges": None}
         yield f"sparse_sketch masked {dtype}", sparse, dtype, {"HASHED": True, "MASKED": True, **tile, **hashed}
         yield f"sparse_sketch gathered {dtype}", sparse, dtype, {"HASHED": False, "MASKED": False, **tile, **gathered}
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
+    keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
     for kind, bits in ((0, 0), (1, 0), (2, 0), (1, 2)):
         tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": True}
-        absent = {} if kind == 2 else {"p_index": None}
+        absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_ranges": None})
         yield f"dense_sketch {kind} {bits}", dense, "*bf16", {"KIND": kind, "BITS": bits, **tile, **absent}
     for bits in (8, 2):
         yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
+    yield "turn_back", module["packing"]._turn_back_kernel, "*bf16", {"B_K": 32}
+    yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     yield "unpack", module["packing"]._unpack_kernel, "*bf16", {"BITS": 4, "B_K": 32}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
+
+
+def ones() -> Any:
+    """A variant of every kernel whose integers are 1: Triton makes constants of them, and those cannot be cast."""
+    seen = set()
+    for name, kernel, dtype, constants in cases():
+        if kernel not in seen:
+            seen.add(kernel)
+            integers = {key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "block")}
+            yield f"{name} of ones", kernel, dtype, {**constants, **integers}
 
 
 def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> Any:
@@ -97,7 +110,8 @@ def spills(compiled: Any) -> int:
 
 def main() -> None:
     """Print one JSON object per variant and target."""
-    for (name, kernel, dtype, constants), (target_name, target) in itertools.product(cases(), TARGETS.items()):
+    wanted = [*itertools.product(cases(), TARGETS.items()), *itertools.product(ones(), [("sm_90", TARGETS["sm_90"])])]
+    for (name, kernel, dtype, constants), (target_name, target) in wanted:
         compiled = compile_case(kernel, dtype, constants, target)
         row = {"name": name, "target": target_name, "shared": compiled.metadata.shared, "spills": spills(compiled)}
         row["wide_loads"] = len(re.findall(r"ld\.global\.\S*(?:v4\.b32|v2\.b64)", compiled.asm.get("ptx", "")))

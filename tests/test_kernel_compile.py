@@ -28,7 +28,7 @@ def compiled() -> list[dict]:
 
 def test_every_kernel_compiles_for_every_target(compiled: list[dict]) -> None:
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
-    names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms"}
+    names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "turn_back", "random_keys"}
     assert found == {(name, target) for name in names for target in LIMIT}
 
 
@@ -40,6 +40,7 @@ def test_no_register_is_spilled_and_shared_memory_suffices(compiled: list[dict])
 
 def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled: list[dict]) -> None:
     rows = [row for row in compiled if row["name"].startswith("sparse_sketch") and row["target"] != "gfx942"]
+    rows = [row for row in rows if not row["name"].endswith("of ones")]
     assert len(rows) == 10
     for row in rows:
         assert row["wide_loads"] > 0, row

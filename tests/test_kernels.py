@@ -172,6 +172,23 @@ def test_packed_as_it_is_made(kind, bits, mask):
     assert (codes != expected_codes).float().mean() < 0.002
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 130, 5])
+def test_turn_back(columns, dtype):
+    x = made(37, columns, dtype)
+    assert_close(kernels().turn_back(x, SEED), packing.turn_back(x, SEED), dtype)
+
+
+@pytest.mark.parametrize("count", [None, 0, 3, 1100, 1500])
+def test_random_keys_are_those_of_the_library(count):
+    """The sample is all that follows from the keys, so it must be the same to the last row."""
+    counted = None if count is None else torch.tensor([count], device=DEVICE)
+    keys = kernels().random_keys(SEED, 1500, counted)
+    found = torch.topk(keys, 40, largest=False, sorted=False).indices.sort().values
+    assert torch.equal(found, sample(SEED, 1500, 40, counted))
+    assert (keys >= 0).all()
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
 def test_nan_stays_in_its_group():
     z = made(5, 130)
@@ -208,6 +225,7 @@ def test_any_strides(view):
     assert_close(dense(x, "rademacher", 9, 16, {}), sketch(x, kind="rademacher", seed=SEED, rows=9, block=16))
     assert_close(kernels().row_norms(x), x.norm(dim=1))
     assert torch.equal(kernels().pack(x, 4, SEED)[1], packing.pack(x, 4, SEED)[1])
+    assert_close(kernels().turn_back(x, SEED), packing.turn_back(x, SEED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -220,6 +238,8 @@ def test_row_norms(shape, dtype):
 def test_nothing_is_a_result_too():
     assert kernels().sparse_sketch(torch.ones(5, 0, device=DEVICE), SEED, 2).shape == (2, 0)
     assert kernels().row_norms(torch.ones(0, 4, device=DEVICE)).shape == (0,)
+    assert kernels().turn_back(torch.ones(0, 4, device=DEVICE), SEED).shape == (0, 4)
+    assert kernels().random_keys(SEED, 0).shape == (0,)
     assert [t.shape for t in kernels().pack(torch.ones(0, 70, device=DEVICE), 4, SEED)] == [(0, 35), (0, 2, 2)]
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmm_linear.packing import _Draws, _turn, pack, packed_bytes, rounding_variance, turn_back, unpack
+from rmm_linear.packing import pack, packed_bytes, rounding_variance, turn_back, unpack
+from rmm_linear.rounding import Draws, turn_groups
 
 Z = 4.0
 WIDTHS = [8, 4, 2]
@@ -22,7 +23,7 @@ def restored(matrix, bits, value=0):
 
 
 def turned(matrix, value=0):
-    return _turn(matrix, _Draws.of(seed(value), 0, 64).turn)
+    return turn_groups(matrix, Draws.of(seed(value), 0, 64).turn)
 
 
 def heavy(rows, columns):

@@ -9,6 +9,8 @@ family's module; they differ from the ones stated there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -69,20 +71,56 @@ def sketch(
     """
     tokens, family = matrix.shape[0], FAMILIES[kind]
     kept = kept_rows(tokens, rows, block)
+    if mask is None and kept >= tokens:
+        return matrix
+    if matrix.device.type == "cpu":
+        return sketch_parts(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)(0, kept)
     if mask is None:
-        return matrix if kept >= tokens else family.sketch(matrix, seed, rows, block, None)
-    if matrix.device.type != "cpu":
-        compact = mask.compact(matrix)
-        if kept >= tokens:
-            return compact
-        return torch.where(mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count))
-    count = int(mask.count)
-    if count <= kept:
-        real = matrix.index_select(0, mask.order[:count])
-        return torch.cat((real, real.new_zeros(kept - count, real.shape[1])))
-    if family.local and (block is None or block >= tokens):
-        return family.sketch(matrix.index_select(0, mask.order[:count]), seed, rows, None, None)
-    return family.sketch(mask.compact(matrix), seed, rows, block, mask.count)
+        return family.sketch(matrix, seed, rows, block, None)
+    compact = mask.compact(matrix)
+    if kept >= tokens:
+        return compact
+    return torch.where(mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count))
+
+
+def sketch_parts(
+    matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None = None, mask: TokenMask | None = None
+) -> Callable[[int, int], Tensor]:
+    """Prepare to make some rows of SᵀM after others, on CPU, so that it need never exist as a whole.
+
+    Args:
+        matrix: M, shape (N, D), floating point, on CPU.
+        kind: One of :data:`KINDS`.
+        seed: int64 with one element.
+        rows: K, at least 1.
+        block: Tokens per block, or None.
+        mask: The tokens that count, or None.
+
+    Returns:
+        What makes the rows from one number up to another; together they are the result of :func:`sketch`.
+    """
+    tokens, family = matrix.shape[0], FAMILIES[kind]
+    kept = kept_rows(tokens, rows, block)
+    if mask is None and kept >= tokens:
+        return lambda begin, end: matrix[begin:end]
+    count = tokens if mask is None else int(mask.count)
+    if mask is not None and count <= kept:
+        order = mask.order[:count]
+
+        def gather(begin: int, end: int) -> Tensor:
+            real = matrix.index_select(0, order[begin:end])
+            return torch.cat((real, real.new_zeros(end - begin - len(real), real.shape[1])))
+
+        return gather
+    if mask is not None and family.local and (block is None or block >= tokens):
+        matrix, mask = matrix.index_select(0, mask.order[:count]), None
+    if mask is None and family.part is not None:
+        return family.part(matrix, seed, rows)
+    if mask is None:
+        whole = family.sketch(matrix, seed, rows, block, None)
+    else:
+        whole = family.sketch(mask.compact(matrix), seed, rows, block, mask.count)
+    return lambda begin, end: whole[begin:end]
 
 
 def variance(
@@ -110,4 +148,4 @@ def variance(
     return FAMILIES[kind].variance(mask.compact(x), mask.compact(y), rows, block, mask.count)
 
 
-__all__ = ["FAMILIES", "KINDS", "Family", "Moments", "TokenMask", "kept_rows", "sketch", "variance"]
+__all__ = ["FAMILIES", "KINDS", "Family", "Moments", "TokenMask", "kept_rows", "sketch", "sketch_parts", "variance"]

@@ -4,9 +4,9 @@ Number the tokens 0 … N−1 and cut them into ⌈N/K⌉ segments of K. Segment
 token s·K + j goes to row (j + c_s) mod K with a random sign. So two tokens of one segment never meet, two of different
 segments meet with probability 1/K, reads are contiguous, and there is no permutation and no index array.
 
-The first segment is not shifted and its signs are +1. That turns the rows of Z and flips some, the same for X and Y, and
-so leaves the estimate as it is; its shift and signs relative to the others' are as random as before. What is gained:
-the first K tokens are copied, and with N ≤ K nothing else is done.
+The first segment is not shifted and its signs are +1. That turns the rows of Z and flips some, the same for X and Y,
+and so leaves the estimate as it is; its shift and signs relative to the others' are as random as before. What is
+gained: the first K tokens are copied, and with N ≤ K nothing else is done.
 
 Random signs give E[S Sᵀ] = 1. Two tokens that meet contribute like two tokens of a dense sketch of signs, hence
 
@@ -16,6 +16,8 @@ sums over segments. N ≤ K: no collision and no noise. Cost: O(N·D), every row
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -74,23 +76,54 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
     Returns:
         Shape (K, D), dtype of ``matrix``; sums are made in float32 at least.
     """
-    tokens, columns = matrix.shape
+    tokens = matrix.shape[0]
+    if matrix.device.type == "cpu":
+        return part(matrix, seed, rows)(0, rows)
+    if tokens <= rows:
+        return _lengthened(matrix, rows)
+    # Reading the shifts on the host would wait for the device.
+    dtype = accumulator_dtype(matrix.dtype)
+    sign, shifts = signs_and_shifts(seed, tokens, rows)
+    place = destinations(shifts, tokens, rows)[rows:]
+    others = matrix[rows:].to(dtype) * sign[rows:].unsqueeze(1)
+    return matrix[:rows].to(dtype, copy=True).index_add_(0, place, others).to(matrix.dtype)
+
+
+def part(matrix: Tensor, seed: Tensor, rows: int) -> Callable[[int, int], Tensor]:
+    """Prepare to make some rows of SᵀM after others.
+
+    Args:
+        matrix: M, shape (N, D), on CPU.
+        seed: int64 with one element.
+        rows: K.
+
+    Returns:
+        What makes the rows from one number up to another, in the dtype of ``matrix``.
+    """
+    tokens = matrix.shape[0]
     dtype = accumulator_dtype(matrix.dtype)
     if tokens <= rows:
-        return torch.cat((matrix, matrix.new_zeros(rows - tokens, columns)))
+        return lambda begin, end: _lengthened(matrix[begin:end], end - begin)
     sign, shifts = signs_and_shifts(seed, tokens, rows)
-    sign = sign.to(dtype).unsqueeze(1)
-    result = matrix[:rows].to(dtype, copy=True)
-    if matrix.device.type != "cpu":
-        # Reading the shifts on the host would wait for the device.
-        place = destinations(shifts, tokens, rows)[rows:]
-        return result.index_add_(0, place, matrix[rows:].to(dtype) * sign[rows:]).to(matrix.dtype)
-    for segment, shift in enumerate(shifts.tolist()[1:], start=1):
-        first, last = segment * rows, min((segment + 1) * rows, tokens)
-        turn = min(first + rows - shift, last)  # tokens from here on wrap to row 0
-        for begin, end, row in ((first, turn, shift), (turn, last, 0)):
-            result[row : row + end - begin].addcmul_(matrix[begin:end].to(dtype), sign[begin:end])
-    return result.to(matrix.dtype)
+    sign, others = sign.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
+
+    def make(begin: int, end: int) -> Tensor:
+        result = matrix[begin:end].to(dtype, copy=True)
+        for segment, shift in others:
+            # Row r holds place r − shift of the segment; the rows before the shift hold its end.
+            for low, high, place in ((max(begin, shift), end, -shift), (begin, min(end, shift), rows - shift)):
+                first = segment * rows + low + place
+                count = min(high - low, tokens - first)
+                if count > 0:
+                    added = slice(first, first + count)
+                    result[low - begin : low - begin + count].addcmul_(matrix[added].to(dtype), sign[added])
+        return result.to(matrix.dtype)
+
+    return make
+
+
+def _lengthened(matrix: Tensor, rows: int) -> Tensor:
+    return torch.cat((matrix, matrix.new_zeros(rows - matrix.shape[0], matrix.shape[1])))
 
 
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
@@ -111,5 +144,5 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
 
 
 COUNTSKETCH = Family(
-    "countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True
+    "countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True, part=part
 )

@@ -23,6 +23,8 @@ class Family:
         blocks: Whether ``block`` means something to the family.
         local: Whether the entries of S for a token depend on the token alone, not on N, as long as ``block`` is None.
             Then zero rows at the end can be cut off without a change.
+        part: ``part(matrix, seed, rows)`` returns what makes the rows of SᵀM from one number up to another, on CPU; or
+            None, where they can only be made all at once.
 
     ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and belong to no
     token.
@@ -34,6 +36,7 @@ class Family:
     variance: Callable[[Tensor, Tensor, int, int | None, Tensor | None], Tensor]
     blocks: bool = False
     local: bool = False
+    part: Callable[[Tensor, Tensor, int], Callable[[int, int], Tensor]] | None = None
 
 
 @dataclass(frozen=True)

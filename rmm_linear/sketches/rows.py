@@ -9,6 +9,7 @@ Cost: O(K·D) and N random words; only the rows kept are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 
 import torch
@@ -55,11 +56,26 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
     Returns:
         Shape (K, D), dtype of ``matrix``.
     """
-    tokens = matrix.shape[0]
-    chosen = matrix.index_select(0, sample(seed, tokens, rows, count))
     if count is None:
-        return chosen.mul_(sqrt(tokens / rows))
+        return part(matrix, seed, rows)(0, rows)
+    chosen = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count))
     return (chosen * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
+
+
+def part(matrix: Tensor, seed: Tensor, rows: int) -> Callable[[int, int], Tensor]:
+    """Prepare to make some rows of SᵀM after others.
+
+    Args:
+        matrix: M, shape (N, D).
+        seed: int64 with one element.
+        rows: K ≤ N.
+
+    Returns:
+        What makes the rows from one number up to another.
+    """
+    tokens = matrix.shape[0]
+    chosen = sample(seed, tokens, rows)
+    return lambda begin, end: matrix.index_select(0, chosen[begin:end]).mul_(sqrt(tokens / rows))
 
 
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
@@ -79,4 +95,4 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
     return (tokens - rows) / (rows * max(tokens - 1, 1)) * (tokens * m.d - m.g)
 
 
-ROWS = Family("rows", "uniform row sampling without replacement: reads only what it keeps", sketch, variance)
+ROWS = Family("rows", "uniform row sampling without replacement: reads only what it keeps", sketch, variance, part=part)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .draws import normals, parity, signs, wide, words
 from .launch import on_device, precision, upcast
-from .packing import empty_packed, store_packed
+from .packing import empty_sketch, store_tile
 
 KINDS = ("gaussian", "rademacher", "hadamard")
 
@@ -83,11 +83,7 @@ def _dense_sketch_kernel(
                 b_s, b_m = b_s.to(tl.float32), b_m.to(tl.float32)
             b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
         b_z = b_z * factor
-    if BITS == 0:
-        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
-        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_r[:, None] & m_d[None, :])
-    else:
-        store_packed(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
+    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_ranges, BITS, PRECISION, B_D)
 
 
 def dense_sketch(
@@ -121,10 +117,7 @@ def dense_sketch(
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
     blocks = triton.cdiv(tokens, block)
-    if bits is None:
-        z, ranges = torch.empty(blocks * rows, columns, dtype=matrix.dtype, device=matrix.device), seed
-    else:
-        z, ranges = empty_packed(blocks * rows, columns, bits, matrix.device)
+    z, ranges = empty_sketch(blocks * rows, columns, bits, matrix)
     if z.numel():
         grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
         with on_device(matrix):
@@ -134,4 +127,4 @@ def dense_sketch(
                 KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
             )  # fmt: skip
-    return z if bits is None else (z, ranges)
+    return z if ranges is None else (z, ranges)

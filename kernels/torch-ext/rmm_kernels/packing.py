@@ -21,29 +21,40 @@ def _round_down(b_values):
 
 
 @triton.jit
+def _hadamard():
+    """The orthonormal Hadamard matrix of a group, float32 (64, 64)."""
+    o_j = tl.arange(0, 64).to(tl.int64)
+    return 0.125 - 0.25 * parity(o_j[:, None] & o_j[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _turn_signs(seed):
+    """The signs of a group's columns before they are turned, float32 (64,)."""
+    o_j = tl.arange(0, 64)
+    _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
+    return 1.0 - 2.0 * ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.float32)
+
+
+@triton.jit
 def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """Round one group of a tile and store its codes and range.
 
     b_z: float32 (B_K, 64). seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. m_k: rows that exist.
     i_g: number of the group. p_codes: uint8 (K, ⌈I·BITS/8⌉). p_ranges: bfloat16 (K, ⌈I/64⌉, 2).
     """
-    TOP: tl.constexpr = 2**BITS - 1
+    SHARE: tl.constexpr = (1 + 2**-18) / (2**BITS - 1)
     BYTES: tl.constexpr = 8 * BITS
     o_j = tl.arange(0, 64)
     size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
     m_j = o_j < size
     if size == 64:
-        _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
-        b_sign = 1.0 - 2.0 * ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.float32)
-        b_parity = parity(o_j.to(tl.int64)[:, None] & o_j.to(tl.int64)[None, :]).to(tl.float32)
-        b_turn = b_sign[:, None] * (0.125 - 0.25 * b_parity)
-        b_z = tl.dot(b_z, b_turn, input_precision=PRECISION)
+        b_z = tl.dot(b_z * _turn_signs(seed)[None, :], _hadamard(), input_precision=PRECISION)
     b_nan = tl.max(((b_z != b_z) & m_j[None, :]).to(tl.int32), axis=1) > 0
     b_low = tl.min(tl.where(m_j[None, :], b_z, float("inf")), axis=1)
     b_high = tl.max(tl.where(m_j[None, :], b_z, float("-inf")), axis=1)
     b_low = tl.where(b_nan, float("nan"), b_low)
     b_offset = _round_down(b_low)
-    b_scale = -_round_down(-tl.math.div_rn(b_high - b_offset, b_low * 0 + TOP))
+    b_scale = -_round_down((b_offset - b_high) * SHARE)
     o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
     tl.store(p_ranges + o_range, b_offset.to(tl.bfloat16), mask=m_k)
     tl.store(p_ranges + o_range + 1, b_scale.to(tl.bfloat16), mask=m_k)
@@ -52,11 +63,9 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     b_inverse = tl.where(b_flat, 0.0, tl.math.div_rn(b_scale * 0 + 1, tl.where(b_flat, 1.0, b_scale)))
     b_row, _, _, _ = words(seed, o_k, _STREAM)
     _, b_column, _, _ = words(seed, i_g * 64 + o_j, _STREAM)
-    b_chance = (b_row >> 9).to(tl.float32)[:, None] * 1.1920928955078125e-07
-    b_chance += (b_column >> 9).to(tl.float32)[None, :] * 1.1920928955078125e-07
-    b_chance -= tl.floor(b_chance)
+    b_chance = ((b_row >> 9)[:, None] ^ (b_column >> 9)[None, :]).to(tl.float32) * 1.1920928955078125e-07
     b_steps = (b_z - b_offset[:, None]) * b_inverse[:, None]
-    b_codes = tl.floor(tl.minimum(tl.maximum(b_steps + b_chance, 0.0), TOP))
+    b_codes = tl.floor(b_steps + b_chance)
     b_codes = tl.where(b_nan[:, None], 0.0, b_codes)
     # Byte i of the group holds the elements i, i + h, …, h bytes in all: a product with powers of two, which is exact.
     h = (size * BITS + 7) // 8
@@ -67,6 +76,24 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
         b_codes = tl.dot(b_codes.to(tl.float16), b_join.to(tl.float16))
     p_bytes = p_codes + o_k[:, None] * ((n_columns * BITS + 7) // 8) + i_g * BYTES + o_b[None, :]
     tl.store(p_bytes, b_codes.to(tl.int32).to(tl.uint8), mask=m_k[:, None] & (o_b < h)[None, :])
+
+
+@triton.jit
+def store_tile(
+    b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges,
+    BITS: tl.constexpr, PRECISION: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a sketch, packed if BITS is not 0.
+
+    b_z: float32 (B_K, B_D). o_k: int64 (B_K,). m_k: rows that exist. i_d: int64, number of the tile among the columns.
+    p_z: (K, n_columns), or codes. p_ranges: see store_packed.
+    """
+    if BITS == 0:
+        o_d = i_d * B_D + tl.arange(0, B_D)
+        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
+        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_d < n_columns)[None, :])
+    else:
+        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
 
 
 @triton.jit
@@ -113,10 +140,32 @@ def _unpack_kernel(
     tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
-def empty_packed(rows: int, columns: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and ranges of a matrix, not filled."""
-    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=device)
-    return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=device)
+@triton.jit
+def _turn_back_kernel(
+    p_m, p_seed, p_z, n_rows, n_columns, stride, PRECISION: tl.constexpr, B_K: tl.constexpr
+):  # fmt: skip
+    """One tile of B_K rows and one group.
+
+    p_m: (O, I), rows ``stride`` apart. p_seed: int64 (1,). p_z: (O, I), contiguous.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_z = (o_k < n_rows)[:, None] & (o_j < n_columns)[None, :]
+    b_z = tl.load(p_m + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+    if n_columns - i_g * 64 >= 64:
+        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _turn_signs(tl.load(p_seed))[None, :]
+    tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
+
+
+def empty_sketch(
+    rows: int, columns: int, bits: int | None, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A sketch in the dtype of another tensor and no ranges, or codes and ranges; not filled."""
+    if bits is None:
+        return torch.empty(rows, columns, dtype=like.dtype, device=like.device), None
+    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=like.device)
+    return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=like.device)
 
 
 def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +181,7 @@ def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Ten
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
-    codes, ranges = empty_packed(rows, columns, bits, matrix.device)
+    codes, ranges = empty_sketch(rows, columns, bits, matrix)
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(matrix):
@@ -163,3 +212,25 @@ def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, d
         with on_device(codes):
             _unpack_kernel[grid](codes, ranges, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
     return matrix
+
+
+def turn_back(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """Undo the turn of a matrix's whole groups of 64 columns.
+
+    Args:
+        matrix: A result of ``unpack``, or a product of any matrix with it, shape (O, I), any row stride.
+        seed: The seed it was packed with, int64, shape (1,).
+
+    Returns:
+        Shape (O, I), dtype of ``matrix``.
+    """
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    rows, columns = matrix.shape
+    result = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device)
+    if result.numel():
+        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        with on_device(matrix):
+            _turn_back_kernel[grid](
+                matrix, seed, result, rows, columns, matrix.stride(0), PRECISION=precision(), B_K=32, num_warps=4
+            )
+    return result

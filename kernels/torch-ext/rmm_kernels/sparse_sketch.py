@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .draws import signs, wide, words
 from .launch import on_device, precision
-from .packing import empty_packed, store_packed
+from .packing import empty_sketch, store_tile
 
 
 @triton.jit
@@ -46,11 +46,7 @@ def _sparse_sketch_kernel(
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
         b_z = b_m.to(tl.float32) * b_scale[:, None]
-    if BITS == 0:
-        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
-        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & m_d[None, :])
-    else:
-        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
+    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION, B_D)
 
 
 def sparse_sketch(
@@ -81,13 +77,9 @@ def sparse_sketch(
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
-    if bits is None:
-        z, ranges = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device), seed
-        tile = (16, 128)
-    else:
-        z, ranges = empty_packed(rows, columns, bits, matrix.device)
-        tile = (32, 64)
-    if rows and columns:
+    z, ranges = empty_sketch(rows, columns, bits, matrix)
+    tile = (16, 128) if bits is None else (32, 64)
+    if z.numel():
         grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
         with on_device(matrix):
             _sparse_sketch_kernel[grid](
@@ -96,4 +88,4 @@ def sparse_sketch(
                 HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 B_K=tile[0], B_D=tile[1], num_warps=4,
             )  # fmt: skip
-    return z if bits is None else (z, ranges)
+    return z if ranges is None else (z, ranges)

@@ -1,0 +1,104 @@
+"""The compiled code gives what plain PyTorch gives, and leaves it the work where it cannot be used."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from rmm_linear import native, packing
+from rmm_linear.sketches.philox import philox
+
+SEED = torch.tensor([-123456789012345678])
+
+
+@pytest.fixture
+def plainly(monkeypatch):
+    """Run something in plain PyTorch."""
+
+    def run(function):
+        with monkeypatch.context() as context:
+            context.setenv("RMM_BACKEND", "torch")
+            assert not native.applies_to(SEED)
+            return function()
+
+    return run
+
+
+def test_it_is_built_where_there_is_a_compiler():
+    """Else the other tests of this file would compare plain PyTorch with itself."""
+    assert native.applies_to(SEED) == (shutil.which("cc") is not None or shutil.which("gcc") is not None)
+
+
+@pytest.mark.parametrize("stream", [0, 3, 2**32 - 1])
+def test_random_numbers_are_the_same_to_the_bit(stream, plainly):
+    offset = torch.cat((torch.arange(100), torch.tensor([2**32 - 1, 2**32, 2**62]))).view(103, 1)
+    expected = plainly(lambda: philox(SEED, offset, stream))
+    for found, word in zip(philox(SEED, offset, stream), expected, strict=True):
+        assert found.shape == offset.shape
+        assert torch.equal(found, word)
+    strided = torch.arange(40)[::3]
+    assert torch.equal(philox(SEED, strided)[1], plainly(lambda: philox(SEED, strided)[1]))
+    assert philox(SEED, torch.arange(0))[0].shape == (0,)
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("shape", [(300, 768), (37, 130), (5, 64), (3, 63), (4, 5), (2, 1), (0, 70), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_packing_is_the_same(bits, shape, dtype, plainly):
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    codes, ranges = packing.pack(z, bits, SEED)
+    expected_codes, expected_ranges = plainly(lambda: packing.pack(z, bits, SEED))
+    # The turn's sums are made in another order: an element on the edge of a step can fall to either side, and a range
+    # whose ends differ in their last bit can be rounded to the next number.
+    assert (codes != expected_codes).sum() <= max(1, 0.002 * codes.numel())
+    assert (ranges != expected_ranges).sum() <= 0.002 * ranges.numel()
+    found = packing.unpack(expected_codes, expected_ranges, SEED, bits, shape[1], dtype)
+    expected = plainly(lambda: packing.unpack(expected_codes, expected_ranges, SEED, bits, shape[1], dtype))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_odd_values_are_packed_the_same(bits, plainly):
+    z = torch.randn(6, 200)
+    z[0], z[1], z[2, 70] = 0, -1.2345, math.nan
+    z[3] *= 2.0**100
+    z[4] *= 2.0**-100
+    codes, ranges = packing.pack(z, bits, SEED)
+    expected_codes, expected_ranges = plainly(lambda: packing.pack(z, bits, SEED))
+    assert torch.equal(ranges.isnan(), expected_ranges.isnan())
+    assert ranges.isnan().any(-1).sum() == 1
+    finite = torch.tensor([0, 1, 3, 4, 5])
+    torch.testing.assert_close(ranges[finite], expected_ranges[finite], rtol=2**-7, atol=0)
+    assert (codes[finite] != expected_codes[finite]).float().mean() < 0.01
+    z[5, 199] = math.inf
+    with pytest.raises(ValueError, match="got an infinity"):
+        packing.pack(z, bits, SEED)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda m: m[:, 3:133], lambda m: m[::2], lambda m: m.T, lambda m: m[:1].expand(9, -1)]
+)
+def test_any_strides(view, plainly):
+    z = view(torch.randn(150, 150, generator=torch.Generator().manual_seed(2)))
+    codes, _ = packing.pack(z, 4, SEED)
+    assert (codes != plainly(lambda: packing.pack(z, 4, SEED))[0]).float().mean() < 0.002
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_the_rows(threads, monkeypatch):
+    z = torch.randn(1001, 600, generator=torch.Generator().manual_seed(3))
+    expected = packing.pack(z, 4, SEED)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert all(map(torch.equal, packing.pack(z, 4, SEED), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tensors_that_are_not_plain_are_left_to_pytorch():
+    assert not native.applies_to(SEED, torch.empty(2, device="meta"))
+    assert not native.applies_to(torch.nn.Parameter(torch.ones(2)))

@@ -1,0 +1,202 @@
+"""The operators: what PyTorch asks of them, which code runs them, and a layer on the kernels as on plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rmm_linear import RMMConfig, ops, packing, sketched_linear
+from rmm_linear.kept import Recipe, keep
+from rmm_linear.sketches import KINDS, TokenMask, kept_rows, sketch
+
+SEED = torch.tensor([77])
+BLOCKS = [(kind, None) for kind in KINDS] + [("gaussian", 9), ("rademacher", 9)]
+needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
+
+
+def made(tokens=40, columns=70, dtype=torch.float32):
+    return torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+def ranks(name, tokens=40):
+    if name == "all":
+        return ()
+    mask = TokenMask.of(torch.arange(tokens) % (3 if name == "some" else 16) == 1)
+    return mask.order, mask.count
+
+
+@pytest.mark.parametrize("mask", ["all", "some", "few"])
+@pytest.mark.parametrize(("kind", "block"), BLOCKS)
+def test_operators_keep_pytorchs_rules(kind, block, mask):
+    torch.library.opcheck(ops.sketch, (made(), SEED, kind, 7, block, *ranks(mask)))
+    torch.library.opcheck(ops.packed_sketch, (made(), SEED, kind, 7, 4, block, *ranks(mask)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [40, 60])
+def test_operators_that_keep_every_row_return_tensors_of_their_own(rows, dtype):
+    x = made(dtype=dtype)
+    torch.library.opcheck(ops.sketch, (x, SEED, "countsketch", rows))
+    torch.library.opcheck(ops.sketch, (x, SEED, "rademacher", 39, 9, *ranks("some")))
+    torch.library.opcheck(ops.packed_sketch, (x, SEED, "countsketch", rows, 8))
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [130, 5, 64])
+def test_the_product_keeps_pytorchs_rules(bits, dtype, columns):
+    codes, ranges = packing.pack(made(20, columns), bits, SEED)
+    torch.library.opcheck(ops.unpacked_product, (made(20, 9, dtype), codes, ranges, SEED, bits, columns))
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_the_product_in_parts_is_the_product(bits, monkeypatch):
+    y = made(300, 9)
+    codes, ranges = packing.pack(made(300, 130), bits, SEED)
+    whole = y.T @ packing.unpack(codes, ranges, SEED, bits, 130, y.dtype)
+    torch.testing.assert_close(ops.unpacked_product(y, codes, ranges, SEED, bits, 130), whole, rtol=1e-4, atol=1e-4)
+    for name in ("_CHUNK", "_COMPILED_CHUNK"):
+        monkeypatch.setattr(packing, name, 130 * 37)
+    assert len(list(packing.row_parts(300, 130, codes))) == 9
+    torch.testing.assert_close(ops.unpacked_product(y, codes, ranges, SEED, bits, 130), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["all", "some", "few"])
+@pytest.mark.parametrize(("kind", "block"), BLOCKS)
+def test_a_sketch_packed_in_parts_is_the_packed_sketch(kind, block, mask, monkeypatch):
+    x, more = made(), ranks(mask)
+    z = sketch(x, kind=kind, seed=SEED, rows=13, block=block, mask=TokenMask(*more) if more else None)
+    expected = packing.pack(z, 4, SEED)
+    for name in ("_CHUNK", "_COMPILED_CHUNK"):
+        monkeypatch.setattr(packing, name, 70 * 4)
+    found = ops.packed_sketch(x, SEED, kind, 13, 4, block, *more)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "flops"),
+    [
+        ("countsketch", None, 40 * 70),
+        ("rows", None, 8 * 70),
+        ("gaussian", None, 2 * 40 * 70 * 8),
+        ("rademacher", 10, 2 * 40 * 70 * 2),
+        ("hadamard", None, round(40 * 70 * math.log2(40))),
+    ],
+)
+def test_operations_are_counted(kind, block, flops):
+    with FlopCounterMode(display=False) as counter:
+        ops.sketch(made(), SEED, kind, 8, block)
+    assert counter.get_total_flops() == flops
+    with FlopCounterMode(display=False) as counter:
+        ops.packed_sketch(made(), SEED, kind, 8, 4, block)
+    assert counter.get_total_flops() == flops + 2 * 64 * 8 * 70
+
+
+def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
+    x, weight = made(400, 70).requires_grad_(), torch.randn(9, 70, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        sketched_linear(x, weight, config=RMMConfig(ratio=0.1, min_rows=1), seed=1).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 400 * 70 * 9) + 2 * 40 * 70 * 9 + 400 * 70 + 400 * 9
+
+
+@pytest.mark.parametrize("value", ["cuda", "", "Triton"])
+def test_another_backend_is_refused(value, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", value)
+    with pytest.raises(ValueError, match=f"RMM_BACKEND must be auto, torch or triton, got '{value}'"):
+        ops.sketch(made(), SEED, "countsketch", 7)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels that run, in order."""
+    from rmm_linear import _triton
+
+    names = []
+
+    class Recorded:
+        def __getattr__(self, name):
+            def run(*args, **options):
+                names.append(name)
+                return getattr(kernels, name)(*args, **options)
+
+            return run
+
+    kernels = _triton.kernels()
+    monkeypatch.setattr(_triton, "kernels", Recorded)
+    return names
+
+
+@needs_triton
+def test_the_processor_runs_pytorch_unless_asked(calls, monkeypatch):
+    for value in (None, "auto", "torch"):
+        if value is not None:
+            monkeypatch.setenv("RMM_BACKEND", value)
+        ops.packed_sketch(made(), SEED, "countsketch", 7, 4)
+    assert calls == []
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("countsketch", torch.float32, ["sparse_sketch"]),
+        ("rows", torch.float16, ["random_keys", "sparse_sketch"]),
+        ("gaussian", torch.float32, ["dense_sketch"]),
+        ("rademacher", torch.bfloat16, ["dense_sketch"]),
+        ("hadamard", torch.float32, ["random_keys", "dense_sketch"]),
+        ("dct", torch.float32, []),
+        ("countsketch", torch.float64, []),
+    ],
+)
+def test_kernels_run_when_asked_where_there_is_one(kind, dtype, expected, calls, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    ops.sketch(made(dtype=dtype), SEED, kind, 7)
+    assert calls == expected
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("mask", ["all", "some", "few"])
+@pytest.mark.parametrize(("kind", "block"), BLOCKS)
+def test_a_layer_on_the_kernels_is_the_layer(kind, block, mask, bits, monkeypatch):
+    """Same seed, same S: the gradients differ by rounding, and where codes fall to the other side of a step."""
+    config = RMMConfig(kind=kind, ratio=0.2, bits=bits, block=block, min_rows=1)
+    token_mask = None if mask == "all" else torch.arange(40) % (3 if mask == "some" else 16) == 1
+    y = made(40, 6) if token_mask is None else made(40, 6) * token_mask.unsqueeze(1)
+    gradients = {}
+    for backend in ("torch", "triton"):
+        monkeypatch.setenv("RMM_BACKEND", backend)
+        weight = made(6, 70).requires_grad_()
+        sketched_linear(made(), weight, config=config, seed=5, token_mask=token_mask).backward(y)
+        gradients[backend] = weight.grad
+    error = (gradients["torch"] - gradients["triton"]).norm() / gradients["torch"].norm()
+    assert error <= (1e-5 if bits is None else 2e-2), error
+
+
+@needs_triton
+@pytest.mark.parametrize("mask", ["all", "some", "few"])
+@pytest.mark.parametrize("rows", [39, 40, 60])
+@pytest.mark.parametrize(("kind", "block"), [("countsketch", None), ("rows", None), ("rademacher", 9)])
+def test_kernels_keep_the_same_rows(kind, block, rows, mask, monkeypatch):
+    """Near K = N, where blocks round K up."""
+    x, more = made(), ranks(mask)
+    expected = ops.sketch(x, SEED, kind, rows, block, *more)
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    found = ops.sketch(x, SEED, kind, rows, block, *more)
+    assert found.shape == (kept_rows(40, rows, block), 70)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    codes, ranges = ops.packed_sketch(x, SEED, kind, rows, 8, block, *more)
+    torch.testing.assert_close(packing.unpack(codes, ranges, SEED, 8, 70, x.dtype), expected, rtol=0, atol=0.2)
+
+
+def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
+    """A number would be the same in every replay; the device's generator moves on."""
+    x, recipe = made(), Recipe("countsketch", 7)
+    assert [int(keep(x, recipe, 5)[-1]) for _ in range(2)] == [5, 5]
+    monkeypatch.setattr("rmm_linear.kept._is_capturing", lambda device: True)
+    seeds = {int(keep(x, recipe, 5)[-1]) for _ in range(3)}
+    assert len(seeds) == 3
