@@ -48,7 +48,7 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
     m_j = o_j < size
     if size == 64:
-        b_z = tl.dot(b_z * _turn_signs(seed)[None, :], _hadamard(), input_precision=PRECISION)
+        b_z = tl.dot(b_z, _turn_signs(seed)[:, None] * _hadamard(), input_precision=PRECISION)
     b_nan = tl.max(((b_z != b_z) & m_j[None, :]).to(tl.int32), axis=1) > 0
     b_low = tl.min(tl.where(m_j[None, :], b_z, float("inf")), axis=1)
     b_high = tl.max(tl.where(m_j[None, :], b_z, float("-inf")), axis=1)
