@@ -36,7 +36,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
         The cases: torch on the CPU, Triton on cuda.
     """
     if tiny:
-        runs = [((192, 64), "float32")]
+        runs = [((96, 64), "float32")]
     elif device == "cpu":
         runs = [((tokens, 768), dtype) for dtype in ("float32", "bfloat16") for tokens in (1024, 4096, 16384)]
     else:
@@ -50,6 +50,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             dtype,
             (tokens, columns),
             check=min(tokens, 1024) if device == "cpu" else tokens,
+            rounds=1 if tiny else 5,
             tiny=tiny,
             backend="torch" if device == "cpu" else "triton",
         )

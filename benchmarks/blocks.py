@@ -59,7 +59,11 @@ class EncoderLayer(_Layer):
         self.heads = heads
         self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
         self.attention_output, self.attention_norm = nn.Linear(hidden, hidden), nn.LayerNorm(hidden)
-        self.intermediate, self.output, self.norm = nn.Linear(hidden, inner), nn.Linear(inner, hidden), nn.LayerNorm(hidden)
+        self.intermediate, self.output, self.norm = (
+            nn.Linear(hidden, inner),
+            nn.Linear(inner, hidden),
+            nn.LayerNorm(hidden),
+        )
 
     def body(self, hidden: Tensor) -> Tensor:
         """Apply the layer.

@@ -76,7 +76,9 @@ def projection(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     Returns:
         The projection.
     """
-    inner = sum(float((a.flatten().float() @ b.flatten().float()).double()) for a, b in zip(found, expected, strict=True))
+    inner = sum(
+        float((a.flatten().float() @ b.flatten().float()).double()) for a, b in zip(found, expected, strict=True)
+    )
     return inner / sum(float(b.float().square().sum(dtype=torch.float64)) for b in expected)
 
 

@@ -131,7 +131,9 @@ def _parity(out: Path, device: str, tiny: bool, timeout: float) -> list[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("comparison", "what", "error", "limit", "status"))
-    writer.writerows((title, what, f"{error:.3g}", f"{limit:.3g}", status) for title, what, error, limit, status in rows)
+    writer.writerows(
+        (title, what, f"{error:.3g}", f"{limit:.3g}", status) for title, what, error, limit, status in rows
+    )
     write_text(out / f"parity-{device}.csv", buffer.getvalue())
     return [f"parity: {r[0]}, {r[1]}: {r[4]}, error {r[2]:.3g}, limit {r[3]:.3g}" for r in rows if r[4] != "ok"]
 

@@ -42,7 +42,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             # On a CPU, an eighth of the tokens makes the gate as dear as one run instead of seven.
             check=min(shape[0], 512) if device == "cpu" else shape[0],
             ratio=ratio,
-            rounds=5 if ratio == 0.1 else 3,
+            rounds=2 if tiny else 5 if ratio == 0.1 else 3,
             tiny=tiny,
         )
         for shape, dtype in runs

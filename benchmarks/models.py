@@ -48,6 +48,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             "float32" if device == "cpu" else "bfloat16",
             (batch, length),
             check=batch if device == "cuda" or tiny else 2,
+            rounds=2 if tiny else 5,
             tiny=tiny,
         )
         for name, (batch, length) in sizes.items()
@@ -121,7 +122,7 @@ def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _roberta(tiny: bool) -> nn.Module:
-    sizes = {"hidden": 32, "layers": 4, "heads": 2, "inner": 64} if tiny else {}
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "inner": 64} if tiny else {}
     sizes = {"hidden": 768, "layers": 12, "heads": 12, "inner": 3072} | sizes
     vocabulary = 50 if tiny else 50265
     if importlib.util.find_spec("transformers") is None:
@@ -206,8 +207,8 @@ def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
     if _is_llama(case):
         hidden = model(**batch).last_hidden_state
         return hidden.float().square().mean(), hidden
-    half = torch.autocast(case.device, case.torch_dtype)
-    with half if case.dtype != "float32" else contextlib.nullcontext():
+    half = case.dtype != "float32"
+    with torch.autocast(case.device, case.torch_dtype) if half else contextlib.nullcontext():
         found = model(**batch)
         return found.loss, found.logits
 

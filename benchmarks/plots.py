@@ -70,7 +70,9 @@ def plot_linear(rows: Sequence[Row]) -> Any:
         ratios = sorted({row.ratio for row in here})
         axis.plot(ratios, [(2 + ratio) / 3 for ratio in ratios], color="0.4", linewidth=4, alpha=0.5)
         axis.axhline(1, color="black", linewidth=1)
-        axis.set(xscale="log", yscale="log", title=f"{case}, {dtype}", xlabel="kept: rows (packed: bytes) of the input's")
+        axis.set(
+            xscale="log", yscale="log", title=f"{case}, {dtype}", xlabel="kept: rows (packed: bytes) of the input's"
+        )
         axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
         axis.set_ylabel("forward + backward, time by nn.Linear's")
         _plain_ticks(axis, [r.relative for r in here if r.relative] + [0.6, 1.0])
@@ -139,7 +141,9 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axis.set_ylabel("bytes that must be moved per second, GB/s")
         _plain_ticks(axis, [y for found in points.values() for _, y in found if y])
-    handles = [_handle(styles[provider], _title(provider)) for provider in providers] + [_limit_handle("copy: the limit")]
+    handles = [_handle(styles[provider], _title(provider)) for provider in providers] + [
+        _limit_handle("copy: the limit")
+    ]
     return _finished(figure, rows, handles, "Bandwidth of the kernels")
 
 

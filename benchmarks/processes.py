@@ -10,6 +10,14 @@ from typing import Any
 
 import torch
 
+# What a server imports before it is forked; modules that are not there are left out.
+_PRELOAD = [
+    "benchmarks.suites",
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.roberta.modeling_roberta",
+]
+
 
 class ProcessError(RuntimeError):
     """A call in a process of its own raised, crashed or took too long."""
@@ -29,9 +37,9 @@ def call(function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) 
     Raises:
         ProcessError: If the call raised (with its traceback), ended its process, or took too long.
     """
-    # A server that has imported everything but never touched a device is forked: a process then takes milliseconds.
+    # A server that has imported everything but never touched a device is forked: a process then takes no seconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.suites"])
+    context.set_forkserver_preload(_PRELOAD)
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(there, torch.get_num_threads(), function, arguments))
     process.start()

@@ -107,9 +107,7 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     return kept, measured.bytes
 
 
-def _row(
-    case: Case, title: str, status: str, times: dict[str, list[float]], ready: dict[str, Setup], seed: int
-) -> Row:
+def _row(case: Case, title: str, status: str, times: dict[str, list[float]], ready: dict[str, Setup], seed: int) -> Row:
     row = Row(case.suite, case.name, title, case.dtype, case.ratio, status or "ok", seed=seed)
     if title not in times:
         return row
