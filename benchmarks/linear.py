@@ -91,7 +91,7 @@ def setup(case: Case, provider: str) -> Setup:
     Returns:
         Its setup.
     """
-    tokens, inputs, outputs = case.sizes
+    tokens, inputs, _outputs = case.sizes
     layer = _layer(case, provider)
     x, y = _inputs(case, tokens)
 

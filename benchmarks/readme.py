@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.linear import REFERENCE
 from benchmarks.records import RESULTS, ROOT, Row, read_rows
 
 README = ROOT / "README.md"
@@ -74,7 +75,7 @@ def update(*, check: bool, readme: Path = README, results: Path = RESULTS) -> bo
 
 def _source(row: Row, device: str, suite: str) -> str:
     what = {
-        "linear": "Forward and backward pass of one layer (N x I -> O) by nn.Linear's time, and bytes kept by its bytes",
+        "linear": "Forward and backward pass of a layer (N x I -> O) by nn.Linear's time, and bytes kept by its bytes",
         "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and memory",
         "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix",
     }[suite]
@@ -117,9 +118,10 @@ def _layers(rows: Sequence[Row]) -> str:
     for row in rows:
         text = _failed(row)
         if row.relative is not None and row.median is not None:
-            text = f"{row.median * 1e3:.3g} ms" if row.relative == 1 else f"{row.relative:.2f}"
-            base = next(r.kept_bytes for r in rows if _column(r) == _column(row) and r.relative == 1)
-            if base and row.kept_bytes and row.relative != 1:
+            reference = row.provider == REFERENCE
+            text = f"{row.median * 1e3:.3g} ms" if reference else f"{row.relative:.2f}"
+            base = next(r.kept_bytes for r in rows if _column(r) == _column(row) and r.provider == REFERENCE)
+            if base and row.kept_bytes and not reference:
                 text += f" ({row.kept_bytes / base:.0%})"
         cell[row.provider, _column(row)] = text
     return _pivot(rows, cell)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
