@@ -87,12 +87,12 @@ def _shown(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         share = row.relative if row.relative is not None else row.copy_share
-        quartiles = "" if row.lower is None or row.upper is None else f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}"
-        lines.append((
-            row.case, row.dtype, f"{row.ratio:g}", row.provider, "" if row.median is None else f"{row.median * 1e3:.4g}",
-            quartiles, "" if share is None else f"{share:.3f}", f"{row.kept_bytes or '':,}" if row.kept_bytes else "",
-            row.status,
-        ))  # fmt: skip
+        times = ("", "")
+        if row.median is not None and row.lower is not None and row.upper is not None:
+            times = (f"{row.median * 1e3:.4g}", f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}")
+        kept = "" if row.kept_bytes is None else f"{row.kept_bytes:,}"
+        of_reference = "" if share is None else f"{share:.3f}"
+        lines.append((row.case, row.dtype, f"{row.ratio:g}", row.provider, *times, of_reference, kept, row.status))
     return table(header, lines)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import parity
+from benchmarks.checks import poisoned_outputs
 from benchmarks.processes import ProcessError, call
 from benchmarks.records import Row, environment, read_rows, write_rows
 from benchmarks.runner import run_cases
@@ -106,7 +107,7 @@ def parity_part(device: str, titles: Sequence[str]) -> list[tuple[str, str, floa
     rows = []
     for title in titles:
         try:
-            with parity.poisoned_outputs():
+            with poisoned_outputs():
                 checks = known[title](device)
             rows += [(title, c.what, c.error, c.limit, "ok" if c.ok else "failed") for c in checks]
         except Exception as error:

@@ -91,9 +91,8 @@ def setup(case: Case, provider: str) -> Setup:
     Returns:
         Its setup.
     """
-    tokens, inputs, _outputs = case.sizes
     layer = _layer(case, provider)
-    x, y = _inputs(case, tokens)
+    x, y = _inputs(case, case.sizes[0])
 
     def forward() -> Tensor:
         return layer(x)
@@ -137,8 +136,7 @@ def _inputs(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
 def _outcome(layer: nn.Linear, x: Tensor, y: Tensor) -> Outcome:
     output = layer(x)
     gradients = torch.autograd.grad(output, (x, layer.bias, layer.weight), y)
-    exact = dict(zip(("output", "dX", "db"), (output.detach(), *gradients[:2]), strict=True))
-    return Outcome(exact, [gradients[2]])
+    return Outcome({"output": output.detach(), "dX": gradients[0], "db": gradients[1]}, [gradients[2]])
 
 
 @functools.lru_cache(maxsize=1)

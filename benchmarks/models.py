@@ -138,9 +138,10 @@ def _roberta(tiny: bool) -> nn.Module:
         intermediate_size=sizes["inner"],
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        attn_implementation="sdpa",
     )
-    return RobertaForSequenceClassification(config)
+    model = RobertaForSequenceClassification(config)
+    model.set_attn_implementation("sdpa")
+    return model
 
 
 def _llama(tiny: bool) -> nn.Module:
@@ -157,9 +158,9 @@ def _llama(tiny: bool) -> nn.Module:
         num_attention_heads=sizes["heads"],
         intermediate_size=sizes["inner"],
         use_cache=False,
-        attn_implementation="sdpa",
     )
     model = LlamaModel(config)
+    model.set_attn_implementation("sdpa")
     model.embed_tokens.requires_grad_(False)
     return model
 
@@ -188,7 +189,7 @@ def _checkpoint(model: nn.Module, count: int) -> None:
     if enable is not None:
         enable({"use_reentrant": False})
     for place, layer in enumerate(_layers(model)):
-        layer.gradient_checkpointing = place < count
+        layer.__dict__["gradient_checkpointing"] = place < count
 
 
 def _batch(case: Case, sequences: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Every kernel against its plain-torch reference with the same seed; the tests and ``python -m benchmarks gpu`` share it.
+"""Every kernel against its plain-torch reference with the same seed, for the tests and ``python -m benchmarks gpu``.
 
 A comparison gives checks: an error and the limit that it must not pass. Numbers that S decides are compared bit for
 bit, sums up to rounding.
@@ -6,183 +6,23 @@ bit, sums up to rounding.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.gate import relative_error
+from benchmarks.checks import DTYPES, MASKS, SHAPES, VIEWS, Check, Inputs, close, same
 from rmm_linear import packing
 from rmm_linear._triton import kernels
-from rmm_linear.sketches import TokenMask, sketch
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches import sketch
 from rmm_linear.sketches.rows import sample
-from rmm_linear.sketches.transforms import next_power_of_two
-
-SEED = -123456789012345678
-SHAPES = [(60, 17, 70), (50, 7, 130), (33, 32, 1), (9, 1, 64)]  # N, K, D: nothing is a multiple of a tile
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MASKS: dict[str, Callable[[int], Tensor] | None] = {
-    "all": None,
-    "some": lambda tokens: torch.arange(tokens) % 5 != 1,
-    "few": lambda tokens: torch.arange(tokens) % 16 == 3,  # n ≤ K for the larger K
-    "none": torch.zeros,
-}
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "columns": lambda m: m[:, 3:43],
-    "every second row": lambda m: m[::2, :40],
-    "transposed": lambda m: m[:40].T,
-}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One error and its limit.
-
-    Attributes:
-        what: What was compared.
-        error: Relative RMS error, or share of elements that differ.
-        limit: The most it may be.
-    """
-
-    what: str
-    error: float
-    limit: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is a number within its limit."""
-        return self.error <= self.limit
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Makes what kernels take, on one device."""
-
-    device: str
-
-    @property
-    def seed(self) -> Tensor:
-        """The seed, int64, shape (1,)."""
-        return torch.tensor([SEED], device=self.device)
-
-    def matrix(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return normal numbers that follow from the shape.
-
-        Args:
-            tokens: N.
-            columns: D.
-            dtype: dtype of the result.
-
-        Returns:
-            Shape (N, D).
-        """
-        generator = torch.Generator().manual_seed(tokens + columns)
-        return torch.randn(tokens, columns, generator=generator).to(dtype).to(self.device)
-
-    def mask(self, name: str, tokens: int) -> tuple[TokenMask | None, dict[str, Tensor]]:
-        """Return a mask, and the keywords that the kernels take it by.
-
-        Args:
-            name: One of :data:`MASKS`.
-            tokens: N.
-
-        Returns:
-            The mask, None for all, and the keywords.
-        """
-        make = MASKS[name]
-        if make is None:
-            return None, {}
-        mask = TokenMask.of(make(tokens).to(self.device))
-        return mask, {"order": mask.order, "count": mask.count}
-
-    def dense(self, x: Tensor, kind: str, rows: int, block: int | None, options: dict[str, Any], **more: Any) -> Any:
-        """Call ``dense_sketch`` with the arguments of :func:`rmm_linear.sketches.sketch`.
-
-        Args:
-            x: Shape (N, D).
-            kind: Kind of the sketch.
-            rows: K.
-            block: Tokens per block, or None.
-            options: The mask's keywords.
-            **more: Other keywords.
-
-        Returns:
-            What the kernel returns.
-        """
-        size, _, rows_per_block = block_rows(x.shape[0], rows, block)
-        if kind == "hadamard":
-            more["index"] = sample(self.seed, next_power_of_two(x.shape[0]), rows)
-        return kernels().dense_sketch(x, self.seed, kind, size, rows_per_block, **options, **more)
-
-
-@contextlib.contextmanager
-def poisoned_outputs() -> Iterator[None]:
-    """Start outputs as NaN and 255, so that an element that no kernel writes is seen."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        tensor = empty(*size, **options)
-        return tensor.fill_(math.nan if tensor.is_floating_point() else 255) if tensor.dtype != torch.int64 else tensor
-
-    with mock.patch.object(torch, "empty", poisoned):
-        yield
-
-
-def close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> Check:
-    """Compare numbers up to rounding.
-
-    Args:
-        what: What is compared.
-        found: The kernel's result.
-        expected: The reference's.
-        dtype: The dtype that was computed in, which both must have.
-
-    Returns:
-        The check.
-    """
-    limit = 1e-5 if dtype == torch.float32 else 5e-3
-    if dtype == torch.bfloat16 and found.device.type == "cpu":
-        limit = 1e-2  # the interpreter cuts float32 off to bfloat16 instead of rounding it, which doubles the error
-    error = relative_error(found, expected) if found.dtype == expected.dtype else math.inf
-    return Check(what, error, limit)
-
-
-def same(what: str, found: Tensor, expected: Tensor, limit: float = 0.0) -> Check:
-    """Compare elements bit for bit.
-
-    Args:
-        what: What is compared.
-        found: The kernel's result.
-        expected: The reference's.
-        limit: Share of elements that may differ.
-
-    Returns:
-        The check; NaN is different from itself.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return Check(what, math.inf, limit)
-    return Check(what, float((found != expected).double().mean()) if found.numel() else 0.0, limit)
 
 
 def countsketch(device: str, shape: tuple[int, int, int], mask: str, dtype: torch.dtype) -> list[Check]:
-    """Compare CountSketch on normal numbers.
-
-    Args:
-        device: Where.
-        shape: N, K, D.
-        mask: One of :data:`MASKS`.
-        dtype: dtype of the matrix.
-
-    Returns:
-        The checks.
-    """
+    """Compare CountSketch on normal numbers."""
     make, (tokens, rows, columns) = Inputs(device), shape
     x, (ranks, options) = make.matrix(tokens, columns, dtype), make.mask(mask, tokens)
     found = kernels().sparse_sketch(x, make.seed, rows, **options)
@@ -190,15 +30,7 @@ def countsketch(device: str, shape: tuple[int, int, int], mask: str, dtype: torc
 
 
 def whole_numbers(device: str, mask: str) -> list[Check]:
-    """Compare CountSketch where sums are exact, so one wrong sign or row in S would show.
-
-    Args:
-        device: Where.
-        mask: One of :data:`MASKS`.
-
-    Returns:
-        The checks.
-    """
+    """Compare CountSketch where sums are exact, so one wrong sign or row in S would show."""
     make = Inputs(device)
     x = torch.arange(1, 301, device=device, dtype=torch.float32).view(150, 2)
     ranks, options = make.mask(mask, 150)
@@ -207,16 +39,7 @@ def whole_numbers(device: str, mask: str) -> list[Check]:
 
 
 def gathered(device: str, shape: tuple[int, int, int], mask: str) -> list[Check]:
-    """Compare rows gathered by index and scale with the family ``rows``.
-
-    Args:
-        device: Where.
-        shape: N, K, D.
-        mask: One of :data:`MASKS`.
-
-    Returns:
-        The checks.
-    """
+    """Compare rows gathered by index and scale with the family ``rows``."""
     make, (tokens, rows, columns) = Inputs(device), shape
     x, (ranks, _) = make.matrix(tokens, columns), make.mask(mask, tokens)
     count = tokens if ranks is None else int(ranks.count)
@@ -239,19 +62,7 @@ def dense_sketch(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, int, int] = (50, 7, 70),
 ) -> list[Check]:
-    """Compare a dense sketch.
-
-    Args:
-        device: Where.
-        kind: "gaussian", "rademacher" or "hadamard".
-        block: Tokens per block, or None.
-        mask: One of :data:`MASKS`.
-        dtype: dtype of the matrix.
-        shape: N, K, D.
-
-    Returns:
-        The checks.
-    """
+    """Compare a dense sketch."""
     make, (tokens, rows, columns) = Inputs(device), shape
     x, (ranks, options) = make.matrix(tokens, columns, dtype), make.mask(mask, tokens)
     expected = sketch(x, kind=kind, seed=make.seed, rows=rows, block=block, mask=ranks)
@@ -261,18 +72,7 @@ def dense_sketch(
 def pack_and_unpack(
     device: str, bits: int, columns: int, dtype: torch.dtype = torch.float32, rows: int = 37
 ) -> list[Check]:
-    """Compare packed storage, and what it is unpacked to.
-
-    Args:
-        device: Where.
-        bits: 8, 4 or 2.
-        columns: I.
-        dtype: dtype of the matrix.
-        rows: K.
-
-    Returns:
-        The checks.
-    """
+    """Compare packed storage, and what it is unpacked to."""
     make = Inputs(device)
     z = make.matrix(rows, columns, dtype)
     codes, ranges = kernels().pack(z, bits, make.seed)
@@ -288,17 +88,7 @@ def pack_and_unpack(
 
 
 def packed_as_made(device: str, kind: str, bits: int, mask: str) -> list[Check]:
-    """Compare the packing epilogue of a sketch with packing the finished one.
-
-    Args:
-        device: Where.
-        kind: Kind of the sketch.
-        bits: 8, 4 or 2.
-        mask: One of :data:`MASKS`.
-
-    Returns:
-        The checks.
-    """
+    """Compare the packing epilogue of a sketch with packing the finished one."""
     make, rows = Inputs(device), 11
     x, (_, options) = make.matrix(60, 130), make.mask(mask, 60)
     if kind == "countsketch":
@@ -313,15 +103,7 @@ def packed_as_made(device: str, kind: str, bits: int, mask: str) -> list[Check]:
 
 
 def masked_rows_unread(device: str, kind: str) -> list[Check]:
-    """Compare a sketch with one whose masked rows are NaN.
-
-    Args:
-        device: Where.
-        kind: Kind of the sketch.
-
-    Returns:
-        The checks.
-    """
+    """Compare a sketch with one whose masked rows are NaN."""
     make = Inputs(device)
     x, (ranks, options) = make.matrix(60, 20), make.mask("some", 60)
     assert ranks is not None  # noqa: S101
@@ -337,15 +119,7 @@ def masked_rows_unread(device: str, kind: str) -> list[Check]:
 
 
 def strides(device: str, view: str) -> list[Check]:
-    """Compare all kernels on a matrix that is not contiguous.
-
-    Args:
-        device: Where.
-        view: One of :data:`VIEWS`.
-
-    Returns:
-        The checks.
-    """
+    """Compare all kernels on a matrix that is not contiguous."""
     make = Inputs(device)
     x, seed = VIEWS[view](make.matrix(80, 80)), make.seed
     dense = sketch(x, kind="rademacher", seed=seed, rows=9, block=16)
@@ -358,31 +132,13 @@ def strides(device: str, view: str) -> list[Check]:
 
 
 def row_norms(device: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Check]:
-    """Compare the norms of rows.
-
-    Args:
-        device: Where.
-        shape: N, D.
-        dtype: dtype of the matrix.
-
-    Returns:
-        The checks.
-    """
+    """Compare the norms of rows."""
     x = Inputs(device).matrix(*shape, dtype)
     return [close("norms", kernels().row_norms(x), x.float().norm(dim=1))]
 
 
 def long_offsets(device: str, tokens: int, columns: int) -> list[Check]:
-    """Compare the last columns of a matrix whose offsets pass 2³¹, where the device has the memory.
-
-    Args:
-        device: Where.
-        tokens: N.
-        columns: D, at least 64.
-
-    Returns:
-        The checks.
-    """
+    """Compare the last columns of a matrix whose offsets pass 2³¹, where the device has the memory."""
     make, rows = Inputs(device), 4096
     x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=device)
     x[:, -64:] = make.matrix(tokens, 64, torch.bfloat16)
@@ -398,11 +154,7 @@ def long_offsets(device: str, tokens: int, columns: int) -> list[Check]:
 
 
 def comparisons() -> dict[str, Callable[[str], list[Check]]]:
-    """Return the comparisons on small odd shapes.
-
-    Returns:
-        Title to a function of the device.
-    """
+    """Return the comparisons on small odd shapes."""
     found: dict[str, Callable[[str], list[Check]]] = {}
 
     def add(function: Callable[..., list[Check]], *arguments: Any) -> None:
@@ -447,11 +199,7 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
 
 
 def real_sizes() -> dict[str, Callable[[str], list[Check]]]:
-    """Return comparisons at the sizes of real layers, for devices that are fast enough.
-
-    Returns:
-        Title to a function of the device.
-    """
+    """Return comparisons at the sizes of real layers, for devices that are fast enough."""
     shape = (16384, 1638, 4096)
     return {
         "countsketch, real size": lambda device: countsketch(device, shape, "some", torch.bfloat16),

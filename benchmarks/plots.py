@@ -178,7 +178,7 @@ def _handle(style: tuple[str, str, str], title: str) -> Any:
     from matplotlib.lines import Line2D
 
     marker, line, color = style
-    return Line2D([], [], marker=marker, linestyle=line, color=color, label=title)
+    return Line2D([], [], marker=marker, ls=line, color=color, label=title)
 
 
 def _limit_handle(title: str) -> Any:

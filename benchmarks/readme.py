@@ -1,4 +1,4 @@
-"""README's performance table, generated from the csv files: ``python -m benchmarks table``, checked with ``--check``."""
+"""README's performance tables, generated from the csv files: ``python -m benchmarks table``, or ``--check``."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -156,7 +157,7 @@ def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _value(name: str, text: str) -> object:
+def _value(name: str, text: str) -> Any:
     if name in _NUMBERS:
         return float(text) if text else None
     if name in _COUNTS:

@@ -46,7 +46,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         The three, interpolated within the values.
     """
     if len(values) == 1:
-        return (values[0],) * 3
+        return values[0], values[0], values[0]
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
     return lower, median, upper
 

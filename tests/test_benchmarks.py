@@ -23,6 +23,7 @@ if sys.platform != "linux":  # where the test extra has Triton, and a failing im
 from benchmarks import bandwidth, gate, gpu, linear, models, parity, readme
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Outcome, Setup
+from benchmarks.checks import Check
 from benchmarks.plots import plot_all
 from benchmarks.processes import ProcessError, call
 from benchmarks.records import COLUMNS, Row, read_rows, write_rows
@@ -389,10 +390,10 @@ def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_comparison_that_fails_or_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: str) -> list[parity.Check]:
+    def broken(device: str) -> list[Check]:
         raise RuntimeError("device-side assert")
 
-    wrong = {"wrong": lambda device: [parity.Check("SᵀX", float("nan"), 1.0)], "broken": broken}
+    wrong = {"wrong": lambda device: [Check("SᵀX", float("nan"), 1.0)], "broken": broken}
     monkeypatch.setattr(parity, "comparisons", lambda: wrong)
     found = gpu.parity_part("cpu", ["wrong", "broken"])
     assert [row[4] for row in found] == ["failed", "RuntimeError: device-side assert"]

@@ -14,26 +14,26 @@ from rmm_linear.sketches.dense import block_rows
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
-from benchmarks import parity
+from benchmarks import checks, parity
 from rmm_linear._triton import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAKE = parity.Inputs(DEVICE)
+MAKE = checks.Inputs(DEVICE)
 SEED = MAKE.seed
 COMPARISONS = parity.comparisons()
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs():
-    with parity.poisoned_outputs():
+    with checks.poisoned_outputs():
         yield
 
 
 @pytest.mark.parametrize("title", COMPARISONS)
 def test_kernel_equals_its_reference(title):
-    checks = COMPARISONS[title](DEVICE)
-    assert checks
-    assert [check for check in checks if not check.ok] == []
+    found = COMPARISONS[title](DEVICE)
+    assert found
+    assert [check for check in found if not check.ok] == []
 
 
 def test_every_kernel_is_compared():
@@ -60,13 +60,11 @@ def test_a_comparison_sees_a_kernel_that_is_wrong(wrong, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("title", parity.real_sizes())
 def test_kernel_equals_its_reference_at_real_sizes(title):
-    checks = parity.real_sizes()[title]("cuda")
-    assert [check for check in checks if not check.ok] == []
+    assert [check for check in parity.real_sizes()[title]("cuda") if not check.ok] == []
 
 
 def test_columns_beyond_the_first_tiles_are_the_same():
-    checks = parity.long_offsets(DEVICE, 4200, 66)
-    assert [check for check in checks if not check.ok] == []
+    assert [check for check in parity.long_offsets(DEVICE, 4200, 66) if not check.ok] == []
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
