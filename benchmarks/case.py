@@ -67,6 +67,7 @@ class Setup:
         module: The module whose kept bytes count; None where nothing is kept.
         forward: Its forward pass; the result keeps alive what the backward pass needs.
         moved: Bytes that cannot but be read and written, for kernels.
+        tolerance: Relative error that exact parts may have; None is that of the dtype.
     """
 
     run: Callable[[], object]
@@ -75,3 +76,4 @@ class Setup:
     module: nn.Module | None = None
     forward: Callable[[], Tensor] | None = None
     moved: int = 0
+    tolerance: float | None = None

@@ -34,15 +34,15 @@ def failure(setup: Setup, dtype: torch.dtype) -> str:
     Returns:
         The first thing found, or "" if there is none.
     """
-    shares = []
+    shares, tolerance = [], ROUNDING[dtype] if setup.tolerance is None else setup.tolerance
     for seed in range(DRAWS):
         found, expected = setup.outcome(seed), setup.expected(seed)
         if found.exact.keys() != expected.exact.keys() or len(found.random) != len(expected.random):
             return f"makes {', '.join(found.exact)} where {', '.join(expected.exact)} is expected"
         for name, value in found.exact.items():
             error = relative_error(value, expected.exact[name])
-            if not error <= ROUNDING[dtype]:
-                return f"{name} is off by {error:.1e}, where rounding allows {ROUNDING[dtype]:.0e}"
+            if not error <= tolerance:
+                return f"{name} is off by {error:.1e}, where rounding allows {tolerance:.0e}"
         if not expected.random:
             return ""  # nothing depends on the seed
         shares.append(projection(found.random, expected.random))

@@ -101,7 +101,9 @@ def setup(case: Case, provider: str) -> Setup:
         torch.manual_seed(seed)
         return _outcome(case, model)
 
-    return Setup(run, outcome, lambda _: _expected(case), model, forward)
+    # On an accelerator attention's backward pass adds in any order, and the layers hand on what half types make of it.
+    tolerance = 1e-5 if case.dtype == "float32" else 2e-2
+    return Setup(run, outcome, lambda _: _expected(case), model, forward, tolerance=tolerance)
 
 
 def _is_llama(case: Case) -> bool:

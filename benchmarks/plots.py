@@ -74,7 +74,8 @@ def plot_linear(rows: Sequence[Row]) -> Any:
             xscale="log", yscale="log", title=f"{case}, {dtype}", xlabel="kept: rows (packed: bytes) of the input's"
         )
         axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
-        axis.set_ylabel("forward + backward, time by nn.Linear's")
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("forward + backward, time by nn.Linear's")
         _plain_ticks(axis, [r.relative for r in here if r.relative] + [0.6, 1.0])
     handles = [_handle(styles[provider], _title(provider)) for provider in providers]
     handles += [_limit_handle("limit (2 + ratio) / 3"), _line_handle("nn.Linear")]
@@ -139,7 +140,8 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
         axis.set(xscale="log", yscale="log", title=f"{dtype}, {columns} columns", xlabel="size of the matrix, MiB")
         sizes = sorted({x for found in points.values() for x, _ in found})
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
-        axis.set_ylabel("bytes that must be moved per second, GB/s")
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("bytes that must be moved per second, GB/s")
         _plain_ticks(axis, [y for found in points.values() for _, y in found if y])
     handles = [_handle(styles[provider], _title(provider)) for provider in providers] + [
         _limit_handle("copy: the limit")
@@ -199,7 +201,7 @@ def _title(provider: str) -> str:
 
 def _finished(figure: Any, rows: Sequence[Row], handles: list[Any], title: str) -> Any:
     about = rows[0]
-    threads = "" if "cuda" in about.dtype else f", {about.threads} threads"
+    threads = "" if about.device == "cuda" else f", {about.threads} threads"
     figure.suptitle(f"{title}\n{about.machine}{threads}, PyTorch {about.torch}", fontsize=11)
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)

@@ -37,9 +37,11 @@ def call(function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) 
     Raises:
         ProcessError: If the call raised (with its traceback), ended its process, or took too long.
     """
-    # A server that has imported everything but never touched a device is forked: a process then takes no seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    # A server that has imported everything is forked: a process then takes no seconds. Not with CUDA: an import that so
+    # much as counts the devices forbids their use in what is forked later.
+    forked, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+    forked.set_forkserver_preload(_PRELOAD)
+    context = forked if torch.version.cuda is None else fresh
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(there, torch.get_num_threads(), function, arguments))
     process.start()

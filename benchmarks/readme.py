@@ -79,7 +79,7 @@ def _source(row: Row, device: str, suite: str) -> str:
         "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and memory",
         "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix",
     }[suite]
-    threads = f", {row.threads} threads" if device == "cpu" else ""
+    threads = f", {row.threads} threads" if row.device == "cpu" else ""
     triton = f", Triton {row.triton}" if device == "cuda" else ""
     run = f"`python -m benchmarks run --device {device} --suite {suite}`"
     return (

@@ -45,6 +45,7 @@ class Row:
         moved_bytes: Those bytes of one call.
         kept_bytes: Bytes alive between forward and backward pass, parameters excluded.
         peak_bytes: Peak of one step: tensors made in it on the CPU, all that is allocated on cuda.
+        device: "cpu" or "cuda".
         machine: Name of the CPU or GPU.
         threads: Threads of the CPU.
         torch: Version.
@@ -73,6 +74,7 @@ class Row:
     moved_bytes: int | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
+    device: str = ""
     machine: str = ""
     threads: int = 0
     torch: str = ""
@@ -101,6 +103,7 @@ def environment(device: str, commit: str | None = None) -> dict[str, str | int]:
         Column to value.
     """
     return {
+        "device": device,
         "machine": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
