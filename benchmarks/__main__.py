@@ -26,10 +26,20 @@ def main(argv: list[str] | None = None) -> int:
         argv: Its arguments; None takes those of the process.
 
     Returns:
-        The exit status: 1 if a provider failed, or the README is out of date.
+        The exit status: 1 if a provider failed or the README is out of date, 2 if the command cannot run.
     """
-    arguments = _parser().parse_args(argv)
-    return arguments.command(arguments)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if getattr(arguments, "threads", 1) < 1:
+        parser.error(f"--threads must be at least 1, got {arguments.threads}")
+    if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        print("--device cuda needs a CUDA device, and there is none. Use --device cpu.", file=sys.stderr)
+        return 2
+    try:
+        return arguments.command(arguments)
+    except (ImportError, ValueError) as error:  # of plot and table: files that are not there or not as they should be
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,9 +120,6 @@ def _table(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("gpu needs a CUDA device, and there is none. Use --device cpu --tiny to try it.", file=sys.stderr)
-        return 2
     options = {"device": arguments.device, "tiny": arguments.tiny, "seconds": arguments.seconds}
     return gpu.gpu(arguments.out, commit=arguments.commit, **options)
 

@@ -50,7 +50,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             dtype,
             (tokens, columns),
             check=min(tokens, 1024) if device == "cpu" else tokens,
-            rounds=1 if tiny else 5,
+            rounds=1 if tiny else 3,
             tiny=tiny,
             backend="torch" if device == "cpu" else "triton",
         )

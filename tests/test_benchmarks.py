@@ -322,9 +322,15 @@ def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
         assert path.stat().st_size > 20_000
 
 
-def test_no_results_make_no_pictures(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Run python -m benchmarks run first"):
-        plot_all(tmp_path)
+def test_no_results_make_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", "--out", str(tmp_path)]) == 2
+    assert "Run python -m benchmarks run first" in capsys.readouterr().err
+
+
+def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--threads", "0"])
+    assert "--threads must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_readme_has_the_tables_of_the_results() -> None:
@@ -401,8 +407,8 @@ def test_a_comparison_that_fails_or_raises_is_a_row(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not ON_CPU, reason="there is a CUDA device")
 def test_gpu_without_a_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpu", "--out", str(tmp_path)]) == 2
-    assert "gpu needs a CUDA device, and there is none" in capsys.readouterr().err
+    assert main(["gpu", "--out", str(tmp_path)]) == main(["run", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("needs a CUDA device, and there is none. Use --device cpu.") == 2
 
 
 def test_gpu_needs_torch_and_triton_alone() -> None:
