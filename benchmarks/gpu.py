@@ -119,7 +119,7 @@ def parity_part(device: str, titles: Sequence[str]) -> list[tuple[str, str, floa
 
 
 def _parity(out: Path, device: str, tiny: bool, timeout: float) -> list[str]:
-    titles = list(parity.comparisons())[:: 9 if tiny else 1]
+    titles = list(parity.comparisons())[:: 16 if tiny else 1]
     parts = [titles[start::_WORKERS] for start in range(_WORKERS)] + ([] if tiny else [list(parity.real_sizes())])
 
     def part(chosen: list[str]) -> list[tuple[str, str, float, float, str]]:
