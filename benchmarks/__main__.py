@@ -1,0 +1,128 @@
+"""Measure: ``python -m benchmarks run | plot | table | gpu``, each with ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import gpu
+from benchmarks.plots import plot_all
+from benchmarks.readme import update
+from benchmarks.records import RESULTS, Row, environment, write_rows
+from benchmarks.runner import run_cases
+from benchmarks.suites import SUITES
+from rmm_linear.tables import table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Its arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 1 if a provider failed or the README is out of date, 2 if the command cannot run.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if getattr(arguments, "threads", 1) < 1:
+        parser.error(f"--threads must be at least 1, got {arguments.threads}")
+    if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        print("--device cuda needs a CUDA device, and there is none. Use --device cpu.", file=sys.stderr)
+        return 2
+    try:
+        return arguments.command(arguments)
+    except (ImportError, ValueError) as error:  # of plot and table: files that are not there or not as they should be
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Layers, models and kernels, all providers side by side in one run."
+    )
+    commands = parser.add_subparsers(required=True)
+
+    run = commands.add_parser("run", help="measure suites; a run replaces each suite's csv file")
+    run.set_defaults(command=_run)
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run.add_argument("--suite", choices=tuple(SUITES), nargs="+", default=list(SUITES), help="all by default")
+    run.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the CPU")
+    run.add_argument("--seed", type=int, default=0, help="seed of the sketches in the timed runs")
+
+    plot = commands.add_parser("plot", help="draw the csv files")
+    plot.set_defaults(command=_plot)
+    plot.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv files")
+
+    tables = commands.add_parser("table", help="write README's performance tables from the csv files")
+    tables.set_defaults(command=_table)
+    tables.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
+
+    all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, with torch and triton only")
+    all_of_it.set_defaults(command=_gpu)
+    all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
+    all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
+
+    for command, out in ((run, RESULTS), (all_of_it, None)):
+        command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
+        command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
+        command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    torch.set_num_threads(arguments.threads)
+    failed = False
+    for suite in arguments.suite:
+        begin = time.monotonic()
+        about = environment(arguments.device, arguments.commit or None)
+        rows: list[Row] = []
+        for found in run_cases(SUITES[suite].cases(arguments.device, tiny=arguments.tiny), seed=arguments.seed):
+            rows += [dataclasses.replace(row, **about) for row in found]  # pyright: ignore[reportArgumentType]
+            print(_shown(found), flush=True)
+        path = arguments.out / f"{suite}-{arguments.device}.csv"
+        write_rows(path, rows)
+        failed = failed or any(row.status != "ok" for row in rows)
+        print(f"{suite}: {len(rows)} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
+    return 1 if failed else 0
+
+
+def _shown(rows: list[Row]) -> str:
+    header = ("case", "dtype", "ratio", "provider", "median, ms", "quartiles", "of reference", "kept", "status")
+    lines = []
+    for row in rows:
+        share = row.relative if row.relative is not None else row.copy_share
+        times = ("", "")
+        if row.median is not None and row.lower is not None and row.upper is not None:
+            times = (f"{row.median * 1e3:.4g}", f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}")
+        kept = "" if row.kept_bytes is None else f"{row.kept_bytes:,}"
+        of_reference = "" if share is None else f"{share:.3f}"
+        lines.append((row.case, row.dtype, f"{row.ratio:g}", row.provider, *times, of_reference, kept, row.status))
+    return table(header, lines)
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    for path in plot_all(arguments.out):
+        print(path)
+    return 0
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    if update(check=arguments.check):
+        return 0
+    print("README.md is out of date. Run: python -m benchmarks table", file=sys.stderr)
+    return 1
+
+
+def _gpu(arguments: argparse.Namespace) -> int:
+    options = {"device": arguments.device, "tiny": arguments.tiny, "seconds": arguments.seconds}
+    return gpu.gpu(arguments.out, commit=arguments.commit, **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Suite ``kernels``: bytes per second of every kernel against size, with a copy in the same run as the limit.
+
+Counted are the bytes that cannot but be moved: what is read once and what is written. A copy reads and writes its
+matrix. The dense sketch is bound by arithmetic where K is large, the others by memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Outcome, Setup
+from benchmarks.linear import BLOCK
+from rmm_linear import packing
+from rmm_linear._triton import kernels
+from rmm_linear.sketches import kept_rows, sketch
+from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.rows import sample
+
+REFERENCE = "copy"
+SKETCHES = {"countsketch": "countsketch", "rows": "rows", f"rademacher block {BLOCK}": "rademacher"}
+PACKED = "countsketch 4 bits"
+BITS = 4
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases.
+
+    Args:
+        device: "cpu" or "cuda".
+        tiny: Sizes to try the command.
+
+    Returns:
+        The cases: torch on the CPU, Triton on cuda.
+    """
+    if tiny:
+        runs = [((96, 64), "float32")]
+    elif device == "cpu":
+        runs = [((tokens, 768), dtype) for dtype in ("float32", "bfloat16") for tokens in (1024, 4096, 16384)]
+    else:
+        runs = [((tokens, 4096), "bfloat16") for tokens in (1024, 4096, 16384, 65536)]
+        runs += [((16384, 768), "bfloat16"), ((16384, 4096), "float32")]
+    return [
+        Case(
+            "kernels",
+            f"{tokens} x {columns}",
+            device,
+            dtype,
+            (tokens, columns),
+            check=min(tokens, 1024) if device == "cpu" else tokens,
+            rounds=1 if tiny else 3,
+            tiny=tiny,
+            backend="torch" if device == "cpu" else "triton",
+        )
+        for (tokens, columns), dtype in runs
+    ]
+
+
+def providers(case: Case) -> list[str]:
+    """Return the titles of the kernels.
+
+    Args:
+        case: The case.
+
+    Returns:
+        The copy first.
+    """
+    return [REFERENCE, *SKETCHES, PACKED, f"pack {BITS} bits", f"unpack {BITS} bits", "row norms"]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make a kernel ready.
+
+    Args:
+        case: The case.
+        provider: One of :func:`providers`.
+
+    Returns:
+        Its setup.
+
+    Raises:
+        KeyError: If there is no such kernel.
+    """
+    makers = {REFERENCE: _copy, PACKED: _packed_sketch, "row norms": _row_norms}
+    makers |= {title: _sketch for title in SKETCHES}
+    makers |= {f"pack {BITS} bits": _pack, f"unpack {BITS} bits": _unpack}
+    return makers[provider](case, provider)
+
+
+def _matrix(case: Case, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, case.sizes[1], generator=generator).to(case.device, case.torch_dtype)
+
+
+def _seed(number: int, case: Case) -> Tensor:
+    return torch.full((1,), number, dtype=torch.int64, device=case.device)
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _rows(case: Case, tokens: int) -> int:
+    return max(1, round(case.ratio * tokens))
+
+
+def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Tensor], Tensor]:
+    """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is drawn beforehand."""
+    rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
+    if case.backend == "torch":
+        return lambda x: sketch(x, kind=kind, seed=seed, rows=rows, block=block)
+    if kind == "countsketch":
+        return lambda x: kernels().sparse_sketch(x, seed, rows)
+    if kind == "rows":
+        index, scale = sample(seed, tokens, rows), torch.full((rows,), (tokens / rows) ** 0.5, device=case.device)
+        return lambda x: kernels().sparse_sketch(x, seed, rows, index=index, scale=scale)
+    size, _, rows_per_block = block_rows(tokens, rows, block)
+    return lambda x: kernels().dense_sketch(x, seed, kind, size, rows_per_block)
+
+
+def _sketch(case: Case, provider: str) -> Setup:
+    """E‖SᵀX‖² = ‖X‖², and on an accelerator the very sketch of the reference."""
+    kind, tokens = SKETCHES[provider], case.sizes[0]
+    x, check = _matrix(case, tokens), _matrix(case, case.check)
+    run = _sketcher(case, kind, tokens, _seed(0, case))
+    rows, block = _rows(case, case.check), BLOCK if kind == "rademacher" else None
+
+    def outcome(number: int) -> Outcome:
+        z = _sketcher(case, kind, case.check, _seed(number, case))(check)
+        return Outcome({} if case.backend == "torch" else {"SᵀX": z}, [z.float().square().sum().view(1)])
+
+    def expected(number: int) -> Outcome:
+        exact = {}
+        if case.backend != "torch":
+            exact["SᵀX"] = sketch(check, kind=kind, seed=_seed(number, case), rows=rows, block=block)
+        return Outcome(exact, [check.float().square().sum().view(1)])
+
+    kept = kept_rows(tokens, _rows(case, tokens), block)
+    read = kept if kind == "rows" else tokens
+    moved = (read + kept) * x.shape[1] * x.element_size()
+    return Setup(lambda: run(x), outcome, expected, moved=moved)
+
+
+def _packed_sketch(case: Case, provider: str) -> Setup:
+    def run(matrix: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        rows = _rows(case, len(matrix))
+        if case.backend == "triton":
+            return kernels().sparse_sketch(matrix, seed, rows, bits=BITS)
+        return packing.pack(sketch(matrix, kind="countsketch", seed=seed, rows=rows), BITS, seed)
+
+    def expected(number: int) -> Outcome:
+        rows = _rows(case, case.check)
+        return Outcome({}, [sketch(check, kind="countsketch", seed=_seed(number, case), rows=rows)])
+
+    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
+    outcome = _unpacked(case, lambda seed: run(check, seed))
+    return Setup(lambda: run(x, seed), outcome, expected, moved=_bytes(x, *run(x, seed)))
+
+
+def _pack(case: Case, provider: str) -> Setup:
+    pack = kernels().pack if case.backend == "triton" else packing.pack
+    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
+    outcome = _unpacked(case, lambda seed: pack(check, BITS, seed))
+    moved = _bytes(x, *pack(x, BITS, seed))
+    return Setup(lambda: pack(x, BITS, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
+
+
+def _unpacked(case: Case, make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[int], Outcome]:
+    """E[unpack(pack(Z))] = Z, unpacked by the reference."""
+
+    def outcome(number: int) -> Outcome:
+        seed = _seed(number, case)
+        codes, ranges = make(seed)
+        return Outcome({}, [packing.unpack(codes, ranges, seed, BITS, case.sizes[1], case.torch_dtype)])
+
+    return outcome
+
+
+def _unpack(case: Case, provider: str) -> Setup:
+    columns, dtype = case.sizes[1], case.torch_dtype
+    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
+    codes, ranges = packing.pack(x, BITS, seed)
+
+    def unpack(codes: Tensor, ranges: Tensor, seed: Tensor) -> Tensor:
+        if case.backend == "triton":
+            return kernels().unpack(codes, ranges, BITS, columns, dtype)
+        return packing.unpack(codes, ranges, seed, BITS, columns, dtype, turned=True)
+
+    def outcome(number: int) -> Outcome:
+        seed = _seed(number, case)
+        return Outcome({}, [packing.turn_back(unpack(*packing.pack(check, BITS, seed), seed), seed)])
+
+    moved = _bytes(codes, ranges, x)
+    return Setup(lambda: unpack(codes, ranges, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
+
+
+def _row_norms(case: Case, provider: str) -> Setup:
+    def run(matrix: Tensor) -> Tensor:
+        if case.backend == "triton":
+            return kernels().row_norms(matrix)
+        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
+
+    x, check = _matrix(case, case.sizes[0]), _matrix(case, case.check)
+    expected = Outcome({"norms": check.double().square().sum(1).sqrt()}, [])
+    outcome = Outcome({"norms": run(check)}, [])
+    return Setup(lambda: run(x), lambda _: outcome, lambda _: expected, moved=_bytes(x, run(x)))
+
+
+def _copy(case: Case, provider: str) -> Setup:
+    x = _matrix(case, case.sizes[0])
+    target = torch.empty_like(x)
+
+    def outcome(number: int) -> Outcome:
+        target.fill_(number)
+        return Outcome({"copy": target.copy_(x)}, [])
+
+    return Setup(lambda: target.copy_(x), outcome, lambda _: Outcome({"copy": x}, []), moved=2 * x.nbytes)

@@ -1,0 +1,144 @@
+"""Suite ``linear``: forward and backward pass of one layer, by nn.Linear's."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.case import Case, Outcome, Setup
+from benchmarks.paper import PaperLinear
+from rmm_linear import RMMConfig, RMMLinear
+
+REFERENCE = "nn.Linear"
+BLOCK = 128  # tokens per block of rademacher: faster on two CPU cores than 512, and K_b is still 13 at ratio 0.1
+RATIOS = (0.05, 0.1, 0.2, 0.5)
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases.
+
+    Args:
+        device: "cpu" or "cuda".
+        tiny: Sizes to try the command.
+
+    Returns:
+        The cases; those at ratio 0.1, which the README shows, have more rounds.
+    """
+    shapes = [(4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768)]
+    runs = [(shape, dtype) for dtype in ("float32", "bfloat16") for shape in shapes]
+    if device == "cuda":
+        runs.insert(0, ((16384, 4096, 4096), "bfloat16"))
+    if tiny:
+        runs = [((512, 64, 48), "float32")]
+    return [
+        Case(
+            "linear",
+            f"{shape[0]} x {shape[1]} -> {shape[2]}",
+            device,
+            dtype,
+            shape,
+            # On a CPU, a part of the tokens makes the gate cheaper than one run instead of as dear as six.
+            check=min(shape[0], 256) if device == "cpu" else shape[0],
+            ratio=ratio,
+            rounds=2 if tiny else 5 if ratio == 0.1 else 3,
+            tiny=tiny,
+        )
+        for shape, dtype in runs
+        for ratio in (RATIOS[1:2] if tiny else RATIOS)
+    ]
+
+
+def configs(ratio: float) -> dict[str, RMMConfig]:
+    """Return our providers.
+
+    Args:
+        ratio: K/N, or for packed sketches bytes kept by bytes of the input.
+
+    Returns:
+        Title to configuration.
+    """
+    found = {
+        "countsketch": RMMConfig(kind="countsketch", ratio=ratio, bits=None),
+        "rows": RMMConfig(kind="rows", ratio=ratio, bits=None),
+        f"rademacher block {BLOCK}": RMMConfig(kind="rademacher", ratio=ratio, bits=None, block=BLOCK),
+        "countsketch 4 bits": RMMConfig(memory=ratio, bits=4),
+    }
+    default = RMMConfig()
+    return found | ({"default": default} if default.memory == ratio else {})
+
+
+def providers(case: Case) -> list[str]:
+    """Return the titles of the providers.
+
+    Args:
+        case: The case.
+
+    Returns:
+        The reference first.
+    """
+    return [REFERENCE, "paper", *configs(case.ratio)]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make a provider ready.
+
+    Args:
+        case: The case.
+        provider: One of :func:`providers`.
+
+    Returns:
+        Its setup.
+    """
+    layer = _layer(case, provider)
+    x, y = _inputs(case, case.sizes[0])
+
+    def forward() -> Tensor:
+        return layer(x)
+
+    def run() -> None:
+        layer.zero_grad()
+        x.grad = None
+        forward().backward(y)
+
+    def outcome(seed: int) -> Outcome:
+        torch.manual_seed(seed)
+        return _outcome(layer, *_inputs(case, case.check))
+
+    return Setup(run, outcome, lambda seed: _expected(case), layer, forward)
+
+
+def _layer(case: Case, provider: str) -> nn.Linear:
+    _, inputs, outputs = case.sizes
+    options = {"device": case.device, "dtype": case.torch_dtype}
+    if provider == "paper":
+        layer = PaperLinear(inputs, outputs, case.ratio, **options)
+    elif provider == REFERENCE:
+        layer = nn.Linear(inputs, outputs, **options)
+    else:
+        layer = RMMLinear(inputs, outputs, config=configs(case.ratio)[provider], **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _inputs(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
+    """X, which wants its gradient, and Y."""
+    _, inputs, outputs = case.sizes
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, inputs, generator=generator).to(case.device, case.torch_dtype).requires_grad_()
+    return x, torch.randn(tokens, outputs, generator=generator).to(case.device, case.torch_dtype)
+
+
+def _outcome(layer: nn.Linear, x: Tensor, y: Tensor) -> Outcome:
+    output = layer(x)
+    gradients = torch.autograd.grad(output, (x, layer.bias, layer.weight), y)
+    return Outcome({"output": output.detach(), "dX": gradients[0], "db": gradients[1]}, [gradients[2]])
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case) -> Outcome:
+    return _outcome(_layer(case, REFERENCE), *_inputs(case, case.check))

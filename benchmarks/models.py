@@ -1,0 +1,245 @@
+"""Suite ``model``: a training step of whole models: time, bytes kept for the backward pass, and peak memory.
+
+RoBERTa-base's shape with random weights, and on cuda LLaMA's layers too. All providers of a case share one set of
+parameters and one AdamW, so that nothing but the step differs and memory suffices for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.blocks import Decoder, Encoder
+from benchmarks.case import Case, Outcome, Setup
+from rmm_linear import RMMConfig, convert
+from rmm_linear.memory import track_saved
+
+REFERENCE = "exact"
+CHECKPOINT = "torch checkpoint"
+SKETCHED = "countsketch"
+DEFAULT = "default, example="
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases.
+
+    Args:
+        device: "cpu" or "cuda".
+        tiny: Toy models, to try the command.
+
+    Returns:
+        The cases. On cuda RoBERTa runs under autocast, and LLaMA's layers are bfloat16 themselves.
+    """
+    if tiny:
+        sizes = {"roberta": (8, 32), "llama": (4, 32)}
+    else:
+        sizes = {"roberta": (8, 128)} if device == "cpu" else {"roberta": (64, 128), "llama": (8, 2048)}
+    titles = {"roberta": "roberta-base", "llama": "llama layers"}
+    return [
+        Case(
+            "model",
+            f"{titles[name]} {batch} x {length}",
+            device,
+            "float32" if device == "cpu" else "bfloat16",
+            (batch, length),
+            check=batch if device == "cuda" or tiny else 2,
+            rounds=2 if tiny else 4,
+            tiny=tiny,
+        )
+        for name, (batch, length) in sizes.items()
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def providers(case: Case) -> list[str]:
+    """Return the titles of the providers.
+
+    Args:
+        case: The case.
+
+    Returns:
+        The reference first. Checkpointed are all layers, half of them, and as many as leave the kept bytes no fewer
+        than those of the sketched model: that one may be compared with it.
+    """
+    base = _base(case)[0]
+    layers = len(_layers(base))
+    exact, full, ours = (
+        _kept(case, provider) for provider in (REFERENCE, f"{CHECKPOINT} {layers} of {layers}", SKETCHED)
+    )
+    matched = min(layers, max(0, int((exact - ours) / (exact - full) * layers)))
+    counts = [count for count in dict.fromkeys((matched, layers // 2, layers)) if count]
+    return [REFERENCE, *(f"{CHECKPOINT} {count} of {layers}" for count in sorted(counts)), SKETCHED, DEFAULT]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make a provider ready.
+
+    Args:
+        case: The case.
+        provider: One of :func:`providers`.
+
+    Returns:
+        Its setup.
+    """
+    model, batch = _model(case, provider), _batch(case, case.sizes[0])
+    optimizer = _base(case)[1]
+
+    def forward() -> Tensor:
+        return _loss(case, model, batch)[0]
+
+    def run() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    def outcome(seed: int) -> Outcome:
+        torch.manual_seed(seed)
+        return _outcome(case, model)
+
+    # On an accelerator attention's backward pass adds in any order, and the layers hand on what half types make of it.
+    tolerance = 1e-5 if case.dtype == "float32" else 2e-2
+    return Setup(run, outcome, lambda _: _expected(case), model, forward, tolerance=tolerance)
+
+
+def _is_llama(case: Case) -> bool:
+    return case.name.startswith("llama")
+
+
+@functools.lru_cache(maxsize=1)
+def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model that all providers are copies of, with its optimizer."""
+    torch.manual_seed(0)
+    with torch.device(case.device):
+        model = _llama(case.tiny) if _is_llama(case) else _roberta(case.tiny)
+    if _is_llama(case):
+        model = model.to(case.torch_dtype)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # The step is timed, and moves nothing: the weights stay what the gate has seen.
+    return model.train(), torch.optim.AdamW(parameters, lr=0.0, fused=True)
+
+
+def _roberta(tiny: bool) -> nn.Module:
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "inner": 64} if tiny else {}
+    sizes = {"hidden": 768, "layers": 12, "heads": 12, "inner": 3072} | sizes
+    vocabulary = 50 if tiny else 50265
+    if importlib.util.find_spec("transformers") is None:
+        return Encoder(vocabulary=vocabulary, positions=514, **sizes)
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        vocab_size=vocabulary,
+        max_position_embeddings=514,
+        hidden_size=sizes["hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        intermediate_size=sizes["inner"],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = RobertaForSequenceClassification(config)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def _llama(tiny: bool) -> nn.Module:
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "inner": 64} if tiny else {}
+    sizes = {"hidden": 4096, "layers": 2, "heads": 32, "inner": 11008} | sizes
+    if importlib.util.find_spec("transformers") is None:
+        return Decoder(**sizes)
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=32,  # the vocabulary is no part of a layer
+        hidden_size=sizes["hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        intermediate_size=sizes["inner"],
+        use_cache=False,
+    )
+    model = LlamaModel(config)
+    model.set_attn_implementation("sdpa")
+    model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def _model(case: Case, provider: str) -> nn.Module:
+    base = _base(case)[0]
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    if provider.startswith(CHECKPOINT):
+        _checkpoint(model, int(provider.removeprefix(CHECKPOINT).split()[0]))
+    elif provider == SKETCHED:
+        convert(model, RMMConfig(kind="countsketch", ratio=case.ratio, bits=None))
+    elif provider == DEFAULT:
+        convert(model, example=_batch(case, case.sizes[0]))
+    return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
+
+
+def _checkpoint(model: nn.Module, count: int) -> None:
+    """Recompute the first layers in the backward pass, as transformers does it where the model is its."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is not None:
+        enable({"use_reentrant": False})
+    for place, layer in enumerate(_layers(model)):
+        layer.__dict__["gradient_checkpointing"] = place < count
+
+
+def _batch(case: Case, sequences: int) -> dict[str, Tensor]:
+    generator, length = torch.Generator().manual_seed(3), case.sizes[1]
+    if _is_llama(case):
+        hidden = 32 if case.tiny else 4096
+        x = torch.randn(sequences, length, hidden, generator=generator).to(case.device, case.torch_dtype)
+        return {"inputs_embeds": x.requires_grad_()}
+    ids = torch.randint(3, 50 if case.tiny else 50000, (sequences, length), generator=generator)
+    labels = torch.randint(0, 2, (sequences,), generator=generator)
+    return {"input_ids": ids.to(case.device), "labels": labels.to(case.device)}
+
+
+def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss, and the output it is made of."""
+    if _is_llama(case):
+        hidden = model(**batch).last_hidden_state
+        # Half of the features: of all, the last norm makes the mean square 1 and the gradient 0.
+        return hidden[..., ::2].float().square().mean(), hidden
+    half = case.dtype != "float32"
+    with torch.autocast(case.device, case.torch_dtype) if half else contextlib.nullcontext():
+        found = model(**batch)
+        return found.loss, found.logits
+
+
+def _outcome(case: Case, model: nn.Module) -> Outcome:
+    """Exact are the output and the gradients by biases and norms, which only an exact dX gives to every layer."""
+    model.zero_grad()
+    loss, output = _loss(case, model, _batch(case, case.check))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
+    return Outcome(
+        {"output": output.detach(), "gradients by biases and norms": vectors},
+        [gradient for gradient in gradients if gradient.dim() > 1],
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case) -> Outcome:
+    return _outcome(case, _model(case, REFERENCE))
+
+
+def _kept(case: Case, provider: str) -> int:
+    """Bytes that one forward pass keeps. What checkpoints keep is saved outside of them, and so is seen."""
+    model = _model(case, provider)
+    with track_saved(model) as ledger:
+        loss = _loss(case, model, _batch(case, case.sizes[0]))
+    del loss
+    return ledger.total

@@ -1,0 +1,208 @@
+"""Pictures of the csv files, beside them: ``python -m benchmarks plot``.
+
+Providers differ by marker and line, not by colour alone, so that a grey print can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, Row, read_rows
+
+_STYLES = (
+    ("o", "-", "#000000"), ("s", "-", "#0072b2"), ("^", "--", "#d55e00"), ("D", "-.", "#009e73"),
+    ("v", ":", "#cc79a7"), ("P", "--", "#56b4e9"), ("X", "-", "#8c6d00"), ("*", ":", "#555555"),
+)  # fmt: skip
+_MIB = 2**20
+
+
+def plot_all(results: Path = RESULTS) -> list[Path]:
+    """Draw every csv file of a folder.
+
+    Args:
+        results: Folder of the csv files; each picture has the name of its file.
+
+    Returns:
+        The pictures.
+
+    Raises:
+        ValueError: If there is no csv file.
+        ImportError: If matplotlib is not installed.
+    """
+    makers: dict[str, Callable[[Sequence[Row]], Any]] = {
+        "linear": plot_linear,
+        "model": plot_model,
+        "kernels": plot_kernels,
+    }
+    pictures = []
+    for suite, make in makers.items():
+        for path in sorted(results.glob(f"{suite}-*.csv")):
+            figure = make([row for row in read_rows(path) if row.median is not None])
+            pictures.append(path.with_suffix(".png"))
+            figure.savefig(pictures[-1], dpi=150)
+    if not pictures:
+        raise ValueError(f"plot draws csv files of {results}, and there are none. Run python -m benchmarks run first.")
+    return pictures
+
+
+def plot_linear(rows: Sequence[Row]) -> Any:
+    """Draw a layer's time against the ratio, with the limit (2 + ratio) / 3 of a free sketch.
+
+    Args:
+        rows: Rows of the suite ``linear``.
+
+    Returns:
+        The figure.
+    """
+    panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, axes = _figure(down, across)
+    providers = [p for p in dict.fromkeys(row.provider for row in rows) if p != "nn.Linear"]
+    styles = dict(zip(providers, cycle(_STYLES), strict=False))
+    for (dtype, case), axis in zip(panels, axes, strict=False):
+        here = [row for row in rows if (row.dtype, row.case) == (dtype, case)]
+        for provider in providers:
+            _line(axis, styles, provider, [(r.ratio, r.relative) for r in here if r.provider == provider])
+        ratios = sorted({row.ratio for row in here})
+        axis.plot(ratios, [(2 + ratio) / 3 for ratio in ratios], color="0.4", linewidth=4, alpha=0.5)
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set(
+            xscale="log", yscale="log", title=f"{case}, {dtype}", xlabel="kept: rows (packed: bytes) of the input's"
+        )
+        axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("forward + backward, time by nn.Linear's")
+        _plain_ticks(axis, [r.relative for r in here if r.relative] + [0.6, 1.0])
+    handles = [_handle(styles[provider], _title(provider)) for provider in providers]
+    handles += [_limit_handle("limit (2 + ratio) / 3"), _line_handle("nn.Linear")]
+    return _finished(figure, rows, handles, "Time of one layer")
+
+
+def plot_model(rows: Sequence[Row]) -> Any:
+    """Draw the bytes kept for the backward pass against the time of a training step.
+
+    Args:
+        rows: Rows of the suite ``model``.
+
+    Returns:
+        The figure.
+    """
+    panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
+    figure, axes = _figure(1, len(panels), width=6.4, height=4.6)
+    handles = []
+    for (dtype, case), axis in zip(panels, axes, strict=False):
+        here = [r for r in rows if (r.dtype, r.case) == (dtype, case) and r.kept_bytes is not None and r.median]
+        base = next((r.median for r in here if r.provider == "exact"), None) or 1.0
+        for row, (marker, _, color) in zip(here, cycle(_STYLES), strict=False):
+            low, middle, high = ((value or 0) / base for value in (row.lower, row.median, row.upper))
+            kept = (row.kept_bytes or 0) / _MIB
+            axis.errorbar(
+                [middle], [kept], xerr=[[middle - low], [high - middle]], color=color, marker=marker, markersize=9,
+                capsize=3, label=row.provider,
+            )  # fmt: skip
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set(title=f"{case}, {dtype}", xlabel="training step, time by exact's (median, quartiles)")
+        axis.set_ylabel("kept for the backward pass, MiB")
+        axis.set_ylim(bottom=0)
+        axis.margins(x=0.1)
+        axis.legend(fontsize=8, loc="best")
+    return _finished(figure, rows, handles, "Memory and time of a training step: left and low is better")
+
+
+def plot_kernels(rows: Sequence[Row]) -> Any:
+    """Draw every kernel's bytes per second against the size of its matrix, with the copy's.
+
+    Args:
+        rows: Rows of the suite ``kernels``.
+
+    Returns:
+        The figure.
+    """
+    panels = list(dict.fromkeys((row.dtype, row.case.split(" x ")[1]) for row in rows))
+    panels = [p for p in panels if len({r.case for r in rows if (r.dtype, r.case.split(" x ")[1]) == p}) > 1] or panels
+    figure, axes = _figure(1, len(panels), width=5.4, height=4.4)
+    providers = [p for p in dict.fromkeys(row.provider for row in rows) if p != "copy"]
+    styles = dict(zip(providers, cycle(_STYLES), strict=False))
+    for (dtype, columns), axis in zip(panels, axes, strict=False):
+        here = [row for row in rows if (row.dtype, row.case.split(" x ")[1]) == (dtype, columns)]
+        points: dict[str, list[tuple[float, float | None]]] = {}
+        for row in here:
+            size = int(row.case.split(" x ")[0]) * int(columns) * (4 if dtype == "float32" else 2) / _MIB
+            points.setdefault(row.provider, []).append((size, (row.moved_bytes or 0) / (row.median or 1) / 1e9))
+        for provider in providers:
+            _line(axis, styles, provider, points.get(provider, []))
+        limit = sorted(points.get("copy", []))
+        axis.plot([x for x, _ in limit], [y for _, y in limit], color="0.4", linewidth=4, alpha=0.5)
+        axis.set(xscale="log", yscale="log", title=f"{dtype}, {columns} columns", xlabel="size of the matrix, MiB")
+        sizes = sorted({x for found in points.values() for x, _ in found})
+        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel("bytes that must be moved per second, GB/s")
+        _plain_ticks(axis, [y for found in points.values() for _, y in found if y])
+    handles = [_handle(styles[provider], _title(provider)) for provider in providers] + [
+        _limit_handle("copy: the limit")
+    ]
+    return _finished(figure, rows, handles, "Bandwidth of the kernels")
+
+
+def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'rmm_linear[glue]'.") from error
+    figure = Figure(figsize=(width * across + 0.6, height * down + 1.2), layout="constrained")
+    return figure, list(figure.subplots(down, across, squeeze=False).flat)
+
+
+def _line(axis: Any, styles: dict[str, Any], provider: str, points: Sequence[tuple[float, float | None]]) -> None:
+    found = sorted((x, y) for x, y in points if y is not None)
+    marker, line, color = styles[provider]
+    axis.plot([x for x, _ in found], [y for _, y in found], marker=marker, linestyle=line, color=color, markersize=5)
+
+
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Ticks of a logarithmic axis as numbers, a few per decade."""
+    low, high = min(values), max(values)
+    steps = [step * 10.0**power for power in range(-3, 6) for step in (1, 1.5, 2, 3, 4, 6, 8)]
+    chosen = [step for step in steps if low / 1.2 <= step <= high * 1.2]
+    chosen = chosen if len(chosen) <= 8 else [s for s in chosen if f"{s:e}"[0] in "13" and f"{s:e}"[2] == "0"]
+    axis.set_yticks(chosen, [f"{step:g}" for step in chosen])
+    axis.set_yticks([], minor=True)
+    axis.set_xticks([], minor=True)
+    axis.grid(color="0.9", linewidth=0.6)
+
+
+def _handle(style: tuple[str, str, str], title: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    marker, line, color = style
+    return Line2D([], [], marker=marker, ls=line, color=color, label=title)
+
+
+def _limit_handle(title: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="0.4", linewidth=4, alpha=0.5, label=title)
+
+
+def _line_handle(title: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color="black", linewidth=1, label=title)
+
+
+def _title(provider: str) -> str:
+    return {"paper": "paper (dense Gaussian)"}.get(provider, provider)
+
+
+def _finished(figure: Any, rows: Sequence[Row], handles: list[Any], title: str) -> Any:
+    about = rows[0]
+    threads = "" if about.device == "cuda" else f", {about.threads} threads"
+    figure.suptitle(f"{title}\n{about.machine}{threads}, PyTorch {about.torch}", fontsize=11)
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
+    return figure

@@ -1,0 +1,63 @@
+"""Times in interleaved rounds: machines drift, so providers take turns, and only ratios within one run count."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.utils.benchmark import Timer
+
+_SHORTEST = 0.01  # seconds of one CPU measurement: below, the clock and the caller's overhead would show
+_WARMUP_MS, _REPEAT_MS = 10, 60
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, list[float]]:
+    """Time functions in turns, every second round in reverse order.
+
+    Args:
+        runs: Title to function, warm already.
+        device: "cpu": torch.utils.benchmark; "cuda": triton.testing.do_bench, which flushes the cache before each call.
+        rounds: How often every function's turn comes.
+
+    Returns:
+        Title to seconds, one or more per round.
+    """
+    measure = _on_cpu if device == "cpu" else _on_cuda
+    times: dict[str, list[float]] = {title: [] for title in runs}
+    calls = dict.fromkeys(runs, 1)
+    for number in range(rounds):
+        for title in list(runs)[:: -1 if number % 2 else 1]:
+            found = measure(runs[title], calls[title])
+            times[title] += found
+            if number == 0:
+                calls[title] = max(1, math.ceil(_SHORTEST / found[0]))
+    return times
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile.
+
+    Args:
+        values: At least one.
+
+    Returns:
+        The three, interpolated within the values.
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, median, upper
+
+
+def _on_cpu(run: Callable[[], object], calls: int) -> list[float]:
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return [timer.timeit(calls).median]
+
+
+def _on_cuda(run: Callable[[], object], calls: int) -> list[float]:
+    from triton.testing import do_bench
+
+    milliseconds = do_bench(run, warmup=_WARMUP_MS, rep=_REPEAT_MS, return_mode="all")
+    return [value / 1000 for value in milliseconds]  # pyright: ignore[reportOptionalIterable, reportGeneralTypeIssues]
