@@ -21,7 +21,7 @@ lint: $(VENV)/.test
 	$(BIN)/pyright
 
 # torch first: resolved together with the rest, another version of it could win.
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -33,4 +33,4 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/native/_library*

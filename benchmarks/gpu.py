@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ SECONDS = 450.0
 SHARES = {"parity": 3, "kernels": 2, "linear": 4, "model": 3}
 RATIO = 0.1
 _MAIN = "16384 x 4096"  # the size that a GPU is judged by
-_WORKERS = 4  # compiling kernels takes the time of the comparisons
+_WORKERS = 12  # compiling kernels takes the time of the comparisons
+_SHARE = 12  # comparisons that one process makes, and that are lost with it
 
 
 def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float = SECONDS, commit: str = "") -> int:
@@ -48,6 +50,8 @@ def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float =
         0; 1 if a section failed, or a provider in it.
     """
     out.mkdir(parents=True, exist_ok=True)
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # for the sections' processes
     end = time.monotonic() + seconds
     failures: list[str] = []
     waiting = dict(SHARES)
@@ -120,7 +124,8 @@ def parity_part(device: str, titles: Sequence[str]) -> list[tuple[str, str, floa
 
 def _parity(out: Path, device: str, tiny: bool, timeout: float) -> list[str]:
     titles = list(parity.comparisons())[:: 16 if tiny else 1]
-    parts = [titles[start::_WORKERS] for start in range(_WORKERS)] + ([] if tiny else [list(parity.real_sizes())])
+    parts = [titles[start : start + _SHARE] for start in range(0, len(titles), _SHARE)]
+    parts += [] if tiny else [[title] for title in parity.real_sizes()]
 
     def part(chosen: list[str]) -> list[tuple[str, str, float, float, str]]:
         try:
@@ -130,7 +135,7 @@ def _parity(out: Path, device: str, tiny: bool, timeout: float) -> list[str]:
             reason = str(error).strip().splitlines()[-1]
             return [(title, "", float("nan"), 0.0, reason) for title in chosen]
 
-    with ThreadPoolExecutor(len(parts)) as pool:
+    with ThreadPoolExecutor(_WORKERS if device == "cuda" else 2) as pool:
         rows = [row for found in pool.map(part, parts) for row in found]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")

@@ -58,6 +58,22 @@ def gathered(device: str, shape: tuple[int, int, int], mask: str) -> list[Check]
     return [close("SᵀX", found, sketch(x, kind="rows", seed=make.seed, rows=rows, mask=ranks))]
 
 
+def scaled_rows(device: str) -> list[Check]:
+    """Compare rows gathered more than once and with scales of their own, as sampling with replacement makes them."""
+    make = Inputs(device)
+    x = make.matrix(50, 130)
+    index = torch.tensor([3, 3, 0, 49, 17, 3, 8] * 5, device=device)
+    scale = make.matrix(len(index), 1).view(-1)
+    expected = x[index] * scale.unsqueeze(1)
+    codes, ranges = kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale, bits=4)
+    expected_codes, expected_ranges = kernels().pack(expected, 4, make.seed)
+    return [
+        close("SᵀX", kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale), expected),
+        same("codes", codes, expected_codes, limit=0.002),
+        same("ranges", ranges, expected_ranges, limit=_RANGES),
+    ]
+
+
 def dense_sketch(
     device: str,
     kind: str,
@@ -91,7 +107,7 @@ def pack_and_unpack(
     ]
 
 
-def packed_as_made(device: str, kind: str, bits: int, mask: str) -> list[Check]:
+def packed_as_made(device: str, kind: str, bits: int, mask: str, block: int | None = None) -> list[Check]:
     """Compare the packing epilogue of a sketch with packing the finished one."""
     make, rows = Inputs(device), 11
     x, (_, options) = make.matrix(60, 130), make.mask(mask, 60)
@@ -99,8 +115,8 @@ def packed_as_made(device: str, kind: str, bits: int, mask: str) -> list[Check]:
         z = kernels().sparse_sketch(x, make.seed, rows, **options)
         codes, ranges = kernels().sparse_sketch(x, make.seed, rows, bits=bits, **options)
     else:
-        z = make.dense(x, kind, rows, None, options)
-        codes, ranges = make.dense(x, kind, rows, None, options, bits=bits)
+        z = make.dense(x, kind, rows, block, options)
+        codes, ranges = make.dense(x, kind, rows, block, options, bits=bits)
     expected_codes, expected_ranges = kernels().pack(z, bits, make.seed)
     most = ((ranges.float() - expected_ranges.float()).abs() / expected_ranges.float().abs().clamp_min(1e-30)).max()
     return [Check("ranges", float(most), 2**-7), same("codes", codes, expected_codes, limit=0.002)]
@@ -229,6 +245,8 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
         for kind in ("countsketch", "rademacher", "hadamard"):
             for mask in ("all", "some"):
                 add(packed_as_made, kind, bits, mask)
+        add(packed_as_made, "gaussian", bits, "few", 16)
+        add(packed_as_made, "countsketch", bits, "none")
     for kind in ("countsketch", "rademacher"):
         add(masked_rows_unread, kind)
     for view in VIEWS:
@@ -239,6 +257,7 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for columns in (64, 130, 5):
         for dtype in DTYPES:
             add(turn_back, columns, dtype)
+    add(scaled_rows)
     for count in (None, 0, 3, 1100, 1500):
         add(random_keys, count)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard"):

@@ -94,7 +94,7 @@ def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> T
 def _gathered(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Rows of M and their scales; where all n that count fit, these are they, and rows of scale 0."""
     if mask is None:
-        return _sample(seed, tokens, rows, None), torch.full((rows,), (tokens / rows) ** 0.5, device=seed.device)
+        return _sample(seed, tokens, rows, None), seed.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
     place = torch.arange(rows, device=seed.device)
     direct = mask.count <= rows
     index = mask.order[torch.where(direct, place, _sample(seed, tokens, rows, mask.count))]

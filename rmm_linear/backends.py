@@ -13,7 +13,7 @@ def requested_backend() -> str:
 
     Returns:
         "auto" (the fastest for the device), "torch" (plain PyTorch everywhere) or "triton" (the kernels, on CPU in
-        Triton's interpreter).
+        Triton's interpreter, which TRITON_INTERPRET=1 turns on).
 
     Raises:
         ValueError: If the variable holds something else.

@@ -2,8 +2,8 @@
 
 Plain PyTorch runs on CPU (packing and random numbers in compiled form where it was built), the Triton kernels on
 accelerators, both from the same seed with the same S. The environment variable RMM_BACKEND says otherwise: "torch" is
-plain PyTorch everywhere, "triton" the kernels, on CPU in Triton's interpreter. Kinds without a kernel (dct, dft) and
-float64 run in PyTorch everywhere.
+plain PyTorch everywhere, "triton" the kernels, on CPU in Triton's interpreter (TRITON_INTERPRET=1). Kinds without a
+kernel (dct, dft) and float64 run in PyTorch everywhere.
 
 A seed is a tensor on the device and is never read by the host, so nothing waits for the device.
 """
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import _triton, packing
 from rmm_linear.backends import requested_backend
-from rmm_linear.sketches import TokenMask, kept_rows
+from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows
 from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.dense import block_rows
@@ -39,6 +39,11 @@ def _uses_triton(tensor: Tensor, kind: str | None = None) -> bool:
     if tensor.dtype not in _triton.DTYPES or not (kind is None or kind in _triton.KINDS):
         return False
     return requested == "triton" or (requested == "auto" and tensor.device.type in _ACCELERATORS and _has_triton())
+
+
+def _check_block(kind: str, block: int | None) -> None:
+    if block is not None and not FAMILIES[kind].blocks:
+        raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
 
 
 def _mask(order: Tensor | None, count: Tensor | None) -> TokenMask | None:
@@ -69,11 +74,14 @@ def sketch(
     Returns:
         Shape (kept rows, D), dtype of ``matrix``.
     """
+    _check_block(kind, block)
     mask, tokens = _mask(order, count), matrix.shape[0]
     if kept_rows(tokens, rows, block) < tokens and _uses_triton(matrix, kind):
         return _triton.sketch(matrix, seed, kind, rows, block, mask, None)
     result = plain_sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
-    return result.clone() if result is matrix else result.contiguous()  # transforms return other strides
+    if result is matrix:
+        return result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous()  # transforms return other strides
 
 
 @sketch.register_fake
@@ -107,6 +115,7 @@ def packed_sketch(
     Returns:
         Codes and ranges, see :func:`rmm_linear.packing.pack`.
     """
+    _check_block(kind, block)
     mask, (tokens, columns) = _mask(order, count), matrix.shape
     kept = kept_rows(tokens, rows, block)
     if _uses_triton(matrix, kind):

@@ -78,8 +78,8 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
         scale of every group.
 
     Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2, or an element is infinite. On an accelerator the values are not looked
-            at, and an infinity makes its group NaN.
+        ValueError: If ``bits`` is not 8, 4 or 2, an element is infinite, or a group's range is beyond float32. On an
+            accelerator the values are not looked at, and an infinity makes its group NaN.
     """
     return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
 
@@ -150,7 +150,9 @@ def unpack(
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     for part in row_parts(*matrix.shape, codes):
-        values = matrix[part] if dtype == torch.float32 else torch.empty(matrix[part].shape, device=codes.device)
+        values = matrix[part]
+        if dtype != torch.float32:
+            values = torch.empty(values.shape, dtype=torch.float32, device=codes.device)
         if native.applies_to(codes, ranges):
             native.unpack(codes[part], ranges[part], bits, values)
         else:
@@ -207,8 +209,13 @@ def _check_bits(bits: int) -> None:
 
 
 def _refuse_infinities(matrix: Tensor, ranges: Tensor) -> None:
-    if matrix.device.type == "cpu" and not bool(ranges.isfinite().all()) and bool(torch.isinf(matrix).any()):
-        raise ValueError("pack needs finite elements or NaN, got an infinity. Use bits=None to store infinities.")
+    if matrix.device.type != "cpu" or bool(ranges.isfinite().all()):
+        return
+    if bool(torch.isinf(matrix).any()) or not bool(matrix.isnan().any()):
+        raise ValueError(
+            "pack needs finite elements or NaN, got an infinity, or numbers whose range is beyond float32. "
+            "Use bits=None to store them."
+        )
 
 
 def row_parts(rows: int, columns: int, tensor: Tensor) -> Iterator[slice]:

@@ -15,6 +15,7 @@ WIDTHS = (8, 4, 2)
 _STREAM = 3
 _EXPONENT_OF_ONE = 0x3F800000
 _MARGIN = 2.0**-18  # of a scale, so that no step and chance, rounded, add up to one code too many
+_SMALLEST = 2.0**-126  # normal number of float32: the reciprocal of a smaller one may be infinite
 _ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS}  # 1 in every code of a byte
 
 
@@ -114,7 +115,7 @@ def group_ranges(groups: Tensor, bits: int) -> Tensor:
 def group_steps(groups: Tensor, ranges: Tensor) -> Tensor:
     """How many steps of its group's scale every element lies above the offset."""
     offset, scale = ranges.to(torch.float32).unsqueeze(-1).unbind(2)
-    return (groups - offset).mul_(torch.where(scale == 0, 0, 1 / scale))
+    return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))
 
 
 def _round_down(values: Tensor) -> Tensor:

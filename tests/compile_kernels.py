@@ -27,8 +27,15 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-TYPES = {"p_seed": "*i64", "p_order": "*i64", "p_count": "*i64", "p_index": "*i64", "p_scale": "*fp32"}
-TYPES |= {"p_ranges": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES = {
+    "p_seed": "*i64",
+    "p_order": "*i64",
+    "p_count": "*i64",
+    "p_index": "*i64",
+    "p_scale": "*fp32",
+    "p_words": "*i32",
+}
+TYPES |= {"p_shifts": "*i64", "p_ranges": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 
 
 def cases() -> Any:
@@ -38,10 +45,16 @@ def cases() -> Any:
     norms = sys.modules["rmm_linear.kernels.row_norms"]
     sparse, dense = module["sparse_sketch"]._sparse_sketch_kernel, module["dense_sketch"]._dense_sketch_kernel
     hashed, gathered = {"p_index": None, "p_scale": None}, {"p_order": None, "p_count": None}
+    unhashed = {"p_words": None, "p_shifts": None}
     for dtype in ("*bf16", "*fp32"):
         tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_ranges": None}
         yield f"sparse_sketch masked {dtype}", sparse, dtype, {"HASHED": True, "MASKED": True, **tile, **hashed}
-        yield f"sparse_sketch gathered {dtype}", sparse, dtype, {"HASHED": False, "MASKED": False, **tile, **gathered}
+        yield (
+            f"sparse_sketch gathered {dtype}",
+            sparse,
+            dtype,
+            {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed},
+        )
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
     keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
@@ -51,6 +64,7 @@ def cases() -> Any:
         yield f"dense_sketch {kind} {bits}", dense, "*bf16", {"KIND": kind, "BITS": bits, **tile, **absent}
     for bits in (8, 2):
         yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
+    yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
     yield "turn_back", module["packing"]._turn_back_kernel, "*bf16", {"B_K": 32}
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     yield "unpack", module["packing"]._unpack_kernel, "*bf16", {"BITS": 4, "B_K": 32}

@@ -40,7 +40,15 @@ def test_every_kernel_is_compared():
     """With every kind, width, mask and dtype: a comparison that is left out would be missed nowhere else."""
     words = {word for title in COMPARISONS for word in title.split()}
     assert words >= {"countsketch", "gathered", "gaussian", "rademacher", "hadamard", "pack_and_unpack", "row_norms"}
-    assert words >= {"turn_back", "random_keys", "layer"}
+    assert words >= {
+        "turn_back",
+        "random_keys",
+        "layer",
+        "scaled_rows",
+        "packed_as_made",
+        "masked_rows_unread",
+        "strides",
+    }
     assert words >= {"all", "some", "few", "none", "8", "4", "2", "float32", "float16", "bfloat16", "transposed"}
     assert len(COMPARISONS) >= 100
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from rmm_linear import native, packing
+from rmm_linear import RMMLinear, native, packing
 from rmm_linear.sketches.philox import philox
 
 SEED = torch.tensor([-123456789012345678])
@@ -29,7 +31,15 @@ def plainly(monkeypatch):
 
 def test_it_is_built_where_there_is_a_compiler():
     """Else the other tests of this file would compare plain PyTorch with itself."""
-    assert native.applies_to(SEED) == (shutil.which("cc") is not None or shutil.which("gcc") is not None)
+    source = Path(native.__file__).with_name("packing.c")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    able = (
+        compiler is not None
+        and not subprocess.run(
+            [compiler, "-std=gnu11", "-fopenmp", "-fsyntax-only", str(source)], capture_output=True, check=False
+        ).returncode
+    )
+    assert native.applies_to(SEED) == able
 
 
 @pytest.mark.parametrize("stream", [0, 3, 2**32 - 1])
@@ -78,6 +88,45 @@ def test_odd_values_are_packed_the_same(bits, plainly):
         packing.pack(z, bits, SEED)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_range_beyond_float32_is_refused(backend, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", backend)
+    for z in (torch.tensor([[3e38, -3e38]]), torch.tensor([[1e39, 0.0]], dtype=torch.float64)):
+        with pytest.raises(ValueError, match="beyond float32"):
+            packing.pack(z, 4, SEED)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_smallest_numbers_come_back(backend, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", backend)
+    z = torch.rand(3, 70) * 1e-40
+    restored = packing.unpack(*packing.pack(z, 4, SEED), SEED, 4, 70, z.dtype)
+    assert (restored - z).abs().max() < 1e-38
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("target", [torch.float16, torch.float32])
+def test_the_default_dtype_changes_nothing(dtype, target):
+    z = torch.randn(40, 130, generator=torch.Generator().manual_seed(4))
+    codes, ranges = packing.pack(z, 4, SEED)
+    expected = packing.unpack(codes, ranges, SEED, 4, 130, target)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert all(map(torch.equal, packing.pack(z, 4, SEED), (codes, ranges)))
+        assert torch.equal(packing.unpack(codes, ranges, SEED, 4, 130, target), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_the_default_device_changes_nothing():
+    layer, x = RMMLinear(8, 4), torch.randn(100, 8)
+    with torch.device("meta"):
+        assert philox(SEED, torch.arange(3, device="cpu"))[0].device.type == "cpu"
+        layer(x).square().sum().backward()
+    assert layer.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "view", [lambda m: m[:, 3:133], lambda m: m[::2], lambda m: m.T, lambda m: m[:1].expand(9, -1)]
 )
@@ -88,7 +137,7 @@ def test_any_strides(view, plainly):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_rows(threads, monkeypatch):
+def test_threads_share_the_rows(threads):
     z = torch.randn(1001, 600, generator=torch.Generator().manual_seed(3))
     expected = packing.pack(z, 4, SEED)
     before = torch.get_num_threads()
@@ -102,3 +151,4 @@ def test_threads_share_the_rows(threads, monkeypatch):
 def test_tensors_that_are_not_plain_are_left_to_pytorch():
     assert not native.applies_to(SEED, torch.empty(2, device="meta"))
     assert not native.applies_to(torch.nn.Parameter(torch.ones(2)))
+    assert not native.applies_to(torch._neg_view(torch.ones(2)))

@@ -45,6 +45,31 @@ def test_operators_that_keep_every_row_return_tensors_of_their_own(rows, dtype):
     torch.library.opcheck(ops.packed_sketch, (x, SEED, "countsketch", rows, 8))
 
 
+@pytest.mark.parametrize("view", [lambda m: m.T, lambda m: m[:, 3:33], lambda m: m[::2]])
+@pytest.mark.parametrize("rows", [7, 60])
+def test_operators_take_any_strides(rows, view):
+    x = view(made(70, 70))
+    for kind in ("countsketch", "rows", "hadamard"):
+        torch.library.opcheck(ops.sketch, (x, SEED, kind, rows))
+    torch.library.opcheck(ops.packed_sketch, (x, SEED, "countsketch", rows, 4))
+
+
+@needs_triton
+@pytest.mark.parametrize("mask", ["all", "some"])
+@pytest.mark.parametrize(("kind", "block"), [("countsketch", None), ("rows", None), ("rademacher", 9)])
+def test_operators_on_the_kernels_keep_pytorchs_rules(kind, block, mask, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    torch.library.opcheck(ops.sketch, (made().T.contiguous().T, SEED, kind, 7, block, *ranks(mask)))
+    torch.library.opcheck(ops.packed_sketch, (made(), SEED, kind, 7, 4, block, *ranks(mask)))
+
+
+def test_a_block_is_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="block is for kinds with blocks, got block=9 with kind='countsketch'"):
+        ops.sketch(made(), SEED, "countsketch", 7, 9)
+    with pytest.raises(ValueError, match="block is for kinds with blocks, got block=9 with kind='rows'"):
+        ops.packed_sketch(made(), SEED, "rows", 7, 4, 9)
+
+
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [130, 5, 64])

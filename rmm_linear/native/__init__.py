@@ -1,7 +1,7 @@
 """Compiled forms of what plain PyTorch does slowly on CPU: random numbers and packing.
 
 Built when the package is installed, if there is a C compiler; without it, and with RMM_BACKEND=torch, everything runs
-in plain PyTorch, with the same result. The library has no state and no threads of its own.
+in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import threading
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rmm_linear.backends import requested_backend
+
+logger = logging.getLogger(__name__)
 
 _SMALLEST_SHARE = 1 << 16  # elements that are worth a thread
 
@@ -25,7 +27,11 @@ def _load() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("rmm_linear.native._library")
     if spec is None or spec.origin is None:
         return None
-    return ctypes.CDLL(spec.origin)
+    try:
+        return ctypes.CDLL(spec.origin)
+    except OSError as error:  # of another machine, as in a copied folder
+        logger.warning("%s cannot be loaded (%s); plain PyTorch takes its place.", spec.origin, error)
+        return None
 
 
 def applies_to(*tensors: Tensor) -> bool:
@@ -39,7 +45,7 @@ def applies_to(*tensors: Tensor) -> bool:
     """
     if requested_backend() == "torch" or _load() is None:
         return False
-    return all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors)
+    return all(type(tensor) is Tensor and tensor.device.type == "cpu" and not tensor.is_neg() for tensor in tensors)
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,9 +60,9 @@ def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, T
         Four int64 tensors of the shape of ``offset``.
     """
     offset = offset.contiguous()
-    words = torch.empty(4, *offset.shape, dtype=torch.int64)
-    key, count = ctypes.c_int64(int(seed)), ctypes.c_int64(offset.numel())
-    _function("rmm_philox")(key, ctypes.c_int64(stream), count, _pointer(offset), _pointer(words))
+    words = offset.new_empty(4, *offset.shape)
+    key, count = _long(int(seed)), _long(offset.numel())
+    _function("rmm_philox")(key, _long(stream), count, _pointer(offset), _pointer(words))
     first, second, third, fourth = words.unbind()
     return first, second, third, fourth
 
@@ -75,16 +81,11 @@ def pack(
         codes: To write, uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
         ranges: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
     """
-    width, stride, bit = ctypes.c_int64(matrix.shape[1]), ctypes.c_int64(matrix.stride(0)), ctypes.c_int(bits)
-    function = _function("rmm_pack")
-
-    def run(begin: int, end: int) -> None:
-        function(
-            _pointer(matrix[begin:]), ctypes.c_int64(end - begin), width, stride, bit, _pointer(signs),
-            _pointer(rows[begin:]), _pointer(columns), _pointer(codes[begin:]), _pointer(ranges[begin:]),
-        )  # fmt: skip
-
-    _in_threads(run, matrix)
+    (rows_, columns_), stride = matrix.shape, matrix.stride(0)
+    _function("rmm_pack")(
+        _pointer(matrix), _long(rows_), _long(columns_), _long(stride), ctypes.c_int(bits), _pointer(signs),
+        _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges), _threads(matrix),
+    )  # fmt: skip
 
 
 def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
@@ -96,14 +97,11 @@ def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
         bits: 8, 4 or 2.
         matrix: To write, float32, shape (K, I), contiguous.
     """
-    width, bit = ctypes.c_int64(matrix.shape[1]), ctypes.c_int(bits)
-    function = _function("rmm_unpack")
-
-    def run(begin: int, end: int) -> None:
-        rows = ctypes.c_int64(end - begin)
-        function(_pointer(codes[begin:]), _pointer(ranges[begin:]), rows, width, bit, _pointer(matrix[begin:]))
-
-    _in_threads(run, matrix)
+    rows, columns = matrix.shape
+    _function("rmm_unpack")(
+        _pointer(codes), _pointer(ranges), _long(rows), _long(columns), ctypes.c_int(bits), _pointer(matrix),
+        _threads(matrix),
+    )  # fmt: skip
 
 
 def _function(name: str) -> Callable[..., None]:
@@ -116,14 +114,10 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _in_threads(run: Callable[[int, int], None], matrix: Tensor) -> None:
-    """Cut the rows among as many threads as PyTorch uses; the compiled code runs without the interpreter's lock."""
-    rows = matrix.shape[0]
-    threads = max(1, min(torch.get_num_threads(), rows, matrix.numel() // _SMALLEST_SHARE))
-    cuts = [rows * part // threads for part in range(threads + 1)]
-    others = [threading.Thread(target=run, args=cuts[part : part + 2]) for part in range(1, threads)]
-    for thread in others:
-        thread.start()
-    run(0, cuts[1])
-    for thread in others:
-        thread.join()
+def _long(number: int) -> ctypes.c_int64:
+    return ctypes.c_int64(number)
+
+
+def _threads(matrix: Tensor) -> ctypes.c_int:
+    """As many as PyTorch uses, where there is work for them."""
+    return ctypes.c_int(max(1, min(torch.get_num_threads(), matrix.numel() // _SMALLEST_SHARE)))

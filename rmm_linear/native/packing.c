@@ -2,6 +2,7 @@
  *
  * Every number is that of the plain version but for the last bit of the turn, whose sums are made in another order.
  */
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -83,13 +84,14 @@ static inline __attribute__((always_inline)) void pack_group(
     float share = (float)((1 + 0x1p-18) / ((1 << bits) - 1));
     float scale = -round_down((offset - high[0]) * share);
     range[0] = bfloat16(offset), range[1] = bfloat16(scale);
-    float inverse = scale == 0 ? 0 : 1 / scale;
+    float inverse = scale < 0x1p-126f ? 0 : 1 / scale;
     int32_t code[GROUP];
     for (int i = 0; i < GROUP; i++) {
         int32_t word = a ^ c[i];
         float chance;
         memcpy(&chance, &word, 4);
-        code[i] = (int32_t)((t[i] - offset) * inverse + chance) - 1;
+        float above = (t[i] - offset) * inverse + chance;
+        code[i] = (int32_t)(above >= 1 ? above : 1) - 1; /* 0 for NaN */
     }
     if (size == GROUP && bits == 4) {
         for (int i = 0; i < 32; i++) codes[i] = (uint8_t)(code[i] | code[i + 32] << 4);
@@ -105,12 +107,11 @@ static inline __attribute__((always_inline)) void pack_group(
     }
 }
 
-/* z: rows `stride` apart. signs: 64. a: rows. c: columns. codes, ranges: contiguous. */
-VARIANTS void rmm_pack(
-    const float *z, int64_t rows, int64_t columns, int64_t stride, int bits, const float *signs, const int32_t *a,
-    const int32_t *c, uint8_t *codes, uint16_t *ranges) {
+VARIANTS static void pack_rows(
+    const float *z, int64_t begin, int64_t end, int64_t columns, int64_t stride, int bits, const float *signs,
+    const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *ranges) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < groups; group++) {
             float t[GROUP];
             int32_t chance[GROUP];
@@ -133,11 +134,10 @@ VARIANTS void rmm_pack(
         }
 }
 
-/* codes, ranges: contiguous. z: contiguous; its whole groups stay turned. */
-VARIANTS void rmm_unpack(
-    const uint8_t *codes, const uint16_t *ranges, int64_t rows, int64_t columns, int bits, float *z) {
+VARIANTS static void unpack_rows(
+    const uint8_t *codes, const uint16_t *ranges, int64_t begin, int64_t end, int64_t columns, int bits, float *z) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < groups; group++) {
             int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
             int h = (size * bits + 7) / 8, mask = (1 << bits) - 1;
@@ -154,4 +154,23 @@ VARIANTS void rmm_unpack(
                 for (int i = 0; i < size; i++) to[i] = (float)(from[i % h] >> i / h * bits & mask) * scale + offset;
             }
         }
+}
+
+/* The rows of this thread of a team. */
+#define SHARE(rows) (rows) * omp_get_thread_num() / omp_get_num_threads(), \
+                    (rows) * (omp_get_thread_num() + 1) / omp_get_num_threads()
+
+/* z: rows `stride` apart. signs: 64. a: rows. c: columns. codes, ranges: contiguous. */
+void rmm_pack(
+    const float *z, int64_t rows, int64_t columns, int64_t stride, int bits, const float *signs, const int32_t *a,
+    const int32_t *c, uint8_t *codes, uint16_t *ranges, int threads) {
+#pragma omp parallel num_threads(threads)
+    pack_rows(z, SHARE(rows), columns, stride, bits, signs, a, c, codes, ranges);
+}
+
+/* codes, ranges: contiguous. z: contiguous; its whole groups stay turned. */
+void rmm_unpack(
+    const uint8_t *codes, const uint16_t *ranges, int64_t rows, int64_t columns, int bits, float *z, int threads) {
+#pragma omp parallel num_threads(threads)
+    unpack_rows(codes, ranges, SHARE(rows), columns, bits, z);
 }

@@ -30,7 +30,7 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
     Costs about a hundred elementwise integer operations on the shape of ``offset``.
 
     Args:
-        seed: Key of the generator, int64 with one element, any value. It is never copied to the host.
+        seed: Key of the generator, int64 with one element, any value. It is not copied from a device to the host.
         offset: Counters, int64, any shape, on the device of ``seed``.
         stream: Number of an independent stream under the same seed, in [0, 2**32).
 

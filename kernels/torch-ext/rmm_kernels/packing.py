@@ -59,7 +59,7 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     tl.store(p_ranges + o_range, b_offset.to(tl.bfloat16), mask=m_k)
     tl.store(p_ranges + o_range + 1, b_scale.to(tl.bfloat16), mask=m_k)
 
-    b_flat = b_scale == 0
+    b_flat = b_scale < 1.1754943508222875e-38  # the reciprocal of a smaller number may be infinite
     b_inverse = tl.where(b_flat, 0.0, tl.math.div_rn(b_scale * 0 + 1, tl.where(b_flat, 1.0, b_scale)))
     b_row, _, _, _ = words(seed, o_k, _STREAM)
     _, b_column, _, _ = words(seed, i_g * 64 + o_j, _STREAM)
