@@ -96,9 +96,11 @@ def weight_gradient(
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
     *stored, seeds = kept
+    ranks = (None, None) if mask is None else (mask.order, mask.count)
+    if recipe.bits is not None:
+        return ops.unpacked_product(
+            y, *stored, seeds, recipe.kind, recipe.rows, recipe.bits, features, recipe.block, *ranks
+        )
     if mask is not None or kept_rows(y.shape[0], recipe.rows, recipe.block) < y.shape[0]:
-        ranks = (None, None) if mask is None else (mask.order, mask.count)
         y = ops.sketch(y, seeds, recipe.kind, recipe.rows, recipe.block, *ranks)
-    if recipe.bits is None:
-        return y.T @ stored[0]
-    return ops.unpacked_product(y, stored[0], stored[1], seeds, recipe.bits, features)
+    return y.T @ stored[0]

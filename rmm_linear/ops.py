@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear import _triton, packing
+from rmm_linear import _triton, native, packing
 from rmm_linear.backends import requested_backend
 from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows
 from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.dense import block_rows
 
+_CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
 _ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 
 
@@ -125,6 +126,11 @@ def packed_sketch(
     shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
     if matrix.device.type != "cpu":
         return packing.pack(plain_sketch(matrix, **shape), bits, seed)
+    if kind == "countsketch" and matrix.dtype == torch.float32 and native.applies_to(matrix, seed):
+        real = tokens if mask is None else int(mask.count)
+        if real > rows:
+            real_rows = matrix if mask is None else matrix.index_select(0, mask.order[:real])
+            return packing.pack_hashed(real_rows, rows, bits, seed)
     return packing.pack_parts(plain_parts(matrix, **shape), (kept, columns), bits, seed)
 
 
@@ -137,39 +143,63 @@ def _(matrix, seed, kind, rows, bits, block=None, order=None, count=None):
 
 
 @torch.library.custom_op("rmm_linear::unpacked_product", mutates_args=())
-def unpacked_product(y: Tensor, codes: Tensor, ranges: Tensor, seed: Tensor, bits: int, columns: int) -> Tensor:
-    """Return Yᵀ unpack(Z), with float32 accumulation at least.
+def unpacked_product(
+    y: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    seed: Tensor,
+    kind: str,
+    rows: int,
+    bits: int,
+    columns: int,
+    block: int | None = None,
+    order: Tensor | None = None,
+    count: Tensor | None = None,
+) -> Tensor:
+    """Return (SᵀY)ᵀ unpack(Z), with float32 accumulation at least.
 
-    The product is made with the groups still turned, and turned back afterwards: it has O rows where Z has K. On CPU Z
-    is unpacked and multiplied in parts, so that it never exists as a whole.
+    The product is made with the groups still turned, and turned back afterwards: it has O rows where Z has K. On CPU
+    SᵀY and Z are made and multiplied in parts, so that they never exist as a whole.
 
     Args:
-        y: SᵀY, shape (K, O).
+        y: Y, shape (N, O), floating point.
         codes: uint8, shape (K, ⌈I · bits / 8⌉).
         ranges: bfloat16, shape (K, ⌈I / 64⌉, 2).
-        seed: The seed they were packed with, int64, shape (1,).
+        seed: The seed of S and of the rounding, int64, shape (1,).
+        kind: As Z was made.
+        rows: As Z was made.
         bits: 8, 4 or 2.
         columns: I.
+        block: As Z was made.
+        order: As Z was made.
+        count: As Z was made.
 
     Returns:
         Shape (O, I), dtype of ``y``.
     """
-    if _uses_triton(y):
-        z = _triton.kernels().unpack(codes, ranges, bits, columns, y.dtype)
-        return _triton.kernels().turn_back(y.T @ z, seed)
-    parts = list(packing.row_parts(codes.shape[0], columns, codes))
-    if len(parts) < 2 or y.dtype not in (torch.float32, torch.float64):  # a half type would round after every part
+    mask, tokens, kept = _mask(order, count), y.shape[0], codes.shape[0]
+    if y.device.type == "cpu" and not _uses_triton(y):
+        made = plain_parts(y, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
+        # A half type would round after every part.
+        step = max(1, _CHUNK // max(1, columns, y.shape[1])) if y.dtype in (torch.float32, torch.float64) else kept
+        product = y.new_zeros(y.shape[1], columns)
+        for begin in range(0, kept, max(1, step)):
+            part = slice(begin, min(begin + step, kept))
+            z = packing.unpack(codes[part], ranges[part], seed, bits, columns, y.dtype, turned=True)
+            transposed = made(part.start, part.stop).T
+            product = product.addmm_(transposed, z) if begin else torch.mm(transposed, z)
+        return packing.turn_back_(product, seed)
+    if mask is not None or kept < tokens:
+        y = sketch(y, seed, kind, rows, block, order, count)
+    if not _uses_triton(y):
         z = packing.unpack(codes, ranges, seed, bits, columns, y.dtype, turned=True)
-        return packing.turn_back(y.T @ z, seed)
-    product = y.new_zeros(y.shape[1], columns)
-    for part in parts:
-        z = packing.unpack(codes[part], ranges[part], seed, bits, columns, y.dtype, turned=True)
-        product.addmm_(y[part].T, z)
-    return packing.turn_back(product, seed)
+        return packing.turn_back_(y.T @ z, seed)
+    z = _triton.kernels().unpack(codes, ranges, bits, columns, y.dtype)
+    return _triton.kernels().turn_back(y.T @ z, seed)
 
 
 @unpacked_product.register_fake
-def _(y, codes, ranges, seed, bits, columns):
+def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, order=None, count=None):
     return y.new_empty(y.shape[1], columns)
 
 
@@ -197,5 +227,7 @@ def _(matrix, seed, kind, rows, bits, block=None, *args, out_shape=None, **kwarg
 
 
 @register_flop_formula(torch.ops.rmm_linear.unpacked_product)
-def _(y, codes, ranges, seed, bits, columns, *args, out_shape=None, **kwargs) -> int:
-    return 2 * y[0] * y[1] * columns + 2 * y[0] * columns + 2 * packing.GROUP * y[1] * columns
+def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, *args, out_shape=None, **kwargs) -> int:
+    kept, outputs = codes[0], y[1]
+    unpacking = 2 * kept * columns + 2 * packing.GROUP * outputs * columns
+    return _sketch_flops(y, kind, rows, block) + 2 * kept * outputs * columns + unpacking

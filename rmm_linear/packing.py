@@ -39,9 +39,10 @@ from rmm_linear.rounding import (
     turned_groups,
     unpack_rows,
 )
+from rmm_linear.sketches.countsketch import signs_and_shifts
 
 _CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
-_COMPILED_CHUNK = 1 << 21  # small enough for memory that the allocator has at hand
+_COMPILED_CHUNK = 1 << 20
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
@@ -103,8 +104,7 @@ def pack_parts(
     """
     _check_bits(bits)
     rows, columns = shape
-    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=seed.device)
-    ranges = torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=seed.device)
+    codes, ranges = _empty(rows, columns, bits, seed)
     draws = Draws.of(seed, rows, columns)
     for place in row_parts(rows, columns, seed):
         values, found = part(place.start, place.stop), ranges[place]
@@ -116,6 +116,36 @@ def pack_parts(
             pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
         _refuse_infinities(values, found)
     return codes, ranges
+
+
+def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack the CountSketch of a matrix row by row, in compiled form.
+
+    Args:
+        matrix: float32, shape (N, I), N > K, on CPU where :func:`rmm_linear.native.applies_to` it.
+        rows: K.
+        bits: 8, 4 or 2.
+        seed: See :func:`pack`; also of the sketch.
+
+    Returns:
+        Codes and ranges.
+
+    Raises:
+        ValueError: As :func:`pack`.
+    """
+    _check_bits(bits)
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    codes, ranges = _empty(rows, matrix.shape[1], bits, seed)
+    draws = Draws.of(seed, rows, matrix.shape[1])
+    hashing = signs_and_shifts(seed, matrix.shape[0], rows)
+    native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing)
+    _refuse_infinities(matrix, ranges)
+    return codes, ranges
+
+
+def _empty(rows: int, columns: int, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=seed.device)
+    return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=seed.device)
 
 
 def unpack(
@@ -172,8 +202,25 @@ def turn_back(matrix: Tensor, seed: Tensor) -> Tensor:
     Returns:
         Shape (rows, columns), dtype of ``matrix``.
     """
-    turn = Draws.of(seed, 0, GROUP).turn.T
-    return turn_groups(matrix.to(torch.promote_types(matrix.dtype, torch.float32)), turn).to(matrix.dtype)
+    return turn_back_(matrix.clone(memory_format=torch.contiguous_format), seed)
+
+
+def turn_back_(matrix: Tensor, seed: Tensor) -> Tensor:
+    """Do what :func:`turn_back` does, to a matrix that nobody else needs.
+
+    Args:
+        matrix: See there; its memory may be used.
+        seed: The seed it was packed with.
+
+    Returns:
+        Shape (rows, columns), dtype of ``matrix``.
+    """
+    draws = Draws.of(seed, 0, GROUP)
+    if matrix.dtype == torch.float32 and matrix.is_contiguous() and native.applies_to(matrix):
+        native.turn_back(matrix, draws.signs)
+        return matrix
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    return turn_groups(wide, draws.turn.T).to(matrix.dtype)
 
 
 def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:

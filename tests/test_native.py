@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmm_linear import RMMLinear, native, packing
+from rmm_linear import RMMLinear, native, ops, packing
+from rmm_linear.sketches import sketch, sketch_parts
 from rmm_linear.sketches.philox import philox
 
 SEED = torch.tensor([-123456789012345678])
@@ -125,6 +127,30 @@ def test_the_default_device_changes_nothing():
         assert philox(SEED, torch.arange(3, device="cpu"))[0].device.type == "cpu"
         layer(x).square().sum().backward()
     assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(100, 13), (100, 60), (100, 99), (7, 1), (5, 2)])
+@pytest.mark.parametrize(
+    "view", [lambda m: m, lambda m: m[:, 3:7], lambda m: m.T, lambda m: m[:, :1], lambda m: m[:, :0]]
+)
+def test_countsketch_is_the_same(tokens, rows, view, plainly):
+    m = view(torch.randn(tokens, tokens, generator=torch.Generator().manual_seed(5)))
+    rows = min(rows, len(m) - 1) or 1
+    found = sketch(m, kind="countsketch", seed=SEED, rows=rows)
+    torch.testing.assert_close(found, plainly(lambda: sketch(m, kind="countsketch", seed=SEED, rows=rows)))
+    parts = sketch_parts(m, kind="countsketch", seed=SEED, rows=rows)
+    cuts = sorted({0, rows // 3, rows // 2, rows})
+    assert torch.equal(torch.cat([parts(a, b) for a, b in itertools.pairwise(cuts)]), found)
+    packed = ops.packed_sketch(m, SEED, "countsketch", rows, 4)
+    assert all(map(torch.equal, packed, packing.pack(found, 4, SEED)))
+
+
+@pytest.mark.parametrize("shape", [(9, 768), (5, 130), (3, 5), (0, 64)])
+def test_turning_back_is_the_same(shape, plainly):
+    m = torch.randn(shape)
+    before = m.clone()
+    torch.testing.assert_close(packing.turn_back(m, SEED), plainly(lambda: packing.turn_back(m, SEED)))
+    assert torch.equal(m, before)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,10 @@ def test_a_block_is_refused_where_there_are_none():
 @pytest.mark.parametrize("columns", [130, 5, 64])
 def test_the_product_keeps_pytorchs_rules(bits, dtype, columns):
     codes, ranges = packing.pack(made(20, columns), bits, SEED)
-    torch.library.opcheck(ops.unpacked_product, (made(20, 9, dtype), codes, ranges, SEED, bits, columns))
+    shape = (SEED, "countsketch", 20, bits, columns)
+    torch.library.opcheck(ops.unpacked_product, (made(20, 9, dtype), codes, ranges, *shape))
+    torch.library.opcheck(ops.unpacked_product, (made(40, 9, dtype), codes, ranges, *shape))
+    torch.library.opcheck(ops.unpacked_product, (made(40, 9, dtype), codes, ranges, *shape, None, *ranks("few")))
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
@@ -83,11 +86,17 @@ def test_the_product_in_parts_is_the_product(bits, monkeypatch):
     y = made(300, 9)
     codes, ranges = packing.pack(made(300, 130), bits, SEED)
     whole = y.T @ packing.unpack(codes, ranges, SEED, bits, 130, y.dtype)
-    torch.testing.assert_close(ops.unpacked_product(y, codes, ranges, SEED, bits, 130), whole, rtol=1e-4, atol=1e-4)
-    for name in ("_CHUNK", "_COMPILED_CHUNK"):
-        monkeypatch.setattr(packing, name, 130 * 37)
-    assert len(list(packing.row_parts(300, 130, codes))) == 9
-    torch.testing.assert_close(ops.unpacked_product(y, codes, ranges, SEED, bits, 130), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ops.unpacked_product(y, codes, ranges, SEED, "countsketch", 300, bits, 130), whole, rtol=1e-4, atol=1e-4
+    )
+    monkeypatch.setattr(ops, "_CHUNK", 130 * 37)
+    calls = []
+    unpack = packing.unpack
+    monkeypatch.setattr(packing, "unpack", lambda *args, **options: calls.append(1) or unpack(*args, **options))
+    torch.testing.assert_close(
+        ops.unpacked_product(y, codes, ranges, SEED, "countsketch", 300, bits, 130), whole, rtol=1e-4, atol=1e-4
+    )
+    assert len(calls) == 9
 
 
 @pytest.mark.parametrize("mask", ["all", "some", "few"])
@@ -125,7 +134,12 @@ def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
     x, weight = made(400, 70).requires_grad_(), torch.randn(9, 70, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         sketched_linear(x, weight, config=RMMConfig(ratio=0.1, min_rows=1), seed=1).sum().backward()
-    assert counter.get_total_flops() == 2 * (2 * 400 * 70 * 9) + 2 * 40 * 70 * 9 + 400 * 70 + 400 * 9
+    outer, dw, sketches = 2 * (2 * 400 * 70 * 9), 2 * 40 * 70 * 9, 400 * 70 + 400 * 9
+    assert counter.get_total_flops() == outer + dw + sketches
+    with FlopCounterMode(display=False) as counter:
+        sketched_linear(x, weight, config=RMMConfig(ratio=0.1, bits=4, min_rows=1), seed=1).sum().backward()
+    rounding = 2 * 64 * 40 * 70 + 2 * 40 * 70 + 2 * 64 * 9 * 70
+    assert counter.get_total_flops() == outer + dw + sketches + rounding
 
 
 @pytest.mark.parametrize("value", ["cuda", "", "Triton"])

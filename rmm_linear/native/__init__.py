@@ -1,4 +1,4 @@
-"""Compiled forms of what plain PyTorch does slowly on CPU: random numbers and packing.
+"""Compiled forms of what plain PyTorch does slowly on CPU: random numbers, CountSketch and packing.
 
 Built when the package is installed, if there is a C compiler; without it, and with RMM_BACKEND=torch, everything runs
 in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads.
@@ -68,24 +68,39 @@ def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, T
 
 
 def pack(
-    matrix: Tensor, bits: int, signs: Tensor, rows: Tensor, columns: Tensor, codes: Tensor, ranges: Tensor
+    matrix: Tensor,
+    bits: int,
+    signs: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    hashing: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Round rows to ``bits`` per element; :mod:`rmm_linear.packing` says how.
 
     Args:
-        matrix: float32, shape (K, I), elements of a row side by side.
+        matrix: float32, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
         bits: 8, 4 or 2.
         signs: Of the turn, float32, shape (64,).
         rows: Of the chances, int32, shape (K,).
         columns: Of the chances, int32, shape (I,).
         codes: To write, uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
         ranges: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the sketch is packed row by row.
+
+    Raises:
+        MemoryError: If there is none for a row of the sketch.
     """
-    (rows_, columns_), stride = matrix.shape, matrix.stride(0)
-    _function("rmm_pack")(
-        _pointer(matrix), _long(rows_), _long(columns_), _long(stride), ctypes.c_int(bits), _pointer(signs),
-        _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges), _threads(matrix),
+    token_signs, shifts = hashing or (signs, signs)
+    segments = len(shifts) if hashing else 1
+    failed = _function("rmm_pack", ctypes.c_int)(
+        *_matrix(matrix), _long(len(rows)), _long(segments), _pointer(shifts), _pointer(token_signs),
+        ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges),
+        _threads(matrix),
     )  # fmt: skip
+    if failed:
+        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
 
 
 def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
@@ -104,10 +119,47 @@ def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
     )  # fmt: skip
 
 
-def _function(name: str) -> Callable[..., None]:
+def turn_back(matrix: Tensor, signs: Tensor) -> None:
+    """Undo the turn of whole groups of 64 columns, in place.
+
+    Args:
+        matrix: float32, shape (O, I), contiguous.
+        signs: Of the turn, float32, shape (64,).
+    """
+    rows, columns = matrix.shape
+    _function("rmm_turn_back")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
+
+
+def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:
+    """Return some rows of SᵀM; :mod:`rmm_linear.sketches.countsketch` says how.
+
+    Args:
+        matrix: M, float32, shape (N, D), N > K, elements of a row side by side.
+        signs: int8, shape (N,).
+        shifts: int64, shape (⌈N/K⌉,).
+        rows: K.
+        begin: First row of SᵀM.
+        end: The row after the last, at most K.
+
+    Returns:
+        Shape (end − begin, D).
+    """
+    z = matrix.new_empty(end - begin, matrix.shape[1])
+    _function("rmm_countsketch")(
+        *_matrix(matrix), _long(rows), _long(len(shifts)), _pointer(shifts), _pointer(signs), _long(begin),
+        _long(end - begin), _pointer(z), _threads(matrix),
+    )  # fmt: skip
+    return z
+
+
+def _function(name: str, result: type[ctypes.c_int] | None = None) -> Callable[..., int]:
     function = getattr(_load(), name)
-    function.restype = None
+    function.restype = result
     return function
+
+
+def _matrix(matrix: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
+    return _pointer(matrix), _long(matrix.shape[0]), _long(matrix.shape[1]), _long(matrix.stride(0))
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

@@ -2,10 +2,11 @@
  *
  * Every number is that of the plain version but for the last bit of the turn, whose sums are made in another order.
  */
-#include <omp.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
+#include "countsketch.h"
 #include "variants.h"
 
 #define GROUP 64
@@ -28,13 +29,12 @@ static const lanes SIGN_4 = {1, 1, 1, 1, -1, -1, -1, -1};
 #define MIN(a, b) PICK((a) < (b), a, b)
 #define MAX(a, b) PICK((a) > (b), a, b)
 
-static inline __attribute__((always_inline)) void turn(float *t, const float *signs) {
-    lanes v[GROUP / LANES];
+/* t becomes H (t · before) · after, H being the orthonormal Hadamard matrix. */
+static inline __attribute__((always_inline)) void turn(float *t, const float *before, const float *after) {
+    lanes v[GROUP / LANES], s;
     for (int k = 0; k < GROUP / LANES; k++) {
-        lanes s;
         memcpy(&v[k], t + k * LANES, sizeof(lanes));
-        memcpy(&s, signs + k * LANES, sizeof(lanes));
-        v[k] *= s;
+        if (before) memcpy(&s, before + k * LANES, sizeof(lanes)), v[k] *= s;
         v[k] = SWAP_1(v[k]) + v[k] * SIGN_1;
         v[k] = SWAP_2(v[k]) + v[k] * SIGN_2;
         v[k] = SWAP_4(v[k]) + v[k] * SIGN_4;
@@ -45,7 +45,10 @@ static inline __attribute__((always_inline)) void turn(float *t, const float *si
                 lanes sum = v[k] + v[k + h];
                 v[k + h] = v[k] - v[k + h], v[k] = sum;
             }
-    for (int k = 0; k < GROUP / LANES; k++) v[k] *= 0.125f;
+    for (int k = 0; k < GROUP / LANES; k++) {
+        v[k] *= 0.125f;
+        if (after) memcpy(&s, after + k * LANES, sizeof(lanes)), v[k] *= s;
+    }
     memcpy(t, v, sizeof(v));
 }
 
@@ -108,20 +111,21 @@ static inline __attribute__((always_inline)) void pack_group(
 }
 
 VARIANTS static void pack_rows(
-    const float *z, int64_t begin, int64_t end, int64_t columns, int64_t stride, int bits, const float *signs,
-    const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *ranges) {
-    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
-    for (int64_t row = begin; row < end; row++)
+    const hashed *m, float *room, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
+    const int32_t *c, uint8_t *codes, uint16_t *ranges) {
+    int64_t columns = m->columns, groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
+    for (int64_t row = begin; row < end; row++) {
+        const float *z = hashed_row(m, row, room);
         for (int64_t group = 0; group < groups; group++) {
             float t[GROUP];
             int32_t chance[GROUP];
             int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
-            const float *from = z + row * stride + group * GROUP;
+            const float *from = z + group * GROUP;
             uint8_t *to = codes + row * bytes + group * 8 * bits;
             uint16_t *range = ranges + (row * groups + group) * 2;
             if (size == GROUP) {
                 memcpy(t, from, sizeof(t));
-                turn(t, signs);
+                turn(t, signs, 0);
                 pack_group(t, GROUP, bits, a[row], c + group * GROUP, to, range);
             } else {
                 for (int i = 0; i < GROUP; i++) { /* the last element again changes no range */
@@ -132,6 +136,7 @@ VARIANTS static void pack_rows(
                 pack_group(t, size, bits, a[row], chance, to, range);
             }
         }
+    }
 }
 
 VARIANTS static void unpack_rows(
@@ -156,16 +161,27 @@ VARIANTS static void unpack_rows(
         }
 }
 
-/* The rows of this thread of a team. */
-#define SHARE(rows) (rows) * omp_get_thread_num() / omp_get_num_threads(), \
-                    (rows) * (omp_get_thread_num() + 1) / omp_get_num_threads()
+VARIANTS static void turn_rows_back(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t group = 0; group < columns / GROUP; group++) turn(m + row * columns + group * GROUP, 0, signs);
+}
 
-/* z: rows `stride` apart. signs: 64. a: rows. c: columns. codes, ranges: contiguous. */
-void rmm_pack(
-    const float *z, int64_t rows, int64_t columns, int64_t stride, int bits, const float *signs, const int32_t *a,
-    const int32_t *c, uint8_t *codes, uint16_t *ranges, int threads) {
+/* m: what is packed, as it is or hashed to `rows` rows. signs: 64, of the turn. a: rows. c: columns. codes, ranges:
+ * contiguous. Returns 0, or 1 where there was no memory. */
+int rmm_pack(
+    const float *m, int64_t tokens, int64_t columns, int64_t stride, int64_t rows, int64_t segments,
+    const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a, const int32_t *c,
+    uint8_t *codes, uint16_t *ranges, int threads) {
+    hashed source = {m, tokens, columns, stride, rows, segments, shifts, token_signs};
+    int failed = 0;
 #pragma omp parallel num_threads(threads)
-    pack_rows(z, SHARE(rows), columns, stride, bits, signs, a, c, codes, ranges);
+    {
+        float *room = segments > 1 ? malloc(columns * sizeof(float) + 1) : 0;
+        if (segments > 1 && !room) failed = 1;
+        else pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, ranges);
+        free(room);
+    }
+    return failed;
 }
 
 /* codes, ranges: contiguous. z: contiguous; its whole groups stay turned. */
@@ -173,4 +189,10 @@ void rmm_unpack(
     const uint8_t *codes, const uint16_t *ranges, int64_t rows, int64_t columns, int bits, float *z, int threads) {
 #pragma omp parallel num_threads(threads)
     unpack_rows(codes, ranges, SHARE(rows), columns, bits, z);
+}
+
+/* m: contiguous, turned back in place. signs: 64. */
+void rmm_turn_back(float *m, int64_t rows, int64_t columns, const float *signs, int threads) {
+#pragma omp parallel num_threads(threads)
+    turn_rows_back(m, SHARE(rows), columns, signs);
 }

@@ -4,3 +4,9 @@
 #else
 #define VARIANTS
 #endif
+
+#include <omp.h>
+
+/* The rows of this thread of a team: from, up to. */
+#define SHARE(rows) (rows) * omp_get_thread_num() / omp_get_num_threads(), \
+                    (rows) * (omp_get_thread_num() + 1) / omp_get_num_threads()

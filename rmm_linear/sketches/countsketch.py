@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rmm_linear import native
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
 from rmm_linear.sketches.philox import philox, unpack_signs
 
@@ -105,6 +106,10 @@ def part(matrix: Tensor, seed: Tensor, rows: int) -> Callable[[int, int], Tensor
     if tokens <= rows:
         return lambda begin, end: _lengthened(matrix[begin:end], end - begin)
     sign, shifts = signs_and_shifts(seed, tokens, rows)
+    if matrix.dtype == torch.float32 and native.applies_to(matrix, sign, shifts):
+        source = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+        signs = sign.contiguous()
+        return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end)
     sign, others = sign.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
 
     def make(begin: int, end: int) -> Tensor:
