@@ -179,6 +179,9 @@ def sketch_variance(
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
+    if mask is not None and block is None and FAMILIES[kind].local:
+        real = mask.bool()
+        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None  # the same, and less work
     ranks = None if mask is None else TokenMask.of(mask)
 
     def noise(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,196 @@
+"""Pictures of the noise: over training, by layer, against memory, and beside the published bound.
+
+Every function draws on the Axes it is given, or on new ones, and returns them; nothing is shown or saved. Kinds differ
+by marker and line style and not by colour alone, so the pictures can be printed in grey. matplotlib is imported when a
+picture is drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rmm_linear.sketches import KINDS
+from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+_NOISE = "sketch noise / minibatch noise"
+_FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
+_MARKERS = dict(zip((*KINDS, PAPER), "osv^D<>X", strict=True))
+
+
+def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw the median noise over the layers against the training step, with the band of the quartiles.
+
+    Args:
+        table: The probe's table: columns step, module and noise are read.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis.
+    """
+    ax = _axes(ax, table, "step", "noise")
+    by_step = table.groupby("step")["noise"].quantile([0.25, 0.5, 0.75]).unstack().clip(lower=_FLOOR)
+    ax.fill_between(by_step.index, by_step[0.25], by_step[0.75], color="0.8", label="middle half of the layers")
+    ax.plot(by_step.index, by_step[0.5], color="black", marker="o", markersize=4, label="median layer")
+    ax.set_xlabel("training step")
+    return _noise_axis(ax)
+
+
+def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw a heat map of the noise, layers by modules, each the median over the steps.
+
+    The layer is the first number in a module's name: ``encoder.layer.3.output.dense`` is ``output.dense`` of layer 3.
+
+    Args:
+        table: The probe's table: columns module and noise are read.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier.
+    """
+    from matplotlib.colors import LogNorm
+
+    ax = _axes(ax, table, "module", "noise")
+    noise = table.groupby("module", sort=False)["noise"].median()
+    places = {str(name): _place(str(name)) for name in noise.index}
+    layers = sorted({layer for layer, _ in places.values()})
+    modules = list(dict.fromkeys(module for _, module in places.values()))
+    grid = [[float("nan")] * len(modules) for _ in layers]
+    for name, (layer, module) in places.items():
+        grid[layers.index(layer)][modules.index(module)] = max(float(noise[name]), _FLOOR)
+    values = [value for row in grid for value in row if value == value]
+    scale = LogNorm(min(values), max(*values, 1.01 * min(values)))
+    image = ax.imshow(grid, norm=scale, cmap="Greys", aspect="auto")
+    if len(values) <= 200:
+        for i, row in enumerate(grid):
+            for j, value in enumerate(row):
+                if value == value:
+                    shade = "white" if scale(value) > 0.5 else "black"
+                    ax.text(j, i, f"{value:.2g}", ha="center", va="center", color=shade, fontsize=8)
+    ax.set_xticks(range(len(modules)), modules, rotation=30, ha="right")
+    ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
+    ax.set_xlabel("module")
+    ax.set_ylabel("layer")
+    ax.figure.colorbar(image, ax=ax, label=_NOISE)
+    return ax
+
+
+def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = None) -> Axes:
+    """Draw the median noise over the layers against the memory kept, for every kind and width.
+
+    Args:
+        noises: See :func:`rmm_linear.variance.noise_at_memory`.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Memory in per cent of the input's bytes, noise as D²_sketch / D²_SGD, both axes logarithmic. The kind
+        is the marker, the width the shade and the line; a line at 1 is the minibatch's own noise, and "0" at the bottom
+        is no noise at all.
+
+    Raises:
+        ValueError: If there is nothing to draw.
+    """
+    if not noises:
+        raise ValueError("The picture needs the noise of at least one layer, got none. See noise_at_memory.")
+    ax = ax or _new_axes(width=8.5)
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for entry in noises:
+        if entry.setting != AUTO:  # one of the other lines at each memory
+            found.setdefault((entry.setting, entry.bits), {}).setdefault(entry.memory, []).append(entry.noise)
+    widths = sorted({bits for _, bits in found}, reverse=True)
+    shades = {bits: str(0.75 * i / max(1, len(widths) - 1)) for i, bits in enumerate(widths)}
+    styles = dict(zip(widths, ("-", "--", "-.", ":"), strict=False))
+    for (setting, bits), by_memory in found.items():
+        memories = sorted(by_memory)
+        values = [max(median(by_memory[memory]), _FLOOR) for memory in memories]
+        style = (0, (1, 3)) if setting == PAPER else styles[bits]
+        ax.plot(
+            [100 * memory for memory in memories], values, color=shades[bits], linestyle=style, marker=_MARKERS[setting]
+        )
+    ax.set_xscale("log")
+    ticks = sorted({100 * entry.memory for entry in noises})
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel("memory kept (% of the input's bytes)")
+    _noise_axis(ax, legend=False)
+    _two_legends(ax, list(dict.fromkeys(setting for setting, _ in found)), shades, styles)
+    return ax
+
+
+def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw the paper's variance study: the exact ratio of the noises, its published formula and its published bound.
+
+    Samples are tokens here, as in the paper. The bound on D²_sketch/D²_SGD is (N−1)/K · (α+1)/α; it is no bound in
+    general, see :func:`rmm_linear.variance.paper_bound`.
+
+    Args:
+        table: Columns step, rows (K), tokens (N), alpha, sgd_variance (over tokens), sketch_variance (exact) and
+            paper_variance, see :func:`rmm_linear.variance.paper_sketch_variance`.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Ratios without unit, on a logarithmic axis.
+    """
+    columns = ("step", "rows", "tokens", "alpha", "sgd_variance", "sketch_variance", "paper_variance")
+    ax = _axes(ax, table, *columns)
+    table = table.sort_values("step")
+    scale, alpha, step = (table["tokens"] - 1) / table["rows"], table["alpha"], table["step"]
+    ax.plot(step, scale * (alpha + 1) / alpha, color="0.6", linestyle="--", marker="s", label="the paper's bound")
+    ax.plot(step, table["paper_variance"] / table["sgd_variance"], color="0.4", linestyle=":", marker="^")
+    ax.lines[-1].set_label("the paper's formula, (P − g)/K")
+    ax.plot(step, table["sketch_variance"] / table["sgd_variance"], color="black", marker="o", markersize=4)
+    ax.lines[-1].set_label("exact")
+    ax.set_xlabel("training step")
+    ax = _noise_axis(ax)
+    ax.set_ylabel(f"{_NOISE}, by tokens")
+    return ax
+
+
+def _axes(ax: Axes | None, table: pandas.DataFrame, *columns: str) -> Axes:
+    missing = [name for name in columns if name not in table.columns]
+    if missing or not len(table):
+        raise ValueError(
+            f"The table must have the columns {', '.join(columns)} and at least one row, got {len(table)} rows of "
+            f"{', '.join(map(str, table.columns)) or 'nothing'}."
+        )
+    return ax or _new_axes()
+
+
+def _new_axes(width: float = 7.0) -> Axes:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib. pip install 'rmm_linear[glue]'") from error
+    return plt.subplots(figsize=(width, 4.2), layout="constrained")[1]
+
+
+def _noise_axis(ax: Axes, legend: bool = True) -> Axes:
+    ax.set_yscale("log")
+    ax.axhline(1, color="black", linewidth=0.8)
+    ax.annotate("minibatch", (1, 1), (-3, 3), ("axes fraction", "data"), "offset points", ha="right", fontsize=8)
+    ax.set_ylabel(_NOISE)
+    ax.grid(axis="y", color="0.9")
+    ax.set_axisbelow(True)
+    if legend:
+        ax.legend(frameon=False)
+    return ax
+
+
+def _two_legends(ax: Axes, settings: list[str], shades: dict[int, str], styles: dict[int, Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    kinds = [Line2D([], [], color="black", linestyle="", marker=_MARKERS[name], label=name) for name in settings]
+    bits = [Line2D([], [], color=shades[width], linestyle=styles[width], label=f"{width} bits") for width in shades]
+    ax.legend(handles=[*kinds, *bits], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The layer, −1 where there is none, and the rest of a module's name behind it."""
+    match = re.match(r"(?:.*?\.)?(\d+)(?:\.(.+))?$", name)
+    return (int(match[1]), match[2] or "") if match else (-1, name)
