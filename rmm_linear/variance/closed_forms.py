@@ -143,8 +143,9 @@ def sketch_variance(
 
     Exact for ``bits=None``, as derived in each family's module. Packing adds E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖². The
     inner terms are exact for each S and each turn of the columns, from the rounding fractions; no closed form is known
-    for their outer mean, which is taken over ``draws`` fixed seeds. So with ``bits`` the result is the mean of a sample,
-    and a few seeds are enough because each sums over all elements; :func:`simulate_variance` checks it.
+    for their outer mean, which is taken over ``draws`` fixed seeds. Each sums over all elements, so on layers of a real
+    size few are enough: 4 came within 4 % of 16 on MiniLM's, in 4 and 2 bits. Take hundreds where K is below 64 or so;
+    :func:`simulate_variance` checks it.
 
     Cost: two or three products of N·I·O in float64; with ``bits``, ``draws`` sketches of X and Y more.
 

@@ -1,7 +1,7 @@
 """Pictures of the noise: over training, by layer, against memory, and beside the published bound.
 
-Every function draws on the Axes it is given, or on new ones, and returns them; nothing is shown or saved. Kinds differ
-by marker and line style and not by colour alone, so the pictures can be printed in grey. matplotlib is imported when a
+Every function draws on the Axes it is given, or on new ones, and returns them; nothing is shown or saved. Lines
+differ by marker and by lightness, so the pictures can be printed in grey. matplotlib is imported when a
 picture is drawn.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOISE = "sketch noise / minibatch noise"
 _FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
-_MARKERS = dict(zip((*KINDS, PAPER), "osv^D<>X", strict=True))
+_MARKERS = dict(zip(KINDS, "osv^D<>", strict=True))
 
 
 def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
@@ -35,11 +35,13 @@ def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) ->
         The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis.
     """
     ax = _axes(ax, table, "step", "noise")
-    by_step = table.groupby("step")["noise"].quantile([0.25, 0.5, 0.75]).unstack().clip(lower=_FLOOR)
-    ax.fill_between(by_step.index, by_step[0.25], by_step[0.75], color="0.8", label="middle half of the layers")
-    ax.plot(by_step.index, by_step[0.5], color="black", marker="o", markersize=4, label="median layer")
+    by_step = table.groupby("step")["noise"]
+    low, middle, high = (by_step.quantile(part).clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
+    ax.fill_between(middle.index, low, high, color="0.8", label="middle half of the layers")
+    ax.plot(middle.index, middle, color="black", marker="o", markersize=4, label="median layer")
     ax.set_xlabel("training step")
-    return _noise_axis(ax)
+    _noise_axis(ax).legend(frameon=False)
+    return ax
 
 
 def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
@@ -54,16 +56,17 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
     Returns:
         The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier.
     """
-    from matplotlib.colors import LogNorm
-
     ax = _axes(ax, table, "module", "noise")
-    noise = table.groupby("module", sort=False)["noise"].median()
-    places = {str(name): _place(str(name)) for name in noise.index}
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogLocator
+
+    noise = {str(name): float(part["noise"].median()) for name, part in table.groupby("module", sort=False)}
+    places = {name: _place(name) for name in noise}
     layers = sorted({layer for layer, _ in places.values()})
     modules = list(dict.fromkeys(module for _, module in places.values()))
     grid = [[float("nan")] * len(modules) for _ in layers]
     for name, (layer, module) in places.items():
-        grid[layers.index(layer)][modules.index(module)] = max(float(noise[name]), _FLOOR)
+        grid[layers.index(layer)][modules.index(module)] = max(noise[name], _FLOOR)
     values = [value for row in grid for value in row if value == value]
     scale = LogNorm(min(values), max(*values, 1.01 * min(values)))
     image = ax.imshow(grid, norm=scale, cmap="Greys", aspect="auto")
@@ -77,50 +80,49 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
     ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
     ax.set_xlabel("module")
     ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label=_NOISE)
+    ax.figure.colorbar(image, ax=ax, label=_NOISE, ticks=LogLocator(subs=(1, 2, 5)), format="{x:g}").minorticks_off()
     return ax
 
 
-def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = None) -> Axes:
+def plot_noise_against_memory(noises: Sequence[MemoryNoise]) -> list[Axes]:
     """Draw the median noise over the layers against the memory kept, for every kind and width.
 
     Args:
         noises: See :func:`rmm_linear.variance.noise_at_memory`.
-        ax: Axes to draw on; None makes new ones.
 
     Returns:
-        The Axes. Memory in per cent of the input's bytes, noise as D²_sketch / D²_SGD, both axes logarithmic. The kind
-        is the marker, the width the shade and the line; a line at 1 is the minibatch's own noise, and "0" at the bottom
-        is no noise at all.
+        The Axes, one for each width. Memory in per cent of the input's bytes, noise as D²_sketch / D²_SGD, both axes
+        logarithmic; a line at 1 is the minibatch's own noise. Noise below 0.001, none included, is drawn at 0.001.
 
     Raises:
         ValueError: If there is nothing to draw.
     """
     if not noises:
         raise ValueError("The picture needs the noise of at least one layer, got none. See noise_at_memory.")
-    ax = ax or _new_axes(width=8.5)
     found: dict[tuple[str, int], dict[float, list[float]]] = {}
     for entry in noises:
-        if entry.setting != AUTO:  # one of the other lines at each memory
+        if entry.setting != AUTO:  # it is one of the other lines at each memory
             found.setdefault((entry.setting, entry.bits), {}).setdefault(entry.memory, []).append(entry.noise)
     widths = sorted({bits for _, bits in found}, reverse=True)
-    shades = {bits: str(0.75 * i / max(1, len(widths) - 1)) for i, bits in enumerate(widths)}
-    styles = dict(zip(widths, ("-", "--", "-.", ":"), strict=False))
-    for (setting, bits), by_memory in found.items():
-        memories = sorted(by_memory)
-        values = [max(median(by_memory[memory]), _FLOOR) for memory in memories]
-        style = (0, (1, 3)) if setting == PAPER else styles[bits]
-        ax.plot(
-            [100 * memory for memory in memories], values, color=shades[bits], linestyle=style, marker=_MARKERS[setting]
-        )
-    ax.set_xscale("log")
     ticks = sorted({100 * entry.memory for entry in noises})
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.minorticks_off()
-    ax.set_xlabel("memory kept (% of the input's bytes)")
-    _noise_axis(ax, legend=False)
-    _two_legends(ax, list(dict.fromkeys(setting for setting, _ in found)), shades, styles)
-    return ax
+    figure, grid = _pyplot().subplots(
+        1, len(widths), figsize=(2 + 2.6 * len(widths), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    axes = list(grid[0])
+    for ax, width in zip(axes, widths, strict=True):
+        for (setting, bits), by_memory in found.items():
+            if bits == width or setting == PAPER:  # the published method is what all are compared with
+                values = [max(median(by_memory[memory]), _FLOOR) for memory in sorted(by_memory)]
+                ax.plot([100 * memory for memory in sorted(by_memory)], values, label=setting, **_style(setting))
+        _noise_axis(ax)
+        ax.set_title(f"{width} bits", fontsize=10)
+        ax.set_xscale("log")
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
+        ax.label_outer()
+    figure.supxlabel("memory kept (% of the input's bytes)", fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+    return axes
 
 
 def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
@@ -141,13 +143,12 @@ def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     ax = _axes(ax, table, *columns)
     table = table.sort_values("step")
     scale, alpha, step = (table["tokens"] - 1) / table["rows"], table["alpha"], table["step"]
-    ax.plot(step, scale * (alpha + 1) / alpha, color="0.6", linestyle="--", marker="s", label="the paper's bound")
-    ax.plot(step, table["paper_variance"] / table["sgd_variance"], color="0.4", linestyle=":", marker="^")
-    ax.lines[-1].set_label("the paper's formula, (P − g)/K")
-    ax.plot(step, table["sketch_variance"] / table["sgd_variance"], color="black", marker="o", markersize=4)
-    ax.lines[-1].set_label("exact")
+    exact, paper = (table[name] / table["sgd_variance"] for name in ("sketch_variance", "paper_variance"))
+    ax.plot(step, scale * (alpha + 1) / alpha, color="0.5", linestyle="-.", marker="s", label="the paper's bound")
+    ax.plot(step, paper, color="0.5", linestyle=":", marker="^", markersize=9, label="the paper's formula, (P − g)/K")
+    ax.plot(step, exact, color="black", marker="o", markersize=4, label="exact")
     ax.set_xlabel("training step")
-    ax = _noise_axis(ax)
+    _noise_axis(ax).legend(frameon=False)
     ax.set_ylabel(f"{_NOISE}, by tokens")
     return ax
 
@@ -162,32 +163,37 @@ def _axes(ax: Axes | None, table: pandas.DataFrame, *columns: str) -> Axes:
     return ax or _new_axes()
 
 
-def _new_axes(width: float = 7.0) -> Axes:
+def _new_axes() -> Axes:
+    return _pyplot().subplots(figsize=(7.0, 4.2), layout="constrained")[1]
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError("Pictures need matplotlib. pip install 'rmm_linear[glue]'") from error
-    return plt.subplots(figsize=(width, 4.2), layout="constrained")[1]
+    return plt
 
 
-def _noise_axis(ax: Axes, legend: bool = True) -> Axes:
+def _style(setting: str) -> dict[str, Any]:
+    if setting == PAPER:
+        return {"color": "black", "linestyle": ":", "marker": "x"}
+    shade = _pyplot().get_cmap("viridis")(0.85 * KINDS.index(setting) / (len(KINDS) - 1))
+    return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
+
+
+def _noise_axis(ax: Axes) -> Axes:
+    from matplotlib.ticker import LogLocator
+
     ax.set_yscale("log")
-    ax.axhline(1, color="black", linewidth=0.8)
-    ax.annotate("minibatch", (1, 1), (-3, 3), ("axes fraction", "data"), "offset points", ha="right", fontsize=8)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.tick_params(axis="y", which="minor", left=False)
+    ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
     ax.set_ylabel(_NOISE)
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
-    if legend:
-        ax.legend(frameon=False)
     return ax
-
-
-def _two_legends(ax: Axes, settings: list[str], shades: dict[int, str], styles: dict[int, Any]) -> None:
-    from matplotlib.lines import Line2D
-
-    kinds = [Line2D([], [], color="black", linestyle="", marker=_MARKERS[name], label=name) for name in settings]
-    bits = [Line2D([], [], color=shades[width], linestyle=styles[width], label=f"{width} bits") for width in shades]
-    ax.legend(handles=[*kinds, *bits], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
 
 def _place(name: str) -> tuple[int, str]:

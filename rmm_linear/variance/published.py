@@ -51,8 +51,8 @@ def paper_bound(x: Tensor, grad_output: Tensor) -> Tensor:
 
     It is no bound. For x = (1, 2) and y = (1, ½) both tokens have the same gradient, so D²_SGD = 0, while K times the
     paper's own D²_sketch is 2.25: the ratio is infinite and the bound 2.5625. Nothing that depends on α alone can bound
-    the ratio: x = (1, a) and y = (1, 1/a) have D²_SGD = 0 with every α below 1. Where it does hold it says little: α is small in
-    practice, and the bound is hundreds of times the ratio. The authors' notebook draws 1 + α in its place.
+    the ratio: x = (1, a) and y = (1, 1/a) have D²_SGD = 0 with every α below 1. Where it does hold it says little: α is
+    small in practice, and the bound is hundreds of times the ratio. The authors' notebook draws 1 + α in its place.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.

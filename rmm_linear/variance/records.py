@@ -21,7 +21,7 @@ class LayerRecord:
         x: Layer input, shape (N, I).
         grad_output: Gradient of the loss by the layer's output, shape (N, O).
         samples: (batch, sequence), for :func:`rmm_linear.variance.sgd_variance`; None where every row is a sample.
-        mask: True for tokens that count, shape (N,); None where the batch masks nothing, or masked rows have a gradient.
+        mask: True for tokens that count, shape (N,); None where nothing is masked, or masked rows have a gradient.
     """
 
     name: str
@@ -41,7 +41,8 @@ def record_layers(
 
     Args:
         model: A model that is not converted, and that returns its loss, or an object with ``loss``.
-        batch: A mapping of keyword arguments, or a sequence of arguments. A 2-D ``attention_mask`` says what is padding.
+        batch: A mapping of keyword arguments, or a sequence of arguments. A 2-D ``attention_mask`` says what is
+            padding.
         modules: Which layers, as ``target_modules`` of :class:`rmm_linear.RMMConfig`.
 
     Returns:
@@ -80,7 +81,7 @@ def record_layers(
         if loss is None or loss.numel() != 1:
             raise ValueError(
                 f"The model must return its loss, or an object with one, got {type(output).__name__}. "
-                "Give the batch its labels."
+                "Use a model with its head, and give the batch its labels."
             )
         loss.backward()
     finally:
