@@ -90,7 +90,8 @@ def test_one_gradient_for_all_samples_is_no_noise_at_all():
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ((2, 2), r"samples must multiply to the 6 rows of x, got 2 sequences of 2"),
+        ((2, 2), r"samples must be \(batch, sequence\) and multiply to the 6 rows of x, got \(2, 2\)"),
+        ((6,), r"samples must be \(batch, sequence\) and multiply to the 6 rows of x, got \(6,\)"),
         ((1, 6), "at least two of them, got 1"),
         (torch.zeros(6, dtype=torch.int64), "at least two of them, got 1"),
         (torch.zeros(5, dtype=torch.int64), r"each of the 6 rows of x, got torch.int64 of shape \(5,\)"),
@@ -99,8 +100,9 @@ def test_one_gradient_for_all_samples_is_no_noise_at_all():
 )
 def test_wrong_samples_are_refused(samples, message):
     x = torch.randn(6, 2)
-    with pytest.raises(ValueError, match=message):
-        sgd_variance(x, x, samples=samples)
+    for function in (sgd_variance, simulate_sgd_variance):
+        with pytest.raises(ValueError, match=message):
+            function(x, x, samples=samples)
 
 
 def check_band(found, stated, widest):
@@ -205,6 +207,14 @@ def test_sums_of_half_types_are_made_in_float64(dtype):
     assert correlation(x, y) == pytest.approx(1.0)
     assert paper_sketch_variance(x, y, rows=64) == pytest.approx(0, abs=1e-6 * float(correlation(x, y)))
     assert sgd_variance(x, y, samples=(4, 1024)) == 0
+
+
+def test_tensors_of_a_graph_are_taken_as_numbers():
+    x, y = (part.requires_grad_() for part in heavy_tailed(8, 3, 2))
+    assert not sgd_variance(x, y).requires_grad
+    assert not sketch_variance(x, y, kind="dct", rows=2, bits=4).requires_grad
+    assert simulate_variance(x, y, kind="dct", rows=2, bits=4, draws=100).variance > 0
+    assert simulate_sgd_variance(x, y, draws=100).variance > 0
 
 
 def test_nan_is_not_hidden():

@@ -76,10 +76,8 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
         tensor(1., dtype=torch.float64)
     """
     check_pair(x, grad_output)
-    groups = [index.to(x.device) for index in _rows_by_length(samples, x.shape[-2])]
+    groups = [index.to(x.device) for index in rows_by_length(samples, x.shape[-2])]
     count = sum(len(index) for index in groups)
-    if count < 2:
-        raise ValueError(f"The variance between samples needs at least two of them, got {count}.")
 
     def between(a: Tensor, b: Tensor) -> Tensor:
         total = (a.double().T @ b.double()).square().sum()
@@ -90,15 +88,33 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
     return over_layers(between, x, grad_output)
 
 
-def _rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:
-    """The rows of every sample, one index of shape (samples, T) for every length T."""
+def rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:
+    """Return the rows of every sample, samples of one length together.
+
+    Args:
+        samples: As for :func:`sgd_variance`.
+        rows: N.
+
+    Returns:
+        For every length T that occurs, int64 of shape (samples, T).
+
+    Raises:
+        ValueError: If ``samples`` does not give N rows, or there are fewer than two samples.
+    """
+    groups = [torch.arange(rows).unsqueeze(1)] if samples is None else _sequences(samples, rows)
+    count = sum(len(index) for index in groups)
+    if count < 2:
+        raise ValueError(f"The variance between samples needs at least two of them, got {count}.")
+    return groups
+
+
+def _sequences(samples: tuple[int, int] | Tensor, rows: int) -> list[Tensor]:
     if not isinstance(samples, Tensor):
-        batch, length = (rows, 1) if samples is None else samples
-        if batch * length != rows:
+        if len(samples) != 2 or samples[0] * samples[1] != rows:
             raise ValueError(
-                f"samples must multiply to the {rows} rows of x, got {batch} sequences of {length} tokens."
+                f"samples must be (batch, sequence) and multiply to the {rows} rows of x, got {tuple(samples)}."
             )
-        return [torch.arange(rows).view(batch, length)]
+        return [torch.arange(rows).view(*samples)]
     if samples.shape != (rows,) or samples.dtype != torch.int64:
         raise ValueError(
             f"samples must be int64 with the sequence of each of the {rows} rows of x, got {samples.dtype} of shape "

@@ -41,6 +41,7 @@ def over_layers(closed_form: Callable[[Tensor, Tensor], Tensor], x: Tensor, grad
         float64, shape () or (L,).
     """
     check_pair(x, grad_output)
+    x, grad_output = x.detach(), grad_output.detach()
     if x.dim() == 2:
         return closed_form(x, grad_output)
     values = [closed_form(a, b) for a, b in zip(x, grad_output, strict=True)]

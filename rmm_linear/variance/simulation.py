@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rmm_linear.packing import pack, unpack
 from rmm_linear.sketches import TokenMask, sketch
+from rmm_linear.variance.closed_forms import rows_by_length
 from rmm_linear.variance.pairs import check_pair
 
 _GROUP = 50
@@ -120,6 +121,7 @@ def simulate_variance(
         True
     """
     _check_single(x, grad_output)
+    x, grad_output = x.detach(), grad_output.detach()
     ranks = None if mask is None else TokenMask.of(mask)
     both, exact = torch.cat((x, grad_output), dim=1), grad_output.double().T @ x.double()
     at_once = max(1, _ELEMENTS // max(1, both.shape[0] * (both.shape[1] + rows)))
@@ -165,9 +167,6 @@ def simulate_sgd_variance(
     Returns:
         The mean, with its standard error and interval.
 
-    Raises:
-        ValueError: If there are fewer than two samples.
-
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [4.0]])
         >>> found = simulate_sgd_variance(x, torch.ones(3, 1))  # exact: 3 · sample variance = 7
@@ -176,12 +175,13 @@ def simulate_sgd_variance(
         True
     """
     _check_single(x, grad_output)
-    owners = _owners(samples, x.shape[0])
-    count = int(owners.max()) + 1 if len(owners) else 0
-    if count < 2:
-        raise ValueError(f"The variance between samples needs at least two of them, got {count}.")
+    sequences = [rows for group in rows_by_length(samples, x.shape[0]) for rows in group]
+    count = len(sequences)
+    owners = torch.empty(x.shape[0], dtype=torch.int64)
+    for number, rows in enumerate(sequences):
+        owners[rows.cpu()] = number
     generator = torch.Generator().manual_seed(seed)
-    x, y = x.double(), grad_output.double()
+    x, y = x.detach().double(), grad_output.detach().double()
 
     def square() -> Tensor:
         drawn = torch.randint(count, (count,), generator=generator).bincount(minlength=count)
@@ -189,13 +189,6 @@ def simulate_sgd_variance(
         return (y.T @ (x * weight.unsqueeze(1))).square().sum() * count / (count - 1)
 
     return Simulation.of([torch.stack([square() for _ in range(_GROUP)]) for _ in _firsts(draws)])
-
-
-def _owners(samples: tuple[int, int] | Tensor | None, rows: int) -> Tensor:
-    """The sample of every row, counted from 0."""
-    if isinstance(samples, Tensor):
-        return torch.unique(samples, return_inverse=True)[1].cpu()
-    return torch.arange(rows) // (1 if samples is None else max(1, samples[1]))
 
 
 def _firsts(draws: int) -> range:

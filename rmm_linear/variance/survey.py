@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rmm_linear.bits import STEPS, BitsChoice
 from rmm_linear.config import RMMConfig
@@ -125,29 +126,31 @@ def noise_at_memory(
     """
     found: list[MemoryNoise] = []
     for record in records:
-        x, y = record.x, record.grad_output
+        x, y, name = record.x, record.grad_output, record.name
         sgd = sgd_variance(x, y, samples=record.samples)
-
-        def noise(memory: float, kind: str, bits: int | None, record: LayerRecord = record, sgd: Any = sgd) -> float:
-            x, y = record.x, record.grad_output
-            recipe = RMMConfig(kind=kind, memory=memory, bits=bits).recipe(x.shape[0], x.shape[1], itemsize)
-            if recipe is None:
-                return 0.0
-            sketch = sketch_variance(x, y, kind=kind, rows=recipe.rows, bits=bits, mask=record.mask, draws=draws)
-            return float(sketch / sgd)
-
         for memory in memories:
-            known = {(kind, bits): noise(memory, kind, bits) for kind in kinds for bits in widths}
-            for (kind, bits), value in known.items():
-                found.append(MemoryNoise(record.name, kind, bits or 8 * itemsize, memory, value))
-            paper = float(sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd)
-            found.append(MemoryNoise(record.name, PAPER, 8 * itemsize, memory, paper))
-            if choices and (record.name, memory) in choices:
-                bits = choices[record.name, memory].bits
-                pair = ("countsketch", bits)
-                value = known[pair] if pair in known else noise(memory, *pair)
-                found.append(MemoryNoise(record.name, AUTO, bits or 8 * itemsize, memory, value))
+            known: dict[tuple[str, int | None], float] = {}
+            for kind, bits in product(kinds, widths):
+                known[kind, bits] = float(_sketch_noise(record, kind, bits, memory, itemsize, draws) / sgd)
+                found.append(MemoryNoise(name, kind, bits or 8 * itemsize, memory, known[kind, bits]))
+            paper = sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd
+            found.append(MemoryNoise(name, PAPER, 8 * itemsize, memory, float(paper)))
+            if choices and (name, memory) in choices:
+                bits = choices[name, memory].bits
+                auto = known.get(("countsketch", bits))
+                if auto is None:
+                    auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
+                found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
     return found
+
+
+def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: float, itemsize: int, draws: int) -> Tensor:
+    """D²_sketch of what the library would keep of the layer; zero where it would keep the input itself."""
+    x, y = record.x, record.grad_output
+    recipe = RMMConfig(kind=kind, memory=memory, bits=bits).recipe(x.shape[0], x.shape[1], itemsize)
+    if recipe is None:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    return sketch_variance(x, y, kind=kind, rows=recipe.rows, bits=bits, mask=record.mask, draws=draws)
 
 
 def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
