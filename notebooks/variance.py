@@ -56,7 +56,7 @@ from rmm_linear.variance.plots import (
 
 # The tests set RMM_NOTEBOOK=short: the same cells on a smaller model and fewer steps.
 SHORT = os.environ.get("RMM_NOTEBOOK") == "short"
-BATCH, EPOCHS, STEPS = (16, 2, 2) if SHORT else (64, 5, 20)
+BATCH, EPOCHS, STEPS = (16, 2, 2) if SHORT else (64, 5, 10)
 torch.manual_seed(0)
 
 # %% [markdown]
