@@ -1,15 +1,22 @@
-"""The noise benchmark on real weights: MiniLM on the generated acceptability sentences."""
+"""Sketch noise on real steps: a model's layers recorded, the table, the commands, and MiniLM on generated sentences."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import Checkpointed, tiny_model, token_ids
+from torch import nn
 
-from benchmarks.noise import main, noise_table, record_batch
-from glue_finetune.acceptability import write_corpus
-from rmm_linear.variance import sketch_variance
+from benchmarks.noise import load_glue, main
+from glue_finetune.acceptability import make_corpus, write_corpus
+from rmm_linear.bits import STEPS
+from rmm_linear.sketches import KINDS
+from rmm_linear.variance import noise_at_memory, record_layers, sgd_variance, sketch_variance, train_and_record
+from rmm_linear.variance.__main__ import main as command
+from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise, medians
 
 
 @pytest.fixture(scope="module")
@@ -19,38 +26,212 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_default_is_quieter_than_the_minibatch_at_a_tenth_of_the_memory(corpus: Path) -> None:
+@pytest.fixture(scope="module")
+def minilm_step(corpus: Path):
+    """Two blocks of MiniLM on CoLA-like sentences, after a few steps."""
+    model, batches = load_glue("cola", corpus, batch=64, steps=5, max_length=48, seed=0)
+    records, choices = train_and_record(model, batches, modules=r".*layer\.[14]\..*", memories=[0.1])
+    assert len(records) == 12
+    assert records[0].samples is not None
+    assert records[0].samples[0] == 64
+    return records, choices
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    mask = torch.ones(4, 20, dtype=torch.int64)
+    mask[1, 12:] = 0
+    mask[3, 5:] = 0
+    return {"input_ids": token_ids(), "attention_mask": mask, "labels": torch.tensor([0, 1, 1, 0])}
+
+
+def test_the_default_is_quieter_than_the_minibatch_at_a_tenth_of_the_memory(minilm_step) -> None:
     """The default stays below half of the noise of SGD, where the published sketch has many times as much as that."""
-    shape = {"batch": 64, "steps": 5, "max_length": 48, "seed": 0, "memories": [0.1], "itemsize": 2}
-    records, mask, samples, choices = record_batch("cola", corpus, **shape)
-    assert len(records) == 36
-    assert samples[0] == 64
-    assert len(mask) == samples[0] * samples[1]
-    for _, x, y in records:
-        assert x.shape[0] == y.shape[0] == len(mask)
-        assert not y[mask == 0].any()
-    found = noise_table(records[::5], mask, samples, choices, memories=[0.1], itemsize=2)
-    auto = found['bits="auto", no padding'][0.1]
-    assert auto <= 0.5
-    assert found["gaussian (the paper)"][0.1] > 10 * auto
+    records, choices = minilm_step
+    noises = noise_at_memory(records, kinds=["countsketch"], memories=[0.1], choices=choices)
+    found = {title: row[0.1] for title, row in medians(noises).items()}
+    assert found[AUTO] <= 0.5
+    assert found[f"{PAPER}, 16 bits"] > 10 * found[AUTO]
     # The rule that picks the width sees other batches and no gradient, and costs a fifth at most against hindsight.
-    assert auto <= 1.2 * found["best width in hindsight"][0.1]
+    best = {
+        record.name: min(n.noise for n in noises if n.layer == record.name and n.setting == "countsketch")
+        for record in records
+    }
+    assert found[AUTO] <= 1.2 * sorted(best.values())[len(best) // 2]
 
 
-def test_the_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--data_dir", str(corpus), "--tasks", "cola", "--batch", "16", "--steps", "4", "--max_seq_length", "16"]
+def test_every_entry_of_the_table_is_the_closed_form(minilm_step) -> None:
+    record = minilm_step[0][1]
+    x, y = record.x, record.grad_output
+    for entry in noise_at_memory([record], kinds=["rows", "dct"], widths=[None, 2], memories=[0.2], draws=2):
+        bits = None if entry.bits == 16 else entry.bits
+        kind = "gaussian" if entry.setting == PAPER else entry.setting
+        row_bytes = x.shape[1] * 2 if bits is None else x.shape[1] // 4 + 4 * -(-x.shape[1] // 64)
+        rows = len(x) * x.shape[1] * 2 * 0.2 / row_bytes
+        rows = round(rows) if entry.setting == PAPER else min(len(x), int(rows))
+        mask = None if entry.setting == PAPER else record.mask
+        sketch = sketch_variance(x, y, kind=kind, rows=rows, bits=bits, mask=mask, draws=2)
+        assert entry.noise == pytest.approx(float(sketch / sgd_variance(x, y, samples=record.samples)), rel=1e-9)
+
+
+def test_padding_carries_no_gradient_noise(minilm_step) -> None:
+    """Leaving padding out is exact, so the dense sketch of the real tokens alone has the noise of all of them."""
+    for record in minilm_step[0][:3]:
+        x, y, real = record.x, record.grad_output, record.mask
+        assert 0.2 < float(real.double().mean()) < 0.9
+        masked = sketch_variance(x, y, kind="rademacher", rows=8, mask=real)
+        torch.testing.assert_close(masked, sketch_variance(x[real], y[real], kind="rademacher", rows=8))
+        torch.testing.assert_close(masked, sketch_variance(x * real[:, None], y, kind="rademacher", rows=8))
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
+def test_records_make_the_exact_gradients(architecture: str) -> None:
+    model, batch = tiny_model(architecture, dropout=0.0), padded_batch()
+    if architecture == "gpt2":
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    records = record_layers(model, batch)
+    assert len(records) == (14 if architecture == "roberta" else 8)
+    for record in records:
+        weight = model.get_submodule(record.name).weight
+        product = record.grad_output.T @ record.x
+        torch.testing.assert_close(weight.grad, product if architecture == "roberta" else product.T)
+        if record.samples is None:
+            assert record.name.startswith("classifier")
+            continue
+        assert record.samples == (4, 20)
+        assert record.mask is not None
+        assert torch.equal(record.mask, batch["attention_mask"].flatten().bool())
+
+
+def test_masked_rows_with_a_gradient_are_no_padding() -> None:
+    """A language model whose loss covers the padding: a mask would drop a part of the gradient."""
+    batch = padded_batch()
+    records = record_layers(tiny_model("gpt2", dropout=0.0), {**batch, "labels": batch["input_ids"]})
+    assert [record.mask is None for record in records[-1:]] == [True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_in_a_checkpoint_are_recorded(reentrant: bool) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Checkpointed(use_reentrant=reentrant, dropout=0.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).square().sum()
+
+    model = Loss()
+    records = record_layers(model, (torch.randn(3, 4, 6).requires_grad_(),))
+    assert {record.name for record in records} == {"inner.block.0", "inner.block.2", "inner.head"}
+    for record in records:
+        weight = model.get_submodule(record.name).weight
+        torch.testing.assert_close(weight.grad, record.grad_output.T @ record.x)
+
+
+def test_a_model_without_a_loss_is_refused_and_keeps_no_hooks() -> None:
+    model = tiny_model("roberta")
+    batch = {name: tensor for name, tensor in padded_batch().items() if name != "labels"}
+    with pytest.raises(ValueError, match=r"must return its loss, .* give the batch its labels"):
+        record_layers(model, batch)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_training_before_the_record_is_plain_adamw_and_widths_need_enough_batches() -> None:
+    batches = [padded_batch()] * 3
+    model, plain = tiny_model("roberta", dropout=0.0), tiny_model("roberta", dropout=0.0)
+    records, choices = train_and_record(model, batches, learning_rate=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for batch in batches[:2]:
+        optimizer.zero_grad()
+        plain(**batch).loss.backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(records) == 12  # not the head
+    assert choices == {}
+    _, choices = train_and_record(model, [padded_batch()] * (STEPS + 1), memories=[0.2])
+    assert len(choices) == 12
+    assert all(choice.bits in (8, 4, 2) for choice in choices.values())
+    with pytest.raises(ValueError, match="measured on a batch, got none"):
+        train_and_record(model, [])
+
+
+def test_medians_are_over_the_layers() -> None:
+    noises = [MemoryNoise(str(layer), "rows", 4, 0.1, noise) for layer, noise in enumerate((5.0, 1.0, 2.0))]
+    assert medians(noises) == {"rows, 4 bits": {0.1: 2.0}}
+
+
+def test_the_glue_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--data_dir", str(corpus), "--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16"]
     assert main([*argv, "--memory", "0.2"]) == 0
     out = capsys.readouterr().out
     assert "cola: 16 x " in out
     assert "36 layers, 16-bit input" in out
-    assert "gaussian (the paper)" in out
+    assert PAPER in out
+    assert AUTO not in out  # it chooses on more batches
 
 
-def test_padding_carries_no_gradient_noise(corpus: Path) -> None:
-    """Leaving padding out is exact, so the dense sketch of the real tokens alone has the noise of all of them."""
-    shape = {"batch": 16, "steps": 4, "max_length": 32, "seed": 1, "memories": [], "itemsize": 2}
-    records, mask, _, _ = record_batch("cola", corpus, **shape)
-    _, x, y = records[3]
-    real = mask.bool()
-    masked = sketch_variance(x, y, kind="rademacher", rows=8, mask=mask)
-    torch.testing.assert_close(masked, sketch_variance(x[real], y[real], kind="rademacher", rows=8))
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "texts.tsv"
+    path.write_text("".join(f"{e.text}\t{e.label}\n" for e in make_corpus(40, 2)[0]), encoding="utf-8")
+    return path
+
+
+def test_the_command_measures_a_text_file(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "noise.png"
+    argv = [str(model), str(texts), "--size", "16", "--steps", "5", "--kinds", "rows", "--plot", str(picture)]
+    assert command([*argv, "--memory", "0.1", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "16 x " in out
+    assert "12 layers, 16-bit input" in out
+    assert "rows, 2 bits" in out
+    assert AUTO in out
+    assert "50 %" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    sys.modules["matplotlib.pyplot"].close("all")
+
+
+def test_the_command_measures_saved_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("gpt2").save_pretrained(tmp_path / "model")
+    batch = {"input_ids": token_ids(8, 16), "labels": token_ids(8, 16)}
+    torch.save([batch, batch], tmp_path / "batches.pt")
+    argv = [str(tmp_path / "model"), str(tmp_path / "batches.pt"), "--memory", "0.5"]
+    assert command([*argv, "--kinds", *KINDS, "--modules", ".*mlp.c_fc"]) == 0
+    out = capsys.readouterr().out
+    assert "8 x 16 tokens, 0 % padding, 2 layers" in out
+    assert all(f"{kind}, 4 bits" in out for kind in KINDS)
+    assert AUTO not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("one.tsv", b"no tab here\n", "must have lines of text, tab, label"),
+        ("empty.tsv", b"", "got 0 lines"),
+        ("torn.pt", b"PK nonsense", "error: "),
+        ("missing.tsv", None, "No such file"),
+    ],
+)
+def test_the_command_refuses_bad_files_in_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert command([str(model), str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("rmm_linear.variance: error: ")
+    assert message in line
+
+
+def test_the_command_refuses_a_pt_file_that_holds_no_batch(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save([torch.ones(3)], tmp_path / "tensor.pt")
+    assert command([str(model), str(tmp_path / "tensor.pt")]) == 2
+    assert (
+        "must hold a mapping of the model's keyword arguments, or a list of them, got list" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        command([str(model), str(tmp_path / "tensor.pt"), "--memory", "1.5"])
+    assert "must be in (0, 1], got 1.5" in capsys.readouterr().err

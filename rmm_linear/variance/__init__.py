@@ -1,5 +1,28 @@
 """The noise of a weight gradient: what the sketch adds, and what minibatch sampling adds anyway."""
 
-from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
+from rmm_linear.variance.choice import effective_batch, required_ratio
+from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
+from rmm_linear.variance.published import paper_bound, paper_sketch_variance
+from rmm_linear.variance.records import LayerRecord, record_layers
+from rmm_linear.variance.simulation import Simulation, simulate_sgd_variance, simulate_variance
+from rmm_linear.variance.survey import MEMORIES, MemoryNoise, describe, noise_at_memory, train_and_record
 
-__all__ = ["sgd_variance", "sketch_variance"]
+__all__ = [
+    "MEMORIES",
+    "LayerRecord",
+    "MemoryNoise",
+    "Simulation",
+    "correlation",
+    "describe",
+    "effective_batch",
+    "noise_at_memory",
+    "paper_bound",
+    "paper_sketch_variance",
+    "record_layers",
+    "required_ratio",
+    "sgd_variance",
+    "simulate_sgd_variance",
+    "simulate_variance",
+    "sketch_variance",
+    "train_and_record",
+]

@@ -1,0 +1,216 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How noisy is a sketched weight gradient?
+#
+# A sketched linear layer forms its weight gradient from K random mixtures of its N input tokens. The gradient stays
+# unbiased and becomes noisy. Minibatch sampling makes noise anyway, and that is what to compare with: below it,
+# training hardly notices the sketch. All noises here are exact or measured; nothing needs a network.
+
+# %%
+import os
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+import rmm_linear
+from glue_finetune.acceptability import make_corpus
+from glue_finetune.minilm import find_minilm, save_minilm
+from rmm_linear.variance import (
+    correlation,
+    effective_batch,
+    noise_at_memory,
+    paper_sketch_variance,
+    record_layers,
+    required_ratio,
+    sgd_variance,
+    simulate_sgd_variance,
+    simulate_variance,
+    sketch_variance,
+    train_and_record,
+)
+from rmm_linear.variance.plots import (
+    plot_bound,
+    plot_noise_against_memory,
+    plot_noise_by_layer,
+    plot_noise_over_training,
+)
+
+# The tests set RMM_NOTEBOOK=short: the same cells on a smaller model and fewer steps.
+SHORT = os.environ.get("RMM_NOTEBOOK") == "short"
+BATCH, EPOCHS, STEPS = (16, 2, 2) if SHORT else (64, 5, 10)
+torch.manual_seed(0)
+
+# %% [markdown]
+# ## A task and a model
+#
+# Generated sentences, half of them ungrammatical, as in CoLA; and a RoBERTa: MiniLM's pretrained weights in RoBERTa's
+# classes where the package that carries them is installed, else a small one with fresh weights.
+
+# %%
+examples = make_corpus(BATCH * STEPS * EPOCHS, 2)[0]
+
+
+def load_model():
+    """Return a RoBERTa with a fresh head."""
+    if SHORT or find_minilm() is None:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        return RobertaForSequenceClassification(RobertaConfig(vocab_size=300, **sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        save_minilm(Path(folder))
+        return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def load_encoder():
+    """Return a function from texts to padded token numbers: MiniLM's vocabulary, or one number per word."""
+    if not SHORT and find_minilm() is not None:
+        tokenizer = AutoTokenizer.from_pretrained(find_minilm())
+        return lambda texts: [tokenizer(text)["input_ids"] for text in texts]
+    return lambda texts: [[3 + sum(map(ord, word)) % 256 for word in text.split()] for text in texts]
+
+
+encode = load_encoder()
+padding = load_model().config.pad_token_id
+
+
+def make_batch(chosen):
+    """Return the model's keyword arguments for some examples."""
+    numbers = [torch.tensor(ids) for ids in encode([example.text for example in chosen])]
+    ids = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=padding)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(n) for n in numbers], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([e.label for e in chosen])}
+
+
+batches = [make_batch(examples[i : i + BATCH]) for i in range(0, len(examples), BATCH)]
+print(f"{len(batches)} batches, the first of {tuple(batches[0]['input_ids'].shape)} tokens")
+
+# %% [markdown]
+# ## Patch it, train a little
+#
+# One call converts the linear layers; the training loop stays as it is.
+
+# %%
+model = load_model().train()
+report = rmm_linear.convert(model, memory=0.1, min_rows=16 if SHORT else 64)
+print(report.summary())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for batch in batches[:STEPS]:
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+print(f"loss after {STEPS} steps: {loss.item():.3f}")
+rmm_linear.revert(model)
+
+# %% [markdown]
+# ## Kinds and bits at equal memory
+#
+# `train_and_record` trains exactly on all batches but the last, and records each layer's input X and output gradient Y
+# on that. `noise_at_memory` evaluates D²_sketch / D²_SGD for every kind and width; the samples of D²_SGD are sequences.
+
+# %%
+records, choices = train_and_record(model, batches[: 2 if SHORT else 6])
+kinds = ["countsketch", "rows", "gaussian"]
+noises = noise_at_memory(records[::6], kinds=kinds, choices=choices)  # every sixth layer, to save time
+plot_noise_against_memory(noises)
+
+# %% [markdown]
+# More rows of fewer bits win until rounding is all that is left. The published method, a dense Gaussian that sketches
+# the padding as well, is the dotted line.
+#
+# ## Is that right? Draw it
+#
+# Every closed form can be checked by drawing sketches, or minibatches, on the very same X and Y.
+
+# %%
+record = records[len(records) // 2]
+x, y = record.x, record.grad_output
+setting = {"kind": "countsketch", "rows": len(x) // 10, "bits": 4, "mask": record.mask}
+drawn = simulate_variance(x, y, draws=100 if SHORT else 500, **setting)
+print(f"{record.name}: sketch {float(sketch_variance(x, y, **setting)):.4g}, drawn {drawn.interval(0.99)}")
+drawn = simulate_sgd_variance(x, y, samples=record.samples, draws=100 if SHORT else 500)
+print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, drawn {drawn.interval(0.99)}")
+
+# %% [markdown]
+# ## Choose a ratio from a noise target
+#
+# Which part of the rows keeps the sketch as quiet as the minibatch (target 1), or ten times quieter? At noise 1 a batch
+# acts like one of half its size.
+
+# %%
+targets = {
+    f"{kind}, {bits or 32} bits": {
+        target: float(
+            required_ratio(x, y, kind=kind, bits=bits, target=target, samples=record.samples, mask=record.mask)
+        )
+        for target in (1.0, 0.1)
+    }
+    for kind in kinds
+    for bits in (None, 4)
+}
+print(pd.DataFrame(targets).T.rename_axis("smallest ratio for noise"))
+print(f"at noise 1, a batch of {BATCH} acts like {effective_batch(BATCH, 1.0):g}")
+
+# %% [markdown]
+# ## The paper's variance study
+#
+# A CoLA-like task, ρ = 0.5, one `intermediate.dense` of a middle layer, once per epoch; trained with the paper's
+# sketch, a dense Gaussian. The paper takes tokens as samples, states (P − g)/K as the variance and (α + 1)/α as a bound
+# on K/(N − 1) times the ratio. The exact variance of its sketch is (P + g)/K. With α as small as here, the two formulas
+# agree; the bound is far above both, and no bound at all in general (`paper_bound` has the counterexample).
+
+# %%
+model = load_model().train()
+middle = model.config.num_hidden_layers // 2
+sketched = {"kind": "gaussian", "ratio": 0.5, "bits": None, "mask_padding": False}
+rows, table = [], []
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for epoch in range(EPOCHS):
+    rmm_linear.convert(model, **sketched)
+    for batch in batches[epoch * STEPS : (epoch + 1) * STEPS - 1]:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    rmm_linear.revert(model)
+    for record in record_layers(model, batches[(epoch + 1) * STEPS - 1]):
+        if record.samples is None:  # the head: one row per sequence
+            continue
+        x, y = record.x, record.grad_output
+        k = len(x) // 2
+        sketch = float(sketch_variance(x, y, kind="gaussian", rows=k))
+        row = {"step": epoch + 1, "module": record.name, "kind": "gaussian", "rows": k, "bits": 32, "tokens": len(x)}
+        row |= {"alpha": float(correlation(x, y)), "sketch_variance": sketch}
+        sequences = float(sgd_variance(x, y, samples=record.samples))
+        table.append({**row, "sgd_variance": sequences, "noise": sketch / sequences})
+        if record.name.endswith(f"{middle}.intermediate.dense"):
+            tokens = float(sgd_variance(x, y))
+            rows.append({**row, "sgd_variance": tokens, "paper_variance": float(paper_sketch_variance(x, y, rows=k))})
+study = pd.DataFrame(rows)
+plot_bound(study).set_xlabel("epoch")
+print(study[["step", "alpha"]].assign(noise=study["sketch_variance"] / study["sgd_variance"]))
+
+# %% [markdown]
+# By sequences, the noise that training has, and for all layers:
+
+# %%
+table = pd.DataFrame(table)
+plot_noise_over_training(table).set_xlabel("epoch")
+plot_noise_by_layer(table)

@@ -1,0 +1,96 @@
+"""Sketch noise by minibatch noise of a model on your own data: ``python -m rmm_linear.variance MODEL BATCH``.
+
+MODEL is a folder written by save_pretrained, or a model of the hub. BATCH is a text file (one example per line: text,
+tab, label, or two texts and a label) for a sequence classifier, or a .pt file with the keyword arguments of one
+training batch, or a list of such, for any model that returns its loss. The model is trained exactly for a few steps (on
+all but the last batch of a .pt file), and the noise is measured on the next batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from rmm_linear.files import replacing
+from rmm_linear.sketches import KINDS
+from rmm_linear.variance.batches import load_tensors, load_texts
+from rmm_linear.variance.plots import plot_noise_against_memory
+from rmm_linear.variance.survey import MEMORIES, describe, noise_at_memory, train_and_record
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Its arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for bad input.
+    """
+    arguments = _parser().parse_args(argv)
+    torch.manual_seed(arguments.seed)
+    try:
+        if arguments.batch.suffix == ".pt":
+            model, batches = load_tensors(arguments.model, arguments.batch)
+        else:
+            model, batches = load_texts(
+                arguments.model,
+                arguments.batch,
+                batch=arguments.size,
+                steps=arguments.steps,
+                max_length=arguments.max_seq_length,
+            )
+        shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
+        records, choices = train_and_record(
+            model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate, **shape
+        )
+        noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
+        print(describe(records, noises, arguments.itemsize))
+        if arguments.plot is not None:
+            figure: Any = plot_noise_against_memory(noises)[0].figure
+            with replacing(arguments.plot) as file:
+                figure.savefig(file, dpi=150)
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, UnpicklingError) as error:
+        print(f"rmm_linear.variance: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    def fraction(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= 1:
+            raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
+        return value
+
+    def count(text: str) -> int:
+        value = int(text)
+        if value < 0:
+            raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+        return value
+
+    usage = (__doc__ or "").split("\n\n", 1)[1]
+    parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
+    parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
+    parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture of noise against memory")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of sketches (all)")
+    memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES), "help": "fractions of the input's bytes"}
+    parser.add_argument("--memory", **memory)
+    parser.add_argument("--modules", default="all-linear", help="regular expression for the layers' whole names")
+    parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
+    parser.add_argument("--size", type=count, default=64, help="examples per batch of a text file")
+    parser.add_argument("--steps", type=count, default=25, help="training steps before, of a text file")
+    parser.add_argument("--max_seq_length", type=count, default=128, help="tokens per example at most, of a text file")
+    parser.add_argument("--learning_rate", type=float, default=1e-4, help="of the training steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Read a model and its training batches for ``python -m rmm_linear.variance``: transformers is imported here only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Load a model in its own class, and batches that ``torch.save`` wrote.
+
+    Args:
+        model_name: A folder written by save_pretrained, or a model of the hub.
+        path: A mapping of the model's keyword arguments, labels among them, or a list of such.
+
+    Returns:
+        The model in training mode, and the batches.
+
+    Raises:
+        ValueError: If the file holds something else, or the model's class is not transformers'.
+    """
+    transformers = _transformers()
+    content = torch.load(path, weights_only=True)
+    batches = content if isinstance(content, list) else [content]
+    if not batches or not all(isinstance(batch, dict) for batch in batches):
+        raise ValueError(
+            f"{path} must hold a mapping of the model's keyword arguments, or a list of them, got "
+            f"{type(content).__name__}. Save one with torch.save({{'input_ids': ..., 'labels': ...}}, path)."
+        )
+    name = (transformers.AutoConfig.from_pretrained(model_name).architectures or ["none"])[0]
+    if not hasattr(transformers, name):
+        raise ValueError(f"The model's class must be one of transformers, got {name}. Save the model with its head.")
+    return getattr(transformers, name).from_pretrained(model_name).train(), batches
+
+
+def load_texts(
+    model_name: str, path: Path, *, batch: int, steps: int, max_length: int
+) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Load a model for sequence classification, and batches of labelled texts in random order.
+
+    Args:
+        model_name: A folder written by save_pretrained, or a model of the hub.
+        path: Text file without header, one example per line: text, tab, label; or text, tab, second text, tab, label.
+            Labels are classes; where all are numbers and one has a decimal point, the task is a regression.
+        batch: Examples per batch.
+        steps: Batches to train on; one more is returned.
+        max_length: Tokens per example at most.
+
+    Returns:
+        The model in training mode, and the batches. The file is read again from its start if it is too short.
+
+    Raises:
+        ValueError: If the file is no such file.
+    """
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not rows or {len(row) for row in rows} not in ({2}, {3}):
+        raise ValueError(
+            f"{path} must have lines of text, tab, label, or of text, tab, second text, tab, label, got "
+            f"{len(rows)} lines with {sorted({len(row) for row in rows})} fields. Or give a .pt file."
+        )
+    labels, is_regression = _read_labels([row[-1].strip() for row in rows])
+    transformers = _transformers()
+    outputs = 1 if is_regression else int(labels.max()) + 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=outputs).train()
+    places = torch.cat([torch.randperm(len(rows)) for _ in range(-(-(steps + 1) * batch // len(rows)))])
+    batches = []
+    for chosen in places[: (steps + 1) * batch].split(batch):
+        texts = [[rows[place][part] for place in chosen.tolist()] for part in range(len(rows[0]) - 1)]
+        inputs = tokenizer(*texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        batches.append({**inputs, "labels": labels[chosen]})
+    return model, batches
+
+
+def _read_labels(texts: list[str]) -> tuple[torch.Tensor, bool]:
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        numbers = []
+    if numbers and any("." in text for text in texts):
+        return torch.tensor(numbers), True
+    classes = sorted(set(texts))
+    return torch.tensor([classes.index(text) for text in texts]), False
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("This command needs transformers. pip install 'rmm_linear[glue]'") from error
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

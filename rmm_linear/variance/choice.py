@@ -1,0 +1,103 @@
+"""From noise to settings: the ratio that a noise target asks for, and the batch that a noise amounts to."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
+from rmm_linear.variance.pairs import over_layers
+
+Number = TypeVar("Number", float, Tensor)
+
+
+def required_ratio(
+    x: Tensor,
+    grad_output: Tensor,
+    *,
+    kind: str,
+    bits: int | None,
+    target: float,
+    samples: tuple[int, int] | Tensor | None = None,
+    block: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the smallest ratio K/N with D²_sketch ≤ target · D²_SGD on this batch.
+
+    K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. The variance falls with
+    K for all kinds; for countsketch it falls but for small steps, where the segments move, so that a little smaller K
+    may do by luck. With ``bits``, see :func:`sketch_variance` about its rounding term.
+
+    Cost: log₂ N evaluations of :func:`sketch_variance`.
+
+    Args:
+        x: Layer input, shape (N, I), or (L, N, I) for L layers.
+        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is false.
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        bits: 8, 4, 2, or None for the dtype itself.
+        target: Noise of the sketch by noise of the minibatch: 1 doubles the variance of the gradient.
+        samples: As for :func:`sgd_variance`.
+        block: Tokens per block, or None.
+        mask: True for tokens that count, shape (N,); None is all.
+
+    Returns:
+        float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf where even N rows are not quiet
+        enough, which rounding alone can cause: take more bits. NaN where X or Y has a NaN.
+
+    Raises:
+        ValueError: If ``target`` is not positive.
+
+    Example:
+        >>> x, y = torch.eye(8), torch.eye(8)
+        >>> required_ratio(x, y, kind="rows", bits=None, target=1.0)  # ((1 − ρ)/ρ) · D²_SGD
+        tensor(0.5000, dtype=torch.float64)
+    """
+    if not target > 0:
+        raise ValueError(f"target must be positive, got {target}. 1 is as much noise as the minibatch has.")
+
+    def smallest(a: Tensor, b: Tensor) -> Tensor:
+        limit = target * sgd_variance(a, b, samples=samples)
+
+        def is_quiet(rows: int) -> bool:
+            noise = sketch_variance(a, b, kind=kind, rows=rows, bits=bits, block=block, mask=mask)
+            return bool(noise <= limit)
+
+        if limit.isnan():
+            return limit
+        too_few, enough = 0, a.shape[0]
+        if not is_quiet(enough):
+            return torch.full_like(limit, math.inf)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            too_few, enough = (too_few, middle) if is_quiet(middle) else (middle, enough)
+        return torch.full_like(limit, enough / a.shape[0])
+
+    return over_layers(smallest, x, grad_output)
+
+
+def effective_batch(batch: int, noise: Number) -> Number:
+    """Return the batch whose minibatch noise alone equals that of the minibatch and the sketch together.
+
+    Given the batch, the sketch is unbiased, so the two variances add up. That of the minibatch falls like 1/batch:
+    D²_SGD · batch/B = D²_SGD + D²_sketch gives B = batch/(1 + noise).
+
+    Args:
+        batch: Samples per batch: sequences, or tokens if the noise is by tokens.
+        noise: D²_sketch / D²_SGD of this batch, a number or a tensor.
+
+    Returns:
+        Samples, of the type and shape of ``noise``; not rounded.
+
+    Raises:
+        ValueError: If ``batch`` is not positive.
+
+    Example:
+        >>> effective_batch(32, 1.0)
+        16.0
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1 sample, got {batch}.")
+    return batch / (1 + noise)

@@ -1,0 +1,202 @@
+"""Pictures of the noise: over training, by layer, against memory, and beside the published bound.
+
+Every function draws on the Axes it is given, or on new ones, and returns them; nothing is shown or saved. Lines
+differ by marker and by lightness, so the pictures can be printed in grey. matplotlib is imported when a
+picture is drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rmm_linear.sketches import KINDS
+from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+_NOISE = "sketch noise / minibatch noise"
+_FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
+_MARKERS = dict(zip(KINDS, "osv^D<>", strict=True))
+
+
+def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw the median noise over the layers against the training step, with the band of the quartiles.
+
+    Args:
+        table: The probe's table: columns step, module and noise are read.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis.
+    """
+    ax = _axes(ax, table, "step", "noise")
+    by_step = table.groupby("step")["noise"]
+    low, middle, high = (by_step.quantile(part).clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
+    ax.fill_between(middle.index, low, high, color="0.8", label="middle half of the layers")
+    ax.plot(middle.index, middle, color="black", marker="o", markersize=4, label="median layer")
+    ax.set_xlabel("training step")
+    _noise_axis(ax).legend(frameon=False)
+    return ax
+
+
+def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw a heat map of the noise, layers by modules, each the median over the steps.
+
+    The layer is the first number in a module's name: ``encoder.layer.3.output.dense`` is ``output.dense`` of layer 3.
+
+    Args:
+        table: The probe's table: columns module and noise are read.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier.
+    """
+    ax = _axes(ax, table, "module", "noise")
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogLocator
+
+    noise = {str(name): float(part["noise"].median()) for name, part in table.groupby("module", sort=False)}
+    places = {name: _place(name) for name in noise}
+    layers = sorted({layer for layer, _ in places.values()})
+    modules = list(dict.fromkeys(module for _, module in places.values()))
+    grid = [[float("nan")] * len(modules) for _ in layers]
+    for name, (layer, module) in places.items():
+        grid[layers.index(layer)][modules.index(module)] = max(noise[name], _FLOOR)
+    values = [value for row in grid for value in row if value == value]
+    scale = LogNorm(min(values), max(*values, 1.01 * min(values)))
+    image = ax.imshow(grid, norm=scale, cmap="Greys", aspect="auto")
+    if len(values) <= 200:
+        for i, row in enumerate(grid):
+            for j, value in enumerate(row):
+                if value == value:
+                    shade = "white" if scale(value) > 0.5 else "black"
+                    ax.text(j, i, f"{value:.2g}", ha="center", va="center", color=shade, fontsize=8)
+    ax.set_xticks(range(len(modules)), modules, rotation=30, ha="right")
+    ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
+    ax.set_xlabel("module")
+    ax.set_ylabel("layer")
+    ax.figure.colorbar(image, ax=ax, label=_NOISE, ticks=LogLocator(subs=(1, 2, 5)), format="{x:g}").minorticks_off()
+    return ax
+
+
+def plot_noise_against_memory(noises: Sequence[MemoryNoise]) -> list[Axes]:
+    """Draw the median noise over the layers against the memory kept, for every kind and width.
+
+    Args:
+        noises: See :func:`rmm_linear.variance.noise_at_memory`.
+
+    Returns:
+        The Axes, one for each width. Memory in per cent of the input's bytes, noise as D²_sketch / D²_SGD, both axes
+        logarithmic; a line at 1 is the minibatch's own noise. Noise below 0.001, none included, is drawn at 0.001.
+
+    Raises:
+        ValueError: If there is nothing to draw.
+    """
+    if not noises:
+        raise ValueError("The picture needs the noise of at least one layer, got none. See noise_at_memory.")
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for entry in noises:
+        if entry.setting != AUTO:  # it is one of the other lines at each memory
+            found.setdefault((entry.setting, entry.bits), {}).setdefault(entry.memory, []).append(entry.noise)
+    widths = sorted({bits for _, bits in found}, reverse=True)
+    ticks = sorted({100 * entry.memory for entry in noises})
+    figure, grid = _pyplot().subplots(
+        1, len(widths), figsize=(2 + 2.6 * len(widths), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    axes = list(grid[0])
+    for ax, width in zip(axes, widths, strict=True):
+        for (setting, bits), by_memory in found.items():
+            if bits == width or setting == PAPER:  # the published method is what all are compared with
+                values = [max(median(by_memory[memory]), _FLOOR) for memory in sorted(by_memory)]
+                ax.plot([100 * memory for memory in sorted(by_memory)], values, label=setting, **_style(setting))
+        _noise_axis(ax)
+        ax.set_title(f"{width} bits", fontsize=10)
+        ax.set_xscale("log")
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
+        ax.label_outer()
+    figure.supxlabel("memory kept (% of the input's bytes)", fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+    return axes
+
+
+def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw the paper's variance study: the exact ratio of the noises, its published formula and its published bound.
+
+    Samples are tokens here, as in the paper. The bound on D²_sketch/D²_SGD is (N−1)/K · (α+1)/α; it is no bound in
+    general, see :func:`rmm_linear.variance.paper_bound`.
+
+    Args:
+        table: Columns step, rows (K), tokens (N), alpha, sgd_variance (over tokens), sketch_variance (exact) and
+            paper_variance, see :func:`rmm_linear.variance.paper_sketch_variance`.
+        ax: Axes to draw on; None makes new ones.
+
+    Returns:
+        The Axes. Ratios without unit, on a logarithmic axis.
+    """
+    columns = ("step", "rows", "tokens", "alpha", "sgd_variance", "sketch_variance", "paper_variance")
+    ax = _axes(ax, table, *columns)
+    table = table.sort_values("step")
+    scale, alpha, step = (table["tokens"] - 1) / table["rows"], table["alpha"], table["step"]
+    exact, paper = (table[name] / table["sgd_variance"] for name in ("sketch_variance", "paper_variance"))
+    ax.plot(step, scale * (alpha + 1) / alpha, color="0.5", linestyle="-.", marker="s", label="the paper's bound")
+    ax.plot(step, paper, color="0.5", linestyle=":", marker="^", markersize=9, label="the paper's formula, (P − g)/K")
+    ax.plot(step, exact, color="black", marker="o", markersize=4, label="exact")
+    ax.set_xlabel("training step")
+    _noise_axis(ax).legend(frameon=False)
+    ax.set_ylabel(f"{_NOISE}, by tokens")
+    return ax
+
+
+def _axes(ax: Axes | None, table: pandas.DataFrame, *columns: str) -> Axes:
+    missing = [name for name in columns if name not in table.columns]
+    if missing or not len(table):
+        raise ValueError(
+            f"The table must have the columns {', '.join(columns)} and at least one row, got {len(table)} rows of "
+            f"{', '.join(map(str, table.columns)) or 'nothing'}."
+        )
+    return ax or _new_axes()
+
+
+def _new_axes() -> Axes:
+    return _pyplot().subplots(figsize=(7.0, 4.2), layout="constrained")[1]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib. pip install 'rmm_linear[glue]'") from error
+    return plt
+
+
+def _style(setting: str) -> dict[str, Any]:
+    if setting == PAPER:
+        return {"color": "black", "linestyle": ":", "marker": "x"}
+    shade = _pyplot().get_cmap("viridis")(0.85 * KINDS.index(setting) / (len(KINDS) - 1))
+    return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
+
+
+def _noise_axis(ax: Axes) -> Axes:
+    from matplotlib.ticker import LogLocator
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.tick_params(axis="y", which="minor", left=False)
+    ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
+    ax.set_ylabel(_NOISE)
+    ax.grid(axis="y", color="0.9")
+    ax.set_axisbelow(True)
+    return ax
+
+
+def _place(name: str) -> tuple[int, str]:
+    """The layer, −1 where there is none, and the rest of a module's name behind it."""
+    match = re.match(r"(?:.*?\.)?(\d+)(?:\.(.+))?$", name)
+    return (int(match[1]), match[2] or "") if match else (-1, name)

@@ -1,0 +1,201 @@
+"""Monte Carlo of the noises, to check a closed form on one's own data.
+
+A sketch: K rows of SᵀX and SᵀY are drawn M times and ‖(SᵀY)ᵀ unpack(pack(SᵀX)) − YᵀX‖² is averaged. Minibatches: n
+sequences are drawn with replacement from the n at hand; the squared distance of their gradient to YᵀX has the mean
+(n−1)/n · D²_SGD, as in the bootstrap.
+
+Draws are made in groups, of which each has one seed of the rounding for all of its sketches; groups are independent.
+The interval is that of the mean of the groups' means, by the central limit theorem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from rmm_linear.packing import pack, unpack
+from rmm_linear.sketches import TokenMask, sketch
+from rmm_linear.variance.closed_forms import rows_by_length
+from rmm_linear.variance.pairs import check_pair
+
+_GROUP = 50
+_ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
+_READS_ITS_SEED = {"countsketch"}  # on the host, where vmap cannot follow
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A variance found by drawing.
+
+    Attributes:
+        variance: Mean of ‖error‖², in squared units of the weight gradient.
+        standard_error: Of ``variance``, from the spread of the groups of draws.
+        draws: M.
+    """
+
+    variance: float
+    standard_error: float
+    draws: int
+
+    @classmethod
+    def of(cls, squares: Sequence[Tensor]) -> Simulation:
+        """Make the result from ‖error‖² of every draw.
+
+        Args:
+            squares: One tensor per group, each of the same length.
+
+        Returns:
+            The mean and its standard error.
+        """
+        means = torch.stack([group.double().mean() for group in squares])
+        draws = sum(len(group) for group in squares)
+        return cls(float(means.mean()), float(means.std()) / math.sqrt(len(means)), draws)
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Return the bounds that hold the variance with a probability, as far as the group means are normal.
+
+        Args:
+            confidence: The probability, in (0, 1).
+
+        Returns:
+            Lower and upper bound.
+        """
+        z = NormalDist().inv_cdf((1 + confidence) / 2)
+        return self.variance - z * self.standard_error, self.variance + z * self.standard_error
+
+    def z_score(self, stated: float | Tensor) -> float:
+        """Return how many standard errors the simulation lies above a stated variance.
+
+        Args:
+            stated: A closed form's value.
+
+        Returns:
+            (variance − stated) / standard_error; 0 where the two agree to the precision of float32.
+        """
+        distance = self.variance - float(stated)
+        if math.isclose(self.variance, float(stated), rel_tol=1e-7):
+            return 0.0  # every draw may have the same error, as with two tokens and random signs
+        return distance / self.standard_error if self.standard_error else math.copysign(math.inf, distance)
+
+
+def simulate_variance(
+    x: Tensor,
+    grad_output: Tensor,
+    *,
+    kind: str,
+    rows: int,
+    bits: int | None = None,
+    block: int | None = None,
+    mask: Tensor | None = None,
+    draws: int = 2_000,
+    seed: int = 0,
+) -> Simulation:
+    """Draw sketches of one layer and batch and average ‖dŴ − dW‖², to check :func:`sketch_variance`.
+
+    Time: ``draws`` sketches of X and Y. Memory: a few million numbers at a time, or one sketch if that is more.
+
+    Args:
+        x: Layer input, shape (N, I).
+        grad_output: Gradient by the layer's output, shape (N, O); zero where ``mask`` is false.
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        rows: K.
+        bits: 8, 4, 2, or None for the dtype itself.
+        block: Tokens per block, or None.
+        mask: True for tokens that count, shape (N,); None is all.
+        draws: M, rounded up to whole groups of 50, at least two.
+        seed: Of the first draw; the others follow.
+
+    Returns:
+        The mean, with its standard error and interval.
+
+    Example:
+        >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
+        >>> found = simulate_variance(x, y, kind="gaussian", rows=1)  # exact: 10.25
+        >>> low, high = found.interval(0.99)
+        >>> low < 10.25 < high
+        True
+    """
+    _check_single(x, grad_output)
+    x, grad_output = x.detach(), grad_output.detach()
+    ranks = None if mask is None else TokenMask.of(mask)
+    both, exact = torch.cat((x, grad_output), dim=1), grad_output.double().T @ x.double()
+    at_once = max(1, _ELEMENTS // max(1, both.shape[0] * (both.shape[1] + rows)))
+
+    def one(seed: Tensor) -> Tensor:
+        return sketch(both, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
+
+    def squares(first: int) -> Tensor:
+        seeds = torch.arange(first, first + _GROUP, device=x.device)
+        if kind in _READS_ITS_SEED:
+            sketched = torch.stack([one(value) for value in seeds.split(1)])
+        else:
+            sketched = torch.vmap(one, chunk_size=at_once)(seeds)
+        z, y = sketched.split((x.shape[1], grad_output.shape[1]), dim=2)
+        if bits is not None:
+            flat = z.reshape(-1, x.shape[1])
+            z = unpack(*pack(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
+        errors = (b.double().T @ a.double() - exact for a, b in zip(z, y, strict=True))
+        return torch.stack([error.square().sum() for error in errors])
+
+    return Simulation.of([squares(seed + first) for first in _firsts(draws)])
+
+
+def simulate_sgd_variance(
+    x: Tensor,
+    grad_output: Tensor,
+    *,
+    samples: tuple[int, int] | Tensor | None = None,
+    draws: int = 2_000,
+    seed: int = 0,
+) -> Simulation:
+    """Draw minibatches from the sequences at hand and average their noise, to check :func:`sgd_variance`.
+
+    Time: ``draws`` products of N·I·O in float64.
+
+    Args:
+        x: Layer input, shape (N, I).
+        grad_output: Gradient by the layer's output, shape (N, O).
+        samples: As for :func:`sgd_variance`.
+        draws: M, rounded up to whole groups of 50, at least two.
+        seed: Of the drawing.
+
+    Returns:
+        The mean, with its standard error and interval.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> found = simulate_sgd_variance(x, torch.ones(3, 1))  # exact: 3 · sample variance = 7
+        >>> low, high = found.interval()
+        >>> low < 7 < high
+        True
+    """
+    _check_single(x, grad_output)
+    sequences = [rows for group in rows_by_length(samples, x.shape[0]) for rows in group]
+    count = len(sequences)
+    owners = torch.empty(x.shape[0], dtype=torch.int64)
+    for number, rows in enumerate(sequences):
+        owners[rows.cpu()] = number
+    generator = torch.Generator().manual_seed(seed)
+    x, y = x.detach().double(), grad_output.detach().double()
+
+    def square() -> Tensor:
+        drawn = torch.randint(count, (count,), generator=generator).bincount(minlength=count)
+        weight = (drawn - 1)[owners].to(x)
+        return (y.T @ (x * weight.unsqueeze(1))).square().sum() * count / (count - 1)
+
+    return Simulation.of([torch.stack([square() for _ in range(_GROUP)]) for _ in _firsts(draws)])
+
+
+def _firsts(draws: int) -> range:
+    return range(0, max(draws, 2 * _GROUP), _GROUP)
+
+
+def _check_single(x: Tensor, grad_output: Tensor) -> None:
+    check_pair(x, grad_output)
+    if x.dim() != 2:
+        raise ValueError(f"Layers are simulated one by one, got x of shape {tuple(x.shape)}. Pass x[i].")

@@ -1,0 +1,126 @@
+"""The pictures show the numbers that they are given; the notebook runs in its short form."""
+
+import math
+import runpy
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from rmm_linear.variance import MemoryNoise
+from rmm_linear.variance.plots import (
+    plot_bound,
+    plot_noise_against_memory,
+    plot_noise_by_layer,
+    plot_noise_over_training,
+)
+from rmm_linear.variance.survey import PAPER
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "variance.py"
+
+
+@pytest.fixture(autouse=True)
+def pictures():
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    for number in plt.get_fignums():
+        plt.figure(number).canvas.draw()  # what cannot be drawn fails here
+    plt.close("all")
+
+
+def probe_table():
+    names = [f"encoder.layer.{layer}.{part}.dense" for layer in range(3) for part in ("intermediate", "output")]
+    rows = [
+        {"step": step, "module": name, "noise": 0.1 * (place + 1) * (1 + step / 50)}
+        for step in (0, 50)
+        for place, name in enumerate([*names, "classifier"])
+    ]
+    return pd.DataFrame(rows)
+
+
+def curve(ax, label):
+    (line,) = [line for line in ax.lines if line.get_label() == label]
+    return line
+
+
+def test_noise_over_training_shows_the_median_layer():
+    ax = plot_noise_over_training(probe_table())
+    np.testing.assert_allclose(curve(ax, "median layer").get_xydata(), [[0, 0.4], [50, 0.8]])
+    assert ax.get_yscale() == "log"
+    assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
+
+
+def test_noise_by_layer_has_every_layer_at_its_place():
+    ax = plot_noise_by_layer(probe_table())
+    grid = np.ma.filled(ax.images[0].get_array(), np.nan)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["intermediate.dense", "output.dense", "classifier"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["none", "0", "1", "2"]
+    expected = 1.5 * 0.1 * np.array([[np.nan, np.nan, 7], [1, 2, np.nan], [3, 4, np.nan], [5, 6, np.nan]])
+    np.testing.assert_allclose(grid, expected)
+
+
+def test_noise_by_layer_of_a_single_layer_without_a_number():
+    ax = plot_noise_by_layer(pd.DataFrame({"module": ["head"], "noise": [0.0]}))
+    assert ax.images[0].get_array().shape == (1, 1)
+    assert [text.get_text() for text in ax.texts] == ["0.001"]
+
+
+def test_noise_against_memory_has_an_axes_per_width_and_the_paper_in_all():
+    noises = [
+        MemoryNoise(layer, setting, bits, memory, factor * base / memory)
+        for layer, factor in (("a", 1), ("b", 2), ("c", 9))
+        for setting, bits, base in (("rows", 16, 0.1), ("rows", 4, 0.0), (PAPER, 16, 0.5))
+        for memory in (0.2, 0.1)
+    ]
+    wide, narrow = plot_noise_against_memory(noises)
+    assert [wide.get_title(), narrow.get_title()] == ["16 bits", "4 bits"]
+    np.testing.assert_allclose(curve(wide, "rows").get_xydata(), [[10, 2.0], [20, 1.0]])
+    np.testing.assert_allclose(curve(narrow, "rows").get_ydata(), [1e-3, 1e-3])  # none at all
+    for ax in (wide, narrow):
+        np.testing.assert_allclose(curve(ax, PAPER).get_ydata(), [10, 5])
+    with pytest.raises(ValueError, match="needs the noise of at least one layer, got none"):
+        plot_noise_against_memory([])
+
+
+def test_bound_is_scaled_to_the_ratio_that_is_drawn(pictures):
+    row = {"step": 1, "rows": 8, "tokens": 17, "alpha": 0.25, "sgd_variance": 2.0, "sketch_variance": 5.0}
+    _, given = pictures.subplots()
+    ax = plot_bound(pd.DataFrame([{**row, "paper_variance": 3.0}]), given)
+    assert ax is given
+    assert curve(ax, "exact").get_ydata() == [2.5]
+    assert curve(ax, "the paper's formula, (P − g)/K").get_ydata() == [1.5]
+    assert curve(ax, "the paper's bound").get_ydata() == [16 / 8 * 5]
+
+
+@pytest.mark.parametrize("plot", [plot_noise_over_training, plot_noise_by_layer, plot_bound])
+def test_a_table_without_what_is_drawn_is_refused(plot):
+    with pytest.raises(ValueError, match=r"The table must have the columns .*, got 1 rows of other"):
+        plot(pd.DataFrame({"other": [1]}))
+    with pytest.raises(ValueError, match="got 0 rows of"):
+        plot(probe_table().iloc[:0])
+
+
+def test_the_notebook_runs_in_its_short_form(monkeypatch, capsys, pictures):
+    """Every cell, in order; its study has what the paper says about it, in numbers."""
+    monkeypatch.setenv("RMM_NOTEBOOK", "short")
+    names = runpy.run_path(str(NOTEBOOK))
+    study = names["study"]
+    assert list(study["step"]) == [1, 2]
+    alpha = study["alpha"]
+    factor = (1 - alpha) / (1 + alpha)  # (P − g) by (P + g)
+    np.testing.assert_allclose(study["paper_variance"], study["sketch_variance"] * factor)
+    assert len(names["table"]) == 2 * 12  # six linears in each of two layers, twice
+    assert all(0 < ratio <= 1 or ratio == math.inf for row in names["targets"].values() for ratio in row.values())
+    assert "at noise 1, a batch of 16 acts like 8" in capsys.readouterr().out
+    assert len(pictures.get_fignums()) == 4
+
+
+def test_the_notebook_is_kept_without_outputs_as_jupytext():
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert text.startswith("# ---\n# jupyter:\n#   jupytext:")
+    assert text.count("\n# %%") >= 14
+    assert not NOTEBOOK.with_suffix(".ipynb").exists()
