@@ -63,7 +63,14 @@ class Call:
 
     @classmethod
     def of(
-        cls, step: int, name: str, module: nn.Module, x: Tensor, mask: Tensor | None, config: RMMConfig, bits: int | None
+        cls,
+        step: int,
+        name: str,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None,
+        config: RMMConfig,
+        bits: int | None,
     ) -> Call:
         """Describe a call that has just been made.
 
