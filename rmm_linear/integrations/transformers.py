@@ -77,7 +77,8 @@ class ProbeCallback(TrainerCallback):
         if model is None:
             return
         self._probe = GradientProbe(model, self.modules, every=None, config=self.config).__enter__()
-        self._probe.rows = [ProbeRow(**row) for entry in state.log_history for row in entry.get(_ROWS, [])]
+        history: list[dict[str, Any]] = state.log_history
+        self._probe.rows = [ProbeRow(**row) for entry in history for row in entry.get(_ROWS, [])]
         self.results = self._probe
 
     def on_step_begin(
@@ -137,7 +138,8 @@ class RMMCallback(ProbeCallback):
     same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. ``rmm/kept_bytes``, the bytes that one forward
     pass keeps for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`, are measured
     on the first forward and backward pass of the step before, which the probe does not disturb (with ``every=1``, on
-    the same step). On CUDA this sets the allocator's peak statistics back.
+    the same step). On CUDA this sets the allocator's peak statistics back; elsewhere, where every operator has to be
+    watched, it is done once, before the first look.
 
     The conversion report is printed when training begins. A warning is logged once if the median noise passes a limit.
     A callback cannot add to what the Trainer sends to its other callbacks, so this one calls ``trainer.log`` itself.
@@ -181,7 +183,7 @@ class RMMCallback(ProbeCallback):
             raise ValueError(f"limit must be positive, got {limit}. Use float('inf') for no warning.")
         self.trainer, self.report, self.limit = trainer, report, limit
         self._memory: dict[str, float] = {}
-        self._warned = False
+        self._measured = self._warned = False
 
     def on_train_begin(
         self,
@@ -201,7 +203,7 @@ class RMMCallback(ProbeCallback):
             **kwargs: Unused.
         """
         super().on_train_begin(args, state, control, model, **kwargs)
-        self._memory = {}
+        self._memory, self._measured = {}, False
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)
         if self.report is not None and state.is_world_process_zero:
@@ -213,14 +215,16 @@ class RMMCallback(ProbeCallback):
         """Look at this step, or measure its memory, if it is one of those.
 
         Args:
-            args: Unused.
+            args: The Trainer's arguments.
             state: Where training is.
             control: Unused.
             **kwargs: Unused.
         """
         super().on_step_begin(args, state, control, **kwargs)
-        if self._probe is not None and (state.global_step + 1 + (self.every > 1)) % self.every == 0:
-            self._measure_next_pass(self._probe.model)
+        is_due = (state.global_step + 1 + (self.every > 1)) % self.every == 0
+        if self._probe is not None and is_due and (args.device.type == "cuda" or not self._measured):
+            self._measured = True
+            self._measure_next_pass(self._probe.model, args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what was seen of this step.
@@ -236,7 +240,7 @@ class RMMCallback(ProbeCallback):
         if not rows:
             return
         medians = self.results.medians(state.global_step)
-        logs = {**medians, **self._memory}
+        logs, self._memory = {**medians, **self._memory}, {}
         for row in rows:
             logs.update({f"noise/{row.module}": row.noise, f"alpha/{row.module}": row.alpha})
         should_log = control.should_log
@@ -250,7 +254,7 @@ class RMMCallback(ProbeCallback):
                 state.global_step, medians["noise"], len(rows), self.limit,
             )  # fmt: skip
 
-    def _measure_next_pass(self, model: torch.nn.Module) -> None:
+    def _measure_next_pass(self, model: torch.nn.Module, device: torch.device) -> None:
         """Wrap the Trainer's next training_step: a block around it ends however the pass does."""
         trainer, before = self.trainer, vars(self.trainer).get("training_step")
         training_step = trainer.training_step
@@ -260,7 +264,6 @@ class RMMCallback(ProbeCallback):
                 del trainer.training_step
             else:
                 trainer.training_step = before
-            device = next(model.parameters()).device
             with track_saved(model) as kept, peak(device) as highest:
                 result = training_step(*args, **kwargs)
             self._memory = {"kept_bytes": kept.total, "peak_bytes": highest.bytes}

@@ -175,16 +175,17 @@ def noise(
     if math.isnan(alpha):
         # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
         finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
-        return (math.nan, 0.0, 0.0) if finite else (math.nan,) * 3
+        return (math.nan, 0.0, 0.0) if finite else (math.nan, math.nan, math.nan)
     sgd = float(sgd_variance(x, y, samples=samples)) if x.shape[0] > 1 else math.nan
     if recipe is None:
         return alpha, sgd, 0.0
-    if mask is not None:
-        mask = mask.reshape(-1).bool()
-        if bool(y[~mask].any()):
-            mask = None
-    shape = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
-    return alpha, sgd, float(sketch_variance(x, y, **shape, mask=mask, draws=1))
+    real = None if mask is None else mask.reshape(-1).bool()
+    if real is not None and bool(y[real.logical_not()].any()):
+        real = None
+    sketched = sketch_variance(
+        x, y, kind=recipe.kind, rows=recipe.rows, bits=recipe.bits, block=recipe.block, mask=real, draws=1
+    )
+    return alpha, sgd, float(sketched)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:

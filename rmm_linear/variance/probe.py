@@ -192,8 +192,7 @@ class GradientProbe(ProbeResults):
             config, scope, bits = module.rmm_config, module.rmm_scope, module.rmm_choice.bits
         else:
             config, scope, bits = self._config.for_module(name), self._scope, None
-        masked = scope is not None and config.mask_padding
-        mask = scope.known_mask(x.shape[:-1].numel()) if masked else None
+        mask = None if scope is None or not config.mask_padding else scope.known_mask(x.shape[:-1].numel())
         return Call.of(self._step or 0, name, module, x, mask, config, bits)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> Call | None:
@@ -230,7 +229,7 @@ def _choose(model: nn.Module, modules: str | Sequence[str] | None, config: RMMCo
     linears = {name: module for module, name in names.items() if _can_be_probed(module)}
     if not linears:
         raise ValueError(f"GradientProbe needs a model with linear layers, got {type(model).__name__} without any.")
-    sketched = {name: module for name, module in linears.items() if isinstance(module, SketchedLayer)}
+    sketched: dict[str, nn.Module] = {n: module for n, module in linears.items() if isinstance(module, SketchedLayer)}
     if modules is None and sketched:
         return sketched
     wanted = config if modules is None else config.replace(target_modules=modules, exclude_modules=None)
