@@ -40,8 +40,9 @@ class GradientProbe(ProbeResults):
     says what the sequences are, else over tokens. The rounding term of packed sketches is computed for one S
     instead of a mean over several. Under loss scaling both variances are in units of the scaled gradient.
 
-    Time of one look: three products like dW in float64 and one sketch, per layer. Memory: X of the layers looked at,
-    and copies of one layer's X and Y in float64.
+    Time of one look: up to four products like dW in float64 and one sketch, per layer; about as much as a training
+    step on a CPU (``python -m benchmarks.probe`` measures it). Memory: X of the layers looked at, and copies of one
+    layer's X and Y in float64.
 
     Args:
         model: The model that is called: the outermost module, if one wraps another.

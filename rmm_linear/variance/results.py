@@ -121,7 +121,7 @@ class ProbeResults:
             groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module), []).append(row)
         if len(groups) != 1:
             groups["all"] = self.rows
-        header = ("module", "rows", "noise, median (quartiles)", "alpha, median (quartiles)")
+        header = ("module", "looks", "noise, median (quartiles)", "alpha, median (quartiles)")
         lines = [
             (name, str(len(rows)), _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
             for name, rows in groups.items()
