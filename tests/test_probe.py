@@ -10,7 +10,17 @@ from contextlib import nullcontext
 import pandas as pd
 import pytest
 import torch
-from helpers import Checkpointed, Mlp, checkpointed, gradients, six_features, snapshot, tiny_model, token_ids
+from helpers import (
+    Checkpointed,
+    Mlp,
+    checkpointed,
+    gradients,
+    heavy_tailed,
+    six_features,
+    snapshot,
+    tiny_model,
+    token_ids,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +29,7 @@ from rmm_linear import RMMConfig, convert
 from rmm_linear.memory import track_saved
 from rmm_linear.scope import in_backward
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
+from rmm_linear.variance.calls import noise
 from rmm_linear.variance.results import COLUMNS, ProbeResults, ProbeRow
 
 ROUGH = RMMConfig(kind="countsketch", ratio=0.25, min_rows=1)
@@ -615,6 +626,14 @@ def test_what_is_not_finite_has_no_noise_and_raises_nothing(value, bits):
         model(x).sum().backward()
     assert len(probe.rows) == 2
     assert all(math.isnan(number) for row in probe.rows for number in values(row))
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+def test_alpha_is_exact_to_float32_whatever_the_scale(scale):
+    x, y = heavy_tailed(300, 40, 30, torch.float32)
+    alpha = by_hand(x, y, config=ROUGH, samples=None)[0]
+    found = noise(scale * x, scale * y, None, None, None)[0]
+    assert found == pytest.approx(alpha, rel=1e-6)
 
 
 def test_a_gradient_of_zeros_has_no_noise():

@@ -23,6 +23,7 @@ from rmm_linear.functional import autocast_dtype, recipe_for
 from rmm_linear.kept import Recipe
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.sketches import kept_rows
+from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.results import ProbeRow
 
@@ -190,8 +191,9 @@ def noise(
 
 def _correlation(x: Tensor, y: Tensor) -> float:
     """α = g/P; NaN for 0/0 and for what is not finite."""
-    x, y = x.double(), y.double()
-    return float((x.T @ y).square().sum() / (x.square().sum() * y.square().sum()))
+    # A sum of squares: the product may be made in float32, at half the price. Of unit norm, it does not overflow there.
+    x, y = (m.to(accumulator_dtype(m.dtype)) / torch.linalg.vector_norm(m, dtype=torch.float64) for m in (x, y))
+    return float((x.T.to(y.dtype) @ y).square().sum(dtype=torch.float64))
 
 
 def _version(x: Tensor) -> int | None:
