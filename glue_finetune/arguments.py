@@ -61,6 +61,13 @@ class GlueArguments:
         default="shipped",
         metadata={"help": "Where the metric's code comes from; both give the same numbers.", "choices": SOURCES},
     )
+    probe_every: int | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Look at the noise of the sketches on every so many steps, and write variance.csv. "
+            "With --kind exact, at the noise that the sketch of the other flags would make. Default: never."
+        },
+    )
     demo: bool = dataclasses.field(
         default=False,
         metadata={"help": f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}."},
@@ -94,6 +101,7 @@ class Arguments:
         glue: The script's own flags.
         training: transformers' flags.
         config: How layers are sketched; None is the exact baseline.
+        probed: The same; of the exact baseline, what the other flags describe, for --probe_every.
         argv: The command line itself.
         given: Names of the flags that the user gave.
     """
@@ -101,6 +109,7 @@ class Arguments:
     glue: GlueArguments
     training: GlueTrainingArguments
     config: RMMConfig | None
+    probed: RMMConfig
     argv: tuple[str, ...]
     given: frozenset[str]
 
@@ -195,14 +204,16 @@ def parse(argv: list[str]) -> Arguments:
         raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
     if glue.max_seq_length < 1:
         raise UserError(f"max_seq_length must be at least 1, got {glue.max_seq_length}.")
+    if glue.probe_every is not None and glue.probe_every < 1:
+        raise UserError(f"probe_every must be at least 1, got {glue.probe_every}. Leave the flag out for no probe.")
     _check_numbers(values)
     given = _given(parser, argv)
-    config = build_config(values, given)
+    config, is_exact = build_config(values, given)
     try:
         training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(one_line(error)) from error
-    return Arguments(glue, training, config, tuple(argv), given)
+    return Arguments(glue, training, None if is_exact else config, config, tuple(argv), given)
 
 
 def _check_numbers(values: dict[str, Any]) -> None:

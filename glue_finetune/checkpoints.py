@@ -11,7 +11,7 @@ from typing import Any
 from glue_finetune.arguments import GlueTrainingArguments
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import make_folder
-from glue_finetune.results import RESULTS_FILE
+from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE
 from glue_finetune.trainer import SETTINGS_FILE
 
 _PATTERN = re.compile(r"checkpoint-(\d+)")
@@ -107,7 +107,8 @@ def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
     make_folder(folder)
     try:
         if training.overwrite_output_dir and not resuming:
-            (folder / RESULTS_FILE).unlink(missing_ok=True)
+            for name in (RESULTS_FILE, VARIANCE_FILE):
+                (folder / name).unlink(missing_ok=True)
             for path in folder.iterdir():
                 if path.is_dir() and _PATTERN.fullmatch(path.name):
                     shutil.rmtree(path)

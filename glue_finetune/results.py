@@ -19,7 +19,7 @@ from glue_finetune.arguments import Arguments
 from glue_finetune.tasks import Task
 from glue_finetune.trainer import BYTES_KEPT, evaluation_scores
 
-RESULTS_FILE = "results.json"
+RESULTS_FILE, VARIANCE_FILE = "results.json", "variance.csv"
 _PACKAGES = ("rmm_linear", "torch", "transformers", "datasets", "evaluate", "accelerate", "numpy")
 # Arguments that say where and how loudly a run works, not what comes out of it.
 _INCIDENTAL = frozenset(

@@ -57,7 +57,7 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **options)
 
 
-def build_config(values: dict[str, Any], given: Collection[str]) -> RMMConfig | None:
+def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMConfig, bool]:
     """Make the configuration that parsed flags describe: the file of --rmm_config, changed by the flags beside it.
 
     Args:
@@ -65,7 +65,7 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> RMMConfig | 
         given: Names of the flags that the user gave; the others leave the file's or RMMConfig's own value.
 
     Returns:
-        The configuration; None for the exact baseline.
+        The configuration, and whether the kind is exact: then nothing is converted, and the kind is that of the file.
 
     Raises:
         UserError: If the file cannot be read, or a value is outside its range.
@@ -80,10 +80,9 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> RMMConfig | 
         del changes["kind"]  # the other flags are checked all the same
     base = RMMConfig() if values["rmm_config"] is None else _load(Path(values["rmm_config"]).expanduser())
     try:
-        config = base.replace(**changes)
+        return base.replace(**changes), kind == EXACT
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
-    return None if kind == EXACT else config
 
 
 def _load(path: Path) -> RMMConfig:

@@ -24,10 +24,11 @@ from glue_finetune.modeling import (
     sketch,
     tokenize,
 )
-from glue_finetune.results import RESULTS_FILE, make_results, run_settings
+from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, make_results, run_settings
 from glue_finetune.scoring import make_scorer
 from glue_finetune.tasks import get_task
 from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, add_progress
+from rmm_linear.integrations.transformers import ProbeCallback
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def check_run(arguments: Arguments) -> tuple[GlueData, Any]:
     data = load_task(task, glue.data_dir, glue.max_train_samples, glue.max_eval_samples)
     model_config = load_config(task, glue.model_name_or_path)
     check_conversion(model_config, arguments.config)
+    if glue.probe_every is not None:
+        check_conversion(model_config, arguments.probed)
     return data, model_config
 
 
@@ -95,6 +98,10 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
         callbacks=[interrupt, timer, CheckpointFiles(settings, sketched=report is not None)],
     )
     add_progress(trainer)
+    probe = None
+    if glue.probe_every is not None:
+        probe = ProbeCallback(every=glue.probe_every, config=arguments.probed)
+        trainer.add_callback(probe)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     seconds = time.perf_counter() - began
@@ -117,6 +124,9 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
             "skipped": {} if report is None else dict(report.skipped),
         }
         results = make_results(arguments, task, state.log_history, timer.summary(), extra)
+        if probe is not None:
+            probe.results.to_csv(Path(folder) / VARIANCE_FILE)
+            print(f"noise of the sketches by that of the minibatch, from {VARIANCE_FILE}:\n{probe.results.summary()}")
         write_json(Path(folder) / RESULTS_FILE, results)
         print(f"{task.main_metric}: best {_show(results['score']['best'])}, last {_show(results['score']['last'])}")
         print(f"results: {Path(folder) / RESULTS_FILE}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import RMMLinear, SketchedLayer
+from rmm_linear.matching import is_conv1d, matches, nearest, not_selected, output_heads
 from rmm_linear.memory.explain import layer_inputs, unsaved_reason
 from rmm_linear.report import ConversionReport, ConvertedLayer
 from rmm_linear.scope import ForwardScope
@@ -134,11 +134,11 @@ def _choose(
     if not linears:
         itself = " Use RMMLinear.from_linear for a layer by itself." if _is_linear_like(model) else ""
         raise ValueError(f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}")
-    heads = _output_heads(model)
+    heads = output_heads(model)
     chosen: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, module in linears.items():
-        reason = _not_selected(name, module, config, heads) or _not_convertible(module)
+        reason = not_selected(name, module, config, heads) or _not_convertible(module)
         if reason:
             skipped[name] = reason
         else:
@@ -172,32 +172,17 @@ def _skip_where_nothing_is_saved(
         )
 
 
-def _not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
-    if config.target_modules == "all-linear":
-        if any(module is head for head in heads):
-            return "the output head"
-    elif not _matches(config.target_modules, name):
-        return "not in target_modules"
-    if config.exclude_modules is not None and _matches(config.exclude_modules, name):
-        return "in exclude_modules"
-    return None
-
-
 def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
-    if not (kind is nn.Linear or _is_conv1d(module)):
+    if not (kind is nn.Linear or is_conv1d(module)):
         return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
     if "forward" in vars(module):
         return "its forward method was replaced on the object (by hooks of accelerate, for example)"
     return None
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 def _is_linear_like(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or _is_conv1d(module):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     named_so = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
     stores = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # not always as `weight`
@@ -219,36 +204,6 @@ def _sketched_class(module: nn.Module) -> type[nn.Module]:
     return RMMConv1D
 
 
-def _output_heads(model: nn.Module) -> list[nn.Module]:
-    """The layers that make logits over the vocabulary, asked of every submodule that knows its own."""
-    heads: list[nn.Module] = []
-    for module in model.modules():
-        get = getattr(module, "get_output_embeddings", None)
-        if callable(get):
-            try:
-                head = get()
-            except (AttributeError, NotImplementedError):
-                continue
-            if isinstance(head, nn.Module):
-                heads.append(head)
-    return heads
-
-
-def _matches(patterns: str | Sequence[str], name: str) -> bool:
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    def likeness(name: str) -> float:
-        parts = name.split(".")
-        tails = (".".join(parts[i:]) for i in range(len(parts)))
-        return max(difflib.SequenceMatcher(None, pattern, tail).ratio() for tail in tails)
-
-    return ", ".join(sorted(names, key=likeness, reverse=True)[:3])
-
-
 def _nothing_matches(config: RMMConfig, linears: dict[str, nn.Module], skipped: dict[str, str]) -> str:
     target = config.target_modules
     if all(reason == "not in target_modules" for reason in skipped.values()):
@@ -257,7 +212,7 @@ def _nothing_matches(config: RMMConfig, linears: dict[str, nn.Module], skipped: 
         shown = target if isinstance(target, str) else list(target)
         return (
             f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
-            f"The nearest layers are {_nearest(pattern, list(linears))}."
+            f"The nearest layers are {nearest(pattern, list(linears))}."
         )
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
     return (
@@ -272,13 +227,13 @@ def _check_used(config: RMMConfig, linears: dict[str, nn.Module], chosen: Sequen
         if not any(single.override_pattern(name) for name in chosen):
             raise ValueError(
                 f"overrides[{pattern!r}] must match a converted layer, and matches none. "
-                f"The nearest layers are {_nearest(pattern, list(chosen))}."
+                f"The nearest layers are {nearest(pattern, list(chosen))}."
             )
     if not isinstance(config.target_modules, str):
         for entry in config.target_modules:
-            if not any(_matches([entry], name) for name in linears):
+            if not any(matches([entry], name) for name in linears):
                 logger.warning(
                     "target_modules: %r matches no linear layer; the nearest are %s.",
                     entry,
-                    _nearest(entry, list(linears)),
+                    nearest(entry, list(linears)),
                 )

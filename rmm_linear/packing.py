@@ -179,7 +179,7 @@ def unpack(
         True
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
-    for part in row_parts(*matrix.shape, codes):
+    for part in row_parts(codes.shape[0], columns, codes):
         values = matrix[part]
         if dtype != torch.float32:
             values = torch.empty(values.shape, dtype=torch.float32, device=codes.device)

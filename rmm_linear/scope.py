@@ -45,6 +45,7 @@ class _Mask:
     """An attention mask, flattened; its ranks are made when the first layer asks."""
 
     flat: Tensor
+    sequences: int
     ranks: TokenMask | None = None
 
     def token_mask(self) -> TokenMask | None:
@@ -99,6 +100,17 @@ class ForwardScope:
                     module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(self._exit, always_call=True),
                 ]
+
+    def attach_inside(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Open the scope in a forward pass of ``model`` that has begun, and around the following ones.
+
+        Args:
+            model: The model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        self.attach(model)
+        self._enter(model, args, kwargs)  # PyTorch made the list of this call's hooks before
 
     def detach(self) -> None:
         """Remove the scope from its model."""
@@ -170,6 +182,18 @@ class ForwardScope:
             )
         return fitting[0].token_mask() if fitting and fitting[0] is not None else None
 
+    def known_mask(self, tokens: int) -> Tensor | None:
+        """Return the mask that holds now, outside of a recomputation, for whoever wants to look and leave no trace.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            Shape (batch, sequence), or None if there is no mask for ``tokens`` rows.
+        """
+        mask = self._masks[-1] if self._masks else None
+        return None if mask is None or len(mask.flat) != tokens else mask.flat.view(mask.sequences, -1)
+
     def choice(self, index: int) -> BitsChoice:
         """Return a layer's choice of bits.
 
@@ -220,7 +244,7 @@ class ForwardScope:
         flat = given.detach().reshape(-1)
         if outer is not None and outer.flat.data_ptr() == flat.data_ptr() and outer.flat.shape == flat.shape:
             return outer
-        return _Mask(flat)
+        return _Mask(flat, given.shape[0])
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._masks:

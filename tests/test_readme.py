@@ -34,6 +34,8 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert names["layer"].rmm_config.recipe(32 * 128, 256, 4).rows == 410
     assert torch.isfinite(names["weight"].grad).all()
     assert (tmp_path / "rmm_config.json").is_file()
+    assert {row.step for row in names["probe"].rows} == {2, 4}
+    assert (tmp_path / "variance.csv").is_file()
 
 
 def test_the_demos_output_is_that_of_the_demo():

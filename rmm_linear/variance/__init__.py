@@ -2,15 +2,20 @@
 
 from rmm_linear.variance.choice import effective_batch, required_ratio
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
+from rmm_linear.variance.probe import GradientProbe
 from rmm_linear.variance.published import paper_bound, paper_sketch_variance
 from rmm_linear.variance.records import LayerRecord, record_layers
+from rmm_linear.variance.results import ProbeResults, ProbeRow
 from rmm_linear.variance.simulation import Simulation, simulate_sgd_variance, simulate_variance
 from rmm_linear.variance.survey import MEMORIES, MemoryNoise, describe, noise_at_memory, train_and_record
 
 __all__ = [
     "MEMORIES",
+    "GradientProbe",
     "LayerRecord",
     "MemoryNoise",
+    "ProbeResults",
+    "ProbeRow",
     "Simulation",
     "correlation",
     "describe",

@@ -1,0 +1,240 @@
+"""One call of one layer that a probe looks at: what is remembered of it, and the numbers made of its X and Y.
+
+X and Y meet in the backward pass. As a rule X waits for Y, in the hook on the layer's output, and so no longer than the
+graph of the step lives. Activation checkpointing exists so that X does not wait. There, only a few of X's elements are
+kept, by which the recomputation's X is told from those of other calls: of the same layer in this step, and of forward
+passes that nobody looks at. With the reentrant kind Y then comes to the recomputed output, with the other kind to the
+output of the forward pass, and either before X or after it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.functional import autocast_dtype, recipe_for
+from rmm_linear.kept import Recipe
+from rmm_linear.linear import SketchedLayer
+from rmm_linear.sketches import kept_rows
+from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
+from rmm_linear.variance.results import ProbeRow
+
+_SAMPLE = 64
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a layer.
+
+    Attributes:
+        step: Number of the step.
+        module: Name of the layer.
+        kind: Family of the layer's sketch.
+        recipe: How the layer keeps X; None where it keeps X itself.
+        bits: Width of what it keeps.
+        shape: Shape of X.
+        mask: Token mask, shape (batch, sequence), or None.
+        sample: A few elements of X, where X itself is seen in a recomputation.
+        handle: The hook on the output; None while there is no output to hook.
+        x: X, from when it is seen until Y is there.
+        y: Y, from when it is seen until X is there.
+        version: X's version counter when it was seen.
+    """
+
+    step: int
+    module: str
+    kind: str
+    recipe: Recipe | None
+    bits: int
+    shape: torch.Size
+    mask: Tensor | None
+    sample: Tensor | None = None
+    handle: RemovableHandle | None = None
+    x: Tensor | None = None
+    y: Tensor | None = None
+    version: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        name: str,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None,
+        config: RMMConfig,
+        bits: int | None,
+    ) -> Call:
+        """Describe a call that has just been made.
+
+        Args:
+            step: Number of the step.
+            name: Name of the layer.
+            module: The layer.
+            x: Its input, shape (*, I).
+            mask: Token mask, or None.
+            config: How the layer keeps its input, or would.
+            bits: The width chosen by ``bits="auto"``, or None.
+
+        Returns:
+            The call, which holds no X yet.
+        """
+        weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
+        recipe = recipe_for(x, weight, config, bits)
+        width = None if recipe is None else recipe.bits
+        itemsize = (autocast_dtype(x) or x.dtype).itemsize
+        return cls(step, name, config.kind, recipe, width or 8 * itemsize, x.shape, mask)
+
+    def see(self, x: Tensor) -> None:
+        """Hold X until Y is there.
+
+        Args:
+            x: The layer's input.
+        """
+        self.x, self.version = x.detach(), _version(x)
+
+    def is_overwritten(self) -> bool:
+        """Say whether X is no longer what the layer was given.
+
+        Returns:
+            True if something was written into it since it was seen.
+        """
+        return self.x is not None and _version(self.x) != self.version
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.x = self.y = self.sample = self.mask = None
+        if self.handle is not None:
+            self.handle.remove()
+
+    def likeness(self, x: Tensor) -> float:
+        """Compare an input with the one of this call.
+
+        Args:
+            x: An input, shape (*, I).
+
+        Returns:
+            Largest difference between the elements looked at by their largest size; infinity if it cannot be this one.
+        """
+        if self.sample is None or x.shape != self.shape:
+            return math.inf
+        now, then = sample(x).double(), self.sample.double()
+        scale = float(then.abs().amax()) if len(then) else 0.0
+        return float((now - then).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(now, then) else math.inf)
+
+    def measure(self, x: Tensor, y: Tensor) -> ProbeRow:
+        """Compute the row from X and Y.
+
+        Args:
+            x: X, shape (*, I).
+            y: Y, shape (*, O).
+
+        Returns:
+            The row. Where X or Y is not finite, its numbers are NaN.
+        """
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            alpha, sgd, sketched = noise(x, y, self.recipe, self.samples, self.mask)
+        tokens = x.shape[0]
+        rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
+        ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
+        return ProbeRow(self.step, self.module, self.kind, rows, self.bits, tokens, alpha, sgd, sketched, ratio)
+
+    @property
+    def samples(self) -> tuple[int, int] | None:
+        """(batch, sequence) of X, or None where it is not known or a variance over sequences does not exist."""
+        shape = self.shape[:-1]
+        if len(shape) < 2 and self.mask is not None:
+            shape = self.mask.shape
+        return (shape[0], shape[1:].numel()) if len(shape) > 1 and shape[0] > 1 else None
+
+
+def noise(
+    x: Tensor, y: Tensor, recipe: Recipe | None, samples: tuple[int, int] | None, mask: Tensor | None
+) -> tuple[float, float, float]:
+    """Compute α, D²_SGD and D²_sketch of one layer and batch.
+
+    Args:
+        x: Layer input, shape (N, I).
+        y: Gradient by the layer's output, shape (N, O).
+        recipe: How the layer keeps X; None where it keeps X itself, without noise.
+        samples: (batch, sequence), or None for a variance over tokens.
+        mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
+
+    Returns:
+        α, D²_SGD and D²_sketch; NaN where X or Y is not finite, or there are fewer than two samples.
+    """
+    alpha = _correlation(x, y)
+    if math.isnan(alpha):
+        # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
+        finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
+        return (math.nan, 0.0, 0.0) if finite else (math.nan, math.nan, math.nan)
+    sgd = float(sgd_variance(x, y, samples=samples)) if x.shape[0] > 1 else math.nan
+    if recipe is None:
+        return alpha, sgd, 0.0
+    real = None if mask is None else mask.reshape(-1).bool()
+    if real is not None and bool(y[real.logical_not()].any()):
+        real = None
+    sketched = sketch_variance(
+        x, y, kind=recipe.kind, rows=recipe.rows, bits=recipe.bits, block=recipe.block, mask=real, draws=1
+    )
+    return alpha, sgd, float(sketched)
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """α = g/P; NaN for 0/0 and for what is not finite."""
+    # A sum of squares: the product may be made in float32, at half the price. Of unit norm, it does not overflow there.
+    x, y = (m.to(accumulator_dtype(m.dtype)) / torch.linalg.vector_norm(m, dtype=torch.float64) for m in (x, y))
+    return float((x.T.to(y.dtype) @ y).square().sum(dtype=torch.float64))
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def sample(x: Tensor) -> Tensor:
+    """Copy a few elements of an input.
+
+    Args:
+        x: The input.
+
+    Returns:
+        Elements from the whole of it, about 64, or all if there are fewer.
+    """
+    stride = max(1, x.numel() // _SAMPLE) | 1  # odd, or one column might be all that is looked at
+    return x.detach().reshape(-1)[::stride].clone()
+
+
+def in_checkpoint() -> bool:
+    """Say whether a function is running that PyTorch's activation checkpointing will run again.
+
+    Returns:
+        True inside of ``torch.utils.checkpoint.checkpoint``.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Say whether a call of a layer leads to a gradient by its weight.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        False for a frozen weight, and for a sketched layer in eval mode.
+    """
+    weight: Any = module.weight
+    return weight.requires_grad and (module.training or not isinstance(module, SketchedLayer))

@@ -1,0 +1,143 @@
+"""What a probe has found: rows of plain numbers, as a table for pandas, a csv file or the eye."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import re
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rmm_linear.files import write_text
+from rmm_linear.tables import table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """One layer's noise in one forward pass.
+
+    Attributes:
+        step: Number of the step that was looked at.
+        module: Dotted name of the layer in the model.
+        kind: Family of the sketch.
+        rows: K; N where every row is stored.
+        bits: Width of a stored element; 16 or 32 is the dtype itself.
+        tokens: N.
+        alpha: g/P of this X and Y, in [0, 1]: how correlated they are.
+        sgd_variance: D²_SGD, in squared units of the weight gradient.
+        sketch_variance: D²_sketch, in the same units.
+        noise: D²_sketch / D²_SGD; below 1, the sketch is the quieter of the two. NaN for 0/0.
+    """
+
+    step: int
+    module: str
+    kind: str
+    rows: int
+    bits: int
+    tokens: int
+    alpha: float
+    sgd_variance: float
+    sketch_variance: float
+    noise: float
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(ProbeRow))
+
+
+class ProbeResults:
+    """Rows, one per layer and probe step, in the order of the steps and then of the model.
+
+    Attributes:
+        rows: The rows.
+
+    Example:
+        >>> results = ProbeResults()
+        >>> results.rows.append(ProbeRow(50, "encoder.0.dense", "countsketch", 205, 32, 2048, 0.02, 4.0, 1.0, 0.25))
+        >>> results.medians(50)
+        {'noise': 0.25, 'alpha': 0.02}
+    """
+
+    def __init__(self) -> None:
+        """Start with no rows."""
+        self.rows: list[ProbeRow] = []
+
+    def medians(self, step: int) -> dict[str, float]:
+        """Return the medians over the layers of one step; NaN counts for nothing.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            "noise" and "alpha", each left out if no layer has a value.
+        """
+        rows = [row for row in self.rows if row.step == step]
+        found = {name: _numbers(getattr(row, name) for row in rows) for name in ("noise", "alpha")}
+        return {name: statistics.median(values) for name, values in found.items() if values}
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return the rows as a table.
+
+        Returns:
+            A DataFrame with one column per field of :class:`ProbeRow`.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError(
+                "to_dataframe needs pandas, which is not installed. Run pip install 'rmm_linear[glue]', or use to_csv."
+            ) from error
+        return pd.DataFrame([dataclasses.asdict(row) for row in self.rows], columns=list(COLUMNS))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as a csv file, atomically; numbers are written so that they read back the same.
+
+        Args:
+            path: File to write.
+        """
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(dataclasses.astuple(row) for row in self.rows)
+        write_text(path, buffer.getvalue())
+
+    def summary(self) -> str:
+        """Return a table of medians with quartiles over steps and layers, for each sort of module and over all.
+
+        Returns:
+            Text; layers that differ in numbers of their names only share a row.
+        """
+        groups: dict[str, list[ProbeRow]] = {}
+        for row in self.rows:
+            groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module), []).append(row)
+        if len(groups) != 1:
+            groups["all"] = self.rows
+        header = ("module", "looks", "noise, median (quartiles)", "alpha, median (quartiles)")
+        lines = [
+            (name, str(len(rows)), _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
+            for name, rows in groups.items()
+        ]
+        return table(header, lines)
+
+
+def _numbers(values: Any) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _spread(values: list[float]) -> str:
+    numbers = sorted(_numbers(values))
+    if not numbers:
+        return "none"
+    if math.isinf(numbers[-1]):  # interpolation between infinities is none
+        return f"{statistics.median_low(numbers):.3g}"
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
