@@ -159,7 +159,7 @@ def exact_off(name: str):
         (exact_off("output"), "output is off by"),
         (exact_off("dX"), "dX is off by"),
         (exact_off("db"), "db is off by"),
-        (lambda found: Outcome(found.exact, [found.random[0] * 0.5]), "mean of the estimate is off by -5"),
+        (lambda found: Outcome(found.exact, [found.random[0] * 0.5]), "mean of the estimate is off by -"),
         (lambda found: Outcome(found.exact, [found.random[0] * float("nan")]), "mean of the estimate is off by"),
         (lambda found: Outcome({}, found.random), "where output, dX, db is expected"),
     ],

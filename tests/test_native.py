@@ -178,3 +178,5 @@ def test_tensors_that_are_not_plain_are_left_to_pytorch():
     assert not native.applies_to(SEED, torch.empty(2, device="meta"))
     assert not native.applies_to(torch.nn.Parameter(torch.ones(2)))
     assert not native.applies_to(torch._neg_view(torch.ones(2)))
+    drawn = torch.func.vmap(lambda seed: philox(seed, torch.arange(3))[0])(torch.tensor([1, 2]))
+    assert torch.equal(drawn[1], philox(torch.tensor(2), torch.arange(3))[0])

@@ -45,7 +45,14 @@ def applies_to(*tensors: Tensor) -> bool:
     """
     if requested_backend() == "torch" or _load() is None:
         return False
-    return all(type(tensor) is Tensor and tensor.device.type == "cpu" and not tensor.is_neg() for tensor in tensors)
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_neg():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
