@@ -52,7 +52,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_neg():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
