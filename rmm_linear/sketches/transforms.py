@@ -62,7 +62,7 @@ def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` of the orthonormal DCT-II of ``matrix`` (N, D), by one FFT (Makhoul 1980)."""
     tokens = matrix.shape[0]
     folded = torch.cat((matrix[::2], matrix[1::2].flip(0)))
-    spectrum = torch.view_as_real(_fourier_rows(folded, index))
+    spectrum = _fourier_rows(folded, index)
     angle = (pi / (2 * tokens)) * index.to(matrix.dtype).unsqueeze(1)
     rows = spectrum[..., 0] * torch.cos(angle) + spectrum[..., 1] * torch.sin(angle)
     return torch.where(index.unsqueeze(1) == 0, rows * sqrt(1 / tokens), rows * sqrt(2 / tokens))
@@ -70,17 +70,19 @@ def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
 
 def _dft_rows(matrix: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` of the orthonormal Hartley transform of ``matrix`` (N, D): entries (cos + sin)/√N."""
-    spectrum = torch.view_as_real(_fourier_rows(matrix, index))
+    spectrum = _fourier_rows(matrix, index)
     return (spectrum[..., 0] - spectrum[..., 1]) / sqrt(matrix.shape[0])
 
 
 def _fourier_rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` of the discrete Fourier transform of a real matrix; half of them follow by conjugation."""
+    """Rows ``index`` of the Fourier transform of a real matrix, (K, D, 2); half of them follow by conjugation."""
     tokens = matrix.shape[0]
     mirrored = index > tokens // 2
     spectrum = torch.fft.rfft(matrix, dim=0).index_select(0, torch.where(mirrored, tokens - index, index))
-    # Physically: inside an operator that a compiler calls, the lazy conjugate is never carried out.
-    return torch.where(mirrored.unsqueeze(1), spectrum.conj_physical(), spectrum)
+    # By hand: inside an operator that a compiler calls, a lazy conjugate is never carried out.
+    sign = torch.where(mirrored, -1, 1).unsqueeze(1)
+    parts = torch.view_as_real(spectrum)
+    return torch.stack((parts[..., 0], parts[..., 1] * sign), dim=-1)
 
 
 def _no_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
