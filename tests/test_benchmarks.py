@@ -411,7 +411,7 @@ def test_gpu_without_a_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("needs a CUDA device, and there is none. Use --device cpu.") == 2
 
 
-def test_gpu_needs_torch_and_triton_alone() -> None:
+def test_the_commands_start_without_the_extras() -> None:
     """Nothing of the extras is imported at the start, and their absence is none of an error."""
     code = (
         "import sys\n"
