@@ -15,6 +15,7 @@ from benchmarks.processes import ProcessError, call
 from benchmarks.records import Row
 from benchmarks.suites import SUITES, setup
 from benchmarks.timing import interleaved, quartiles
+from rmm_linear.bits import STEPS
 from rmm_linear.memory import peak, track_saved
 
 logger = logging.getLogger("benchmarks")
@@ -96,7 +97,8 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     candidate = setup(case, provider)
     if candidate.module is None or candidate.forward is None:
         raise ValueError(f"memory_of measures layers and models, got a case of the suite {case.suite}.")
-    candidate.run()
+    for _ in range(STEPS + 1):
+        candidate.run()  # bits="auto" has chosen
     with track_saved(candidate.module) as ledger:
         alive = candidate.forward()
     kept = ledger.total

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from rmm_linear.bits import BitsChoice
 from rmm_linear.config import RMMConfig
 from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
+from rmm_linear.kept import is_capturing
 from rmm_linear.scope import ForwardScope, in_backward
 from rmm_linear.seeds import draw_seed
 from rmm_linear.sketches import TokenMask
@@ -60,7 +61,8 @@ class SketchedLayer(nn.Module):
             return None
         tokens = input.shape[:-1].numel()
         mask = scope.token_mask(tokens, index) if scope is not None and config.mask_padding else None
-        if config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None and not in_backward():
+        is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None
+        if is_choosing and not in_backward() and not is_capturing(input.device):
             dtype = autocast_dtype(input) or input.dtype
             x = input.detach().reshape(tokens, -1)
             self.rmm_choice.observe(x, config, dtype.itemsize, mask)
@@ -72,7 +74,7 @@ class SketchedLayer(nn.Module):
     def _on_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         if self.rmm_scope is not None:
             self.rmm_scope.note_backward()
-        if mask is None or self.rmm_mask_checked:
+        if mask is None or self.rmm_mask_checked or is_capturing(y.device):
             return
         padding = y[mask.order[int(mask.count) :]]
         finite = padding.isfinite()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,11 @@ def _has_triton() -> bool:
 
 def _uses_triton(tensor: Tensor, kind: str | None = None) -> bool:
     requested = requested_backend()
+    if requested == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "RMM_BACKEND=triton runs on CPU in Triton's interpreter only, and TRITON_INTERPRET=1 is not set. "
+            "Set it before Python starts, or use RMM_BACKEND=auto."
+        )
     if tensor.dtype not in _triton.DTYPES or not (kind is None or kind in _triton.KINDS):
         return False
     return requested == "triton" or (requested == "auto" and tensor.device.type in _ACCELERATORS and _has_triton())
@@ -204,7 +210,7 @@ def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, order=None,
 
 
 def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
-    """Multiplications and additions, each one, as PyTorch counts a matrix product."""
+    """Multiplications and additions, each one, as PyTorch counts a matrix product; of the transforms the fast form."""
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
         return 0
