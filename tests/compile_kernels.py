@@ -58,7 +58,12 @@ def cases() -> Any:
     packed = {"B_K": 32, "B_D": 64}
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, **packed, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
-    yield "sparse_sketch packed masked", sparse, "*fp16", {"HASHED": True, "MASKED": True, "BITS": 2, **packed, **hashed}
+    yield (
+        "sparse_sketch packed masked",
+        sparse,
+        "*fp16",
+        {"HASHED": True, "MASKED": True, "BITS": 2, **packed, **hashed},
+    )
     taken = {"HASHED": False, "MASKED": False, "BITS": 8, **packed, **gathered, **unhashed}
     yield "sparse_sketch packed gathered", sparse, "*fp32", taken
     keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
