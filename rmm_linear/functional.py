@@ -149,9 +149,26 @@ def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Pla
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
+    dtype = autocast_dtype(input)
+    x = _cast(input.detach(), dtype)
     if plan is None:
-        weight = _WithoutGradient.apply(weight)
-    return _SketchedLinear.apply(input, weight, bias, plan, autocast_dtype(input))
+        return _SketchedLinear.apply(input, _WithoutGradient.apply(weight), bias, x, dtype, None, None)
+    # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
+    saved = _saved(input, x, plan, dtype)
+    return _SketchedLinear.apply(input, weight, bias, x, dtype, plan.recipe, plan.on_backward, *saved)
+
+
+def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
+    """The mask and what is kept of X; a recomputation under checkpointing replaces all of it, or none."""
+    mask = plan.mask
+
+    def make() -> tuple[Tensor, ...]:
+        with torch.autocast(x.device.type, enabled=False):
+            return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask)
+
+    key = (plan.recipe, mask, dtype)
+    kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
+    return (*((None, None) if mask is None else (mask.order, mask.count)), *kept)
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -159,27 +176,23 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None, dtype: torch.dtype | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        on_backward: Callable[[Tensor, TokenMask | None], None] | None,
+        *saved: Tensor | None,
     ) -> Tensor:
-        # Of the plan, only what is the same in a recomputation: the seed and the mask travel with Z, below.
-        ctx.recipe, ctx.on_backward = (None, None) if plan is None else (plan.recipe, plan.on_backward)
-        ctx.autocast_dtype = dtype
+        # On ctx, only what is the same in a recomputation; the seed and the mask are among the saved tensors.
+        ctx.recipe, ctx.on_backward, ctx.autocast_dtype = recipe, on_backward, dtype
         ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(input.device.type, enabled=False):
-            x, b = _cast(input, dtype), None if bias is None else _cast(bias, dtype)
+            b = None if bias is None else _cast(bias, dtype)
             output = F.linear(x, _cast(weight, dtype), b)
-            saved: tuple[Tensor | None, ...] = ()
-            if plan is not None:
-                x = x.reshape(-1, x.shape[-1])
-
-                def make() -> tuple[Tensor, ...]:
-                    return keep(x, plan.recipe, plan.seed, plan.mask)
-
-                key = (plan.recipe, plan.mask, dtype)
-                kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
-                # The seed and the mask travel with Z: a recomputation under checkpointing replaces all, or none.
-                saved = (*((None, None) if plan.mask is None else (plan.mask.order, plan.mask.count)), *kept)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
 
@@ -207,7 +220,7 @@ class _SketchedLinear(torch.autograd.Function):
                 grad_weight = gradient.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
 
 
 class _WithoutGradient(torch.autograd.Function):
