@@ -31,7 +31,7 @@ class Plan:
 
     Attributes:
         recipe: How the input is kept.
-        seed: Seed of S and of the rounding.
+        seed: Seed of S and of the rounding; in compiled code a tensor, int64, shape (1,).
         mask: The tokens that count, or None for all.
         shared: Sketches of this forward pass that other layers made, or None to share nothing.
         index: Number of the layer, for ``shared``.
@@ -39,7 +39,7 @@ class Plan:
     """
 
     recipe: Recipe
-    seed: int
+    seed: int | Tensor
     mask: TokenMask | None = None
     shared: SharedSketches | None = None
     index: int = 0

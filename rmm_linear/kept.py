@@ -47,13 +47,13 @@ class Recipe:
         return 8 + (rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits))
 
 
-def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) -> tuple[Tensor, ...]:
+def keep(x: Tensor, recipe: Recipe, seed: int | Tensor, mask: TokenMask | None = None) -> tuple[Tensor, ...]:
     """Make what is kept of an input.
 
     Args:
         x: Input, shape (N, I).
         recipe: How it is kept.
-        seed: Seed of S and of the rounding.
+        seed: Seed of S and of the rounding; or a tensor with it, int64, shape (1,).
         mask: The tokens that count, or None for all.
 
     Returns:
@@ -68,7 +68,9 @@ def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) ->
     return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks), seeds
 
 
-def _on_device(seed: int, device: torch.device) -> Tensor:
+def _on_device(seed: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed.to(device)
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
     if _is_capturing(device):
         # A number would be the same in every replay of the graph; the device's generator is not.

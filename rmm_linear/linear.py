@@ -9,11 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmm_linear.bits import BitsChoice
+from rmm_linear.compiled import fresh_seed
 from rmm_linear.config import RMMConfig
 from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
 from rmm_linear.scope import ForwardScope, in_backward
 from rmm_linear.seeds import draw_seed
 from rmm_linear.sketches import TokenMask
+
+_PADDING = (
+    "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
+    "labels cover it). Leaving them out would bias the weight gradient. Convert with mask_padding=False, or mask the "
+    "padding in the loss."
+)
 
 
 class SketchedLayer(nn.Module):
@@ -46,12 +53,14 @@ class SketchedLayer(nn.Module):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plan = self._plan(input, weight) if self.training else None
-        if plan is None and self.training:
-            return F.linear(input, weight, bias)
+        if plan is None and (self.training or torch.compiler.is_compiling()):
+            return F.linear(input, weight, bias)  # compilers ask for the gradient by the weight beforehand
         return planned_linear(input, weight, bias, plan)
 
     def _plan(self, input: Tensor, weight: Tensor) -> Plan | None:
         """Say what this call keeps; seeds are asked for in any grad mode, as both passes of a checkpoint must."""
+        if torch.compiler.is_compiling():
+            return self._traced_plan(input, weight)
         config, scope, index = self.rmm_config, self.rmm_scope, self.rmm_index
         if scope is None and not in_backward():
             self.rmm_choice.settle()  # before the width is used, so that a recomputation finds the same
@@ -69,6 +78,22 @@ class SketchedLayer(nn.Module):
         shared = scope.shared if scope.is_open() else None  # nobody would clear it
         return Plan(recipe, scope.layer_seed(index), mask, shared, index, self._on_backward)
 
+    def _traced_plan(self, input: Tensor, weight: Tensor) -> Plan | None:
+        config, scope = self.rmm_config, self.rmm_scope
+        recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
+        if recipe is None:
+            return None
+        if scope is None:
+            return Plan(recipe, fresh_seed(input.device))
+        mask = scope.traced.token_mask(input.shape[:-1].numel()) if config.mask_padding else None
+        return Plan(recipe, scope.traced.seed(input), mask, on_backward=self._traced_check)
+
+    def _traced_check(self, y: Tensor, mask: TokenMask | None) -> None:
+        if mask is not None and not self.rmm_mask_checked:
+            padding = y[mask.order]
+            is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
+            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))
+
     def _on_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         if self.rmm_scope is not None:
             self.rmm_scope.note_backward()
@@ -78,11 +103,7 @@ class SketchedLayer(nn.Module):
         finite = padding.isfinite()
         if bool((finite & (padding != 0)).any()):
             name = self.rmm_scope.names[self.rmm_index] if self.rmm_scope is not None else "the layer"
-            raise RuntimeError(
-                f"Padding must not reach the loss, but masked tokens of {name} carry a gradient (the model pools over "
-                "padding, or the labels cover it). Leaving them out would bias the weight gradient. "
-                "Convert with mask_padding=False, or mask the padding in the loss."
-            )
+            raise RuntimeError(_PADDING.format(name))
         # An overflowing step shows nothing, nor does one without any gradient, as above LoRA's fresh B.
         self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
 

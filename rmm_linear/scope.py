@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.bits import BitsChoice
+from rmm_linear.compiled import TracedPass
 from rmm_linear.seeds import draw_seed, mix, peek_seed
 from rmm_linear.sharing import SharedSketches
 from rmm_linear.sketches import TokenMask
@@ -62,6 +63,7 @@ class ForwardScope:
         names: Name of every converted layer; its place is the layer's number.
         choices: Width chosen by every layer with ``bits="auto"``, by number.
         shared: Sketches of the running forward pass, and the groups of layers that share one.
+        traced: What the layers share in compiled code, in place of all the rest.
     """
 
     def __init__(self, names: list[str] | None = None) -> None:
@@ -78,6 +80,7 @@ class ForwardScope:
         self._reset()
 
     def _reset(self) -> None:
+        self.traced = TracedPass()
         self._masks: list[_Mask | None] = []
         self._outermost: nn.Module | None = None
         self._waiting: dict[int, deque[_Mask | None]] = {}
@@ -210,6 +213,9 @@ class ForwardScope:
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.traced.enter(*self._given_mask(module, args, kwargs))
+            return
         # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
         left = self._recomputing and not in_backward()
         if self._masks and (left or (module is self._outermost and not _is_running(module))):
@@ -233,11 +239,10 @@ class ForwardScope:
 
     def _known_mask(self, module: nn.Module, args: Any, kwargs: Any) -> _Mask | None:
         outer = self._masks[-1] if self._masks else None
-        if not _takes_mask(module):
+        given, is_known = self._given_mask(module, args, kwargs)
+        if not is_known:
             return outer
-        given = _argument(module, _ARGUMENT, args, kwargs)
-        other = _argument(module, _OTHER_SEQUENCE, args, kwargs)
-        if given is None or other is not None or _TWO_SEQUENCES in _parameters(module):
+        if given is None:
             return None
         if not isinstance(given, Tensor) or given.dim() != 2:
             return outer
@@ -246,7 +251,19 @@ class ForwardScope:
             return outer
         return _Mask(flat, given.shape[0])
 
+    def _given_mask(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The mask that a module is given, None for none, and whether it says anything about masks."""
+        if not _takes_mask(module):
+            return None, False
+        other = _argument(module, _OTHER_SEQUENCE, args, kwargs)
+        if other is not None or _TWO_SEQUENCES in _parameters(module):
+            return None, True
+        return _argument(module, _ARGUMENT, args, kwargs), True
+
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.traced.exit()
+            return
         if self._masks:
             self._masks.pop()
         if not self._masks:
