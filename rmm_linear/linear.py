@@ -67,7 +67,7 @@ class SketchedLayer(nn.Module):
         if scope is None:
             return Plan(recipe, draw_seed(), mask)
         shared = scope.shared if scope.is_open() else None  # nobody would clear it
-        return Plan(recipe, scope.layer_seed(index), mask, shared, index, self._on_backward)
+        return Plan(recipe, scope.layer_seed(index), mask, shared, index, on_backward=self._on_backward)
 
     def _on_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         if self.rmm_scope is not None:
