@@ -8,8 +8,8 @@ none known, and any other mask changes nothing. Modules that see rows of two seq
 of an encoder-decoder model (its encoder is given its mask again) and a decoder with cross-attention. The same holds for
 ``input_ids``, except that a module without any leaves those around it as they are.
 
-The examples' numbers come as ``sample_index`` with the outermost call, and are taken out of it: the forward of the model
-never sees them, unless it has a parameter of that name.
+The examples' numbers come as ``sample_index`` with the outermost call, and are taken out of it: the forward of the
+model never sees them, unless it has a parameter of that name.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def _read_estimators(
     for key, tensor in tensors.items():
         name, _, part = key.rpartition(":")
         if name not in parts:
-            raise ValueError(f"The tensors must be of the model's norm estimators, got {key!r}. Use the file of its own.")
+            raise ValueError(
+                f"The tensors must be of the model's norm estimators, got {key!r}. Use the file of its own."
+            )
         parts[name][part] = tensor
     estimators: dict[str, NormEstimator] = {}
     for name, kind in wanted.items():
@@ -135,8 +137,8 @@ def _read_estimators(
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
 
-    Each file is written atomically, the JSON last. It has the digest of the other one, so that a file that is damaged or
-    of another state is noticed. Tensors need the package safetensors, which transformers brings.
+    Each file is written atomically, the JSON last. It has the digest of the other one, so that a file that is damaged
+    or of another state is noticed. Tensors need the package safetensors, which transformers brings.
 
     Args:
         model: A converted model.

@@ -1,8 +1,8 @@
 """Norm estimators: what to expect of ‖yᵢ‖, for the kinds that draw rows by their importance (norm_rows, wta).
 
-"none" goes by ‖xᵢ‖ alone. "position", "token" and "position_token" keep running means, need nothing from the user and work from the second
-step on. "sample_cache" and "sequence_cache" remember the last epoch by dataset index. With all of them the gradient stays
-unbiased; what is expected decides the noise alone.
+"none" goes by ‖xᵢ‖ alone. "position", "token" and "position_token" keep running means, need nothing from the user and
+work from the second step on. "sample_cache" and "sequence_cache" remember the last epoch by dataset index. With all of
+them the gradient stays unbiased; what is expected decides the noise alone.
 """
 
 from rmm_linear.estimators.base import LayerCall, NormEstimator

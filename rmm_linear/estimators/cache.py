@@ -88,9 +88,9 @@ class SampleCache(RelativeEstimator):
         most = self.max_bytes // (old.element_size() * width)
         if rows > most:
             warnings.warn(
-                f"The sample cache has {self.max_bytes} bytes for each layer: of the {rows} examples, those from number "
+                f"The sample cache has {self.max_bytes} bytes for each layer: of {rows} examples, those from number "
                 f"{most} on are not remembered. Give max_bytes more, remember sequences (per_token=False), or use the "
-                "norm estimators position or token.",
+                "norm estimator position_token.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -125,8 +125,8 @@ class SampleCache(RelativeEstimator):
             right = cache.dim() == 2 and cache.dtype == torch.bfloat16 and (self.per_token or cache.shape[1] == 1)
             if not right or bool((cache < 0).any() | cache.isinf().any()):
                 raise ValueError(
-                    f"cache must be bfloat16 of the shape (examples, {'tokens' if self.per_token else '1'}), finite and "
-                    f"at least 0, got {cache.dtype} of the shape {tuple(cache.shape)}."
+                    f"cache must be bfloat16 of the shape (examples, {'tokens' if self.per_token else '1'}), finite "
+                    f"and at least 0, got {cache.dtype} of the shape {tuple(cache.shape)}."
                 )
             if cache.nbytes > self.max_bytes:
                 raise ValueError(f"cache must have at most max_bytes={self.max_bytes} bytes, got {cache.nbytes}.")

@@ -24,10 +24,10 @@ class RunningNorms(RelativeEstimator):
     A value's mean is (Σ squares + 1)/(count + 1): the mean of all tokens, which is 1, counts as one more token. So what
     was never seen has the mean of all, and what was seen once is half believed.
 
-    "position" is counted from the first token that is no padding, and needs inputs of the shape (batch, sequence, I), or
-    an ``attention_mask`` or ``input_ids`` that tell the sequences. "token" needs a model whose forward takes
-    ``input_ids``; ids that are equal modulo ``buckets`` share a mean, so that memory is bounded whatever the vocabulary.
-    Vocabularies are ordered by frequency as a rule: what collides is rare.
+    "position" is counted from the first token that is no padding, and needs inputs of the shape (batch, sequence, I),
+    or an ``attention_mask`` or ``input_ids`` that tell the sequences. "token" needs a model whose forward takes
+    ``input_ids``; ids that are equal modulo ``buckets`` share a mean, so that memory is bounded whatever the
+    vocabulary. Vocabularies are ordered by frequency as a rule: what collides is rare.
 
     Memory of a layer, on its device: 8 bytes for every position, and 8 for every bucket, 256 KiB as it is. Time: a few
     passes over N numbers and one over the means, in each direction.

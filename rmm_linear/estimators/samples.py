@@ -88,12 +88,11 @@ def with_sample_index(collator: Callable[[list[Any]], Any]) -> Callable[[list[An
         >>> _ = rmm_linear.convert(model, kind="wta", ratio=0.3, min_rows=1, norm_estimator="sample_cache")
         >>> data = IndexedDataset([{"x": torch.randn(10, 8)} for _ in range(6)])
         >>> for epoch in range(2):
-        ...     for batch in DataLoader(data, batch_size=3, shuffle=True, collate_fn=with_sample_index(default_collate)):
+        ...     for batch in DataLoader(data, 3, shuffle=True, collate_fn=with_sample_index(default_collate)):
         ...         model(**batch).backward()
         >>> model.layer.rmm_estimator.bytes  # 2 for each of 6 × 10 tokens, and 8
         128
     """
-
     return _Collator(collator)
 
 
