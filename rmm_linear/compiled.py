@@ -8,7 +8,7 @@ their sketches are then the same operators on the same inputs, which compilers m
 
 ``torch.compile(model)`` runs the hooks of the model itself outside of the compiled forward pass and those of its
 submodules inside; both find the state below. A region that is compiled by itself, as one block, finds none: its layers
-keep padding in the sketch.
+keep padding in the sketch. Norm estimators neither predict nor learn in compiled code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear.estimators.samples import SAMPLE_INDEX
+from rmm_linear.given import given_mask
 from rmm_linear.seeds import rank_seed
 from rmm_linear.sketches import TokenMask
 
@@ -47,16 +49,24 @@ class TracedPass:
     masks: list[Tensor | None] = field(default_factory=list)
     last: tuple[Tensor, Tensor] | None = None
 
-    def enter(self, given: Any, is_known: bool) -> None:
+    def enter(self, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Begin a module.
 
         Args:
-            given: Its attention mask.
-            is_known: Whether the module says what the mask is; otherwise the mask of the module around it holds.
+            names: Parameters of its forward.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The keyword arguments that are for its forward.
         """
+        given, is_known = given_mask(names, args, kwargs)
         outer = self.masks[-1] if self.masks else None
         is_mask = isinstance(given, Tensor) and given.dim() == 2
         self.masks.append(given if is_mask else None if is_known and given is None else outer)
+        if len(self.masks) > 1 or SAMPLE_INDEX in names:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
 
     def exit(self) -> None:
         """End a module."""

@@ -35,6 +35,8 @@ class Plan:
         mask: The tokens that count, or None for all.
         shared: Sketches of this forward pass that other layers made, or None to share nothing.
         index: Number of the layer, for ``shared``.
+        expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called where a
+            sketch is made, so that layers that share one ask once. None is nothing known.
         on_backward: Called with Y, shape (N, O), and the mask before anything is made of them.
     """
 
@@ -43,6 +45,7 @@ class Plan:
     mask: TokenMask | None = None
     shared: SharedSketches | None = None
     index: int = 0
+    expected: Callable[[], Tensor | None] | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
 
 
@@ -164,7 +167,8 @@ def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> t
 
     def make() -> tuple[Tensor, ...]:
         with torch.autocast(x.device.type, enabled=False):
-            return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask)
+            expected = None if plan.expected is None else plan.expected()
+            return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask, expected)
 
     key = (plan.recipe, mask, dtype)
     kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
