@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rmm_linear.compiled import gradient_afresh, keep_afresh
 from rmm_linear.config import RMMConfig
 from rmm_linear.kept import Recipe, keep, weight_gradient
 from rmm_linear.seeds import draw_seed
@@ -31,7 +32,7 @@ class Plan:
 
     Attributes:
         recipe: How the input is kept.
-        seed: Seed of S and of the rounding; in compiled code a tensor, int64, shape (1,).
+        seed: Seed of S and of the rounding. None has compiled code draw one in every step.
         mask: The tokens that count, or None for all.
         shared: Sketches of this forward pass that other layers made, or None to share nothing.
         index: Number of the layer, for ``shared``.
@@ -41,7 +42,7 @@ class Plan:
     """
 
     recipe: Recipe
-    seed: int | Tensor
+    seed: int | None
     mask: TokenMask | None = None
     shared: SharedSketches | None = None
     index: int = 0
@@ -99,7 +100,8 @@ def sketched_linear(
     recipe = recipe_for(input, weight, config)
     if recipe is None:
         return F.linear(input, weight, bias)
-    seed = draw_seed() if seed is None else seed
+    if seed is None and not torch.compiler.is_compiling():
+        seed = draw_seed()
     mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
     return planned_linear(input, weight, bias, Plan(recipe, seed, mask))
 
@@ -155,10 +157,11 @@ def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Pla
     dtype = autocast_dtype(input)
     x = _cast(input.detach(), dtype)
     if plan is None:
-        return _SketchedLinear.apply(input, _WithoutGradient.apply(weight), bias, x, dtype, None, None)
+        return _SketchedLinear.apply(input, _WithoutGradient.apply(weight), bias, x, dtype, None, None, False)
     # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
     saved = _saved(input, x, plan, dtype)
-    return _SketchedLinear.apply(input, weight, bias, x, dtype, plan.recipe, plan.on_backward, *saved)
+    afresh = plan.seed is None
+    return _SketchedLinear.apply(input, weight, bias, x, dtype, plan.recipe, plan.on_backward, afresh, *saved)
 
 
 def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
@@ -167,6 +170,8 @@ def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> t
 
     def make() -> tuple[Tensor, ...]:
         with torch.autocast(x.device.type, enabled=False):
+            if plan.seed is None:
+                return keep_afresh(x.reshape(-1, x.shape[-1]), plan.recipe, mask)
             expected = None if plan.expected is None else plan.expected()
             return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask, expected)
 
@@ -188,10 +193,11 @@ class _SketchedLinear(torch.autograd.Function):
         dtype: torch.dtype | None,
         recipe: Recipe | None,
         on_backward: Callable[[Tensor, TokenMask | None], None] | None,
+        afresh: bool,
         *saved: Tensor | None,
     ) -> Tensor:
         # On ctx, only what is the same in a recomputation; the seed and the mask are among the saved tensors.
-        ctx.recipe, ctx.on_backward, ctx.autocast_dtype = recipe, on_backward, dtype
+        ctx.recipe, ctx.on_backward, ctx.afresh, ctx.autocast_dtype = recipe, on_backward, afresh, dtype
         ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(input.device.type, enabled=False):
@@ -220,7 +226,10 @@ class _SketchedLinear(torch.autograd.Function):
                 mask = None if order is None else TokenMask(order, count)
                 if ctx.on_backward is not None:
                     ctx.on_backward(y, mask)
-                gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
+                if ctx.afresh:
+                    gradient = gradient_afresh(y, kept[0], recipe, ctx.input_shape[-1], mask)
+                else:
+                    gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
                 grad_weight = gradient.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)

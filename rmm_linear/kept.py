@@ -68,14 +68,14 @@ class Recipe:
 
 
 def keep(
-    x: Tensor, recipe: Recipe, seed: int | Tensor, mask: TokenMask | None = None, expected: Tensor | None = None
+    x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Make what is kept of an input.
 
     Args:
         x: Input, shape (N, I).
         recipe: How it is kept.
-        seed: Seed of S and of the rounding; or a tensor with it, int64, shape (1,).
+        seed: Seed of S and of the rounding.
         mask: The tokens that count, or None for all.
         expected: ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), for kinds that draw rows from X; None where nothing
             is known.
@@ -98,9 +98,7 @@ def keep(
     return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks), seeds
 
 
-def _on_device(seed: int | Tensor, device: torch.device) -> Tensor:
-    if isinstance(seed, Tensor):
-        return seed.to(device)
+def _on_device(seed: int, device: torch.device) -> Tensor:
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
     if _is_capturing(device):
         # A number would be the same in every replay of the graph; the device's generator is not.

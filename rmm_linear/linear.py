@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmm_linear.bits import BitsChoice
-from rmm_linear.compiled import fresh_seed
 from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
@@ -103,10 +102,10 @@ class SketchedLayer(nn.Module):
         recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
         if recipe is None:
             return None
-        if scope is None:
-            return Plan(recipe, fresh_seed(input.device))
-        mask = scope.traced.token_mask(input.shape[:-1].numel()) if config.mask_padding else None
-        return Plan(recipe, scope.traced.seed(input), mask, on_backward=self._traced_check)
+        mask = None
+        if scope is not None and config.mask_padding:
+            mask = scope.traced.token_mask(input.shape[:-1].numel())
+        return Plan(recipe, None, mask, on_backward=None if mask is None else self._traced_check)
 
     def _traced_check(self, y: Tensor, mask: TokenMask | None) -> None:
         if mask is not None and not self.rmm_mask_checked:

@@ -204,7 +204,7 @@ class ForwardScope:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
-            return args, self.traced.enter(self._signature(module), args, kwargs)
+            return args, self.traced.enter(module, self._signature(module), args, kwargs)
         # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
         left = self._recomputing and not in_backward()
         if self._given and (left or (module is self._outermost and not _is_running(module))):
@@ -239,7 +239,7 @@ class ForwardScope:
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            self.traced.exit()
+            self.traced.exit(module)
             return
         if self._given:
             self._given.pop()

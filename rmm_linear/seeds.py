@@ -52,16 +52,6 @@ def peek_seed() -> int:
     return mix(int(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
 
 
-def rank_seed() -> int:
-    """Return the number that sets this rank's seeds apart.
-
-    Returns:
-        0 on rank 0, and without ranks.
-    """
-    rank = _rank()
-    return mix(rank) if rank else 0
-
-
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
