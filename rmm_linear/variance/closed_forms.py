@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rmm_linear.checks import check_integer, check_kind
 from rmm_linear.packing import rounding_variance
-from rmm_linear.sketches import FAMILIES, Moments, TokenMask, sketch, variance
-from rmm_linear.variance.pairs import check_pair, over_layers
+from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, has_blocks, row_norms, sketch, variance
+from rmm_linear.sketches import probabilities as default_probabilities
+from rmm_linear.variance.pairs import check_pair, check_probabilities, over_layers
 
 _ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
 
@@ -153,6 +154,7 @@ def sketch_variance(
     bits: int | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
     draws: int = 4,
 ) -> Tensor:
     """Return D²_sketch = E‖dŴ − dW‖² for one layer and batch, or for several layers.
@@ -173,14 +175,17 @@ def sketch_variance(
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,), the same for all layers; None is all.
+        probabilities: By which norm_rows and wta draw rows, up to a factor, shape (N,), or (L, N); see
+            :func:`rmm_linear.sketches.probabilities`. None is ‖x‖ alone, mixed as by default: nothing known of Y.
         draws: Seeds of S to average the rounding term over.
 
     Returns:
-        float64, shape () or (L,), in squared units of the weight gradient.
+        float64, shape () or (L,), in squared units of the weight gradient. Infinite where a token has a gradient and
+        the probability 0: it would be missing from dW.
 
     Raises:
-        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, or ``mask`` has another
-            shape than (N,).
+        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, ``probabilities`` to
+            one that draws no rows by them, or ``mask`` has another shape than (N,).
 
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
@@ -192,25 +197,29 @@ def sketch_variance(
     for name, value in (("rows", rows), ("draws", draws)):
         check_integer(name, value)
     check_integer("block", block, optional=True)
-    if block is not None and not FAMILIES[kind].blocks:
+    if block is not None and not has_blocks(kind):
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
-    if mask is not None and block is None and FAMILIES[kind].local:
-        real = mask.bool()
-        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None  # the same, and less work
+    check_probabilities(probabilities, x, kind)
+    if mask is not None and block is None and (kind in SAMPLERS or FAMILIES[kind].local):
+        real = mask.bool()  # the same, and less work
+        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None
+        probabilities = None if probabilities is None else probabilities[..., real]
     ranks = None if mask is None else TokenMask.of(mask)
 
-    def noise(a: Tensor, b: Tensor) -> Tensor:
-        total = variance(a, b, kind=kind, rows=rows, block=block, mask=ranks)
+    def noise(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
+        if kind in SAMPLERS and rows < a.shape[0]:
+            p = default_probabilities(row_norms(a)) if p is None else p.double() / p.double().sum()
+        total = variance(a, b, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         if bits is None:
             return total
         rounding = torch.zeros_like(total)
         for draw in range(draws):
             seed = torch.full((1,), draw, dtype=torch.int64, device=a.device)
-            z = sketch(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
-            y = sketch(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
+            z = sketch(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
+            y = sketch(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
             rounding += (y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum() / draws
         return total + rounding
 
-    return over_layers(noise, x, grad_output)
+    return over_layers(noise, x, grad_output, probabilities)
