@@ -45,7 +45,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             # On a CPU, a part of the tokens makes the gate cheaper than one run instead of as dear as six.
             check=min(shape[0], 256) if device == "cpu" else shape[0],
             ratio=ratio,
-            rounds=2 if tiny else (8 if dtype == "float32" else 5) if ratio == 0.1 else 3,
+            rounds=2 if tiny else (7 if dtype == "float32" else 5) if ratio == 0.1 else 3,
             tiny=tiny,
         )
         for shape, dtype in runs

@@ -48,7 +48,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             "float32" if device == "cpu" else "bfloat16",
             (batch, length),
             check=batch if device == "cuda" or tiny else 2,
-            rounds=2 if tiny else 4,
+            rounds=2 if tiny else 5,
             tiny=tiny,
         )
         for name, (batch, length) in sizes.items()
