@@ -1,10 +1,10 @@
 """Row sampling with every norm estimator beside CountSketch, on GLUE: ``python -m benchmarks.sampling --help``.
 
-MiniLM as RoBERTa is fine-tuned for 25 exact steps on a GLUE task, and the norm estimators learn from them. Then D²_sketch
-/ D²_SGD (samples are sequences) is computed in closed form for all encoder linears on the next batch, with the
-probabilities that the layers would draw rows by, K = N/10 in the input's own dtype. Padding is left out of all sketches.
+MiniLM as RoBERTa is fine-tuned for 25 exact steps on a GLUE task, and the norm estimators learn from them. Then
+D²_sketch / D²_SGD (samples are sequences) is computed in closed form for all encoder linears on the next batch, with the
+probabilities that the layers would draw rows by; K = N/10 rows in the input's own dtype. Padding is left out.
 
-The two caches have seen the next batch once before, halfway, as in an epoch before; its sentences are new to the others.
+The two caches have seen the next batch once before, halfway, as in an epoch before; to the others it is new.
 "oracle" knows every ‖yᵢ‖ of the batch, which nobody does in a forward pass.
 """
 
@@ -185,15 +185,14 @@ def measure(
     return found
 
 
-def write_noises(path: Path, noises: Sequence[Noise], seed_text: str) -> None:
+def write_noises(path: Path, noises: Sequence[Noise], origin: Mapping[str, str | int]) -> None:
     """Write the csv file.
 
     Args:
         path: The file.
         noises: What was found.
-        seed_text: The seeds.
+        origin: More columns, the same for all rows.
     """
-    origin = {**environment("cpu"), "seed": seed_text}
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, [*(field.name for field in fields(Noise)), *origin], lineterminator="\n")
     writer.writeheader()
@@ -249,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of everything")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to write; README's table is made of the usual one")
     arguments = parser.parse_args(argv)
+    origin = {**environment("cpu"), "seed": " ".join(map(str, arguments.seeds))}
     noises: list[Noise] = []
     for task in arguments.tasks:
         runs, padding = [], []
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{task:6} {kind:12} {name:15} {mean(values):7.3f}  ({min(values):.3f} to {max(values):.3f})",
                 flush=True,
             )
-    write_noises(arguments.csv, noises, " ".join(map(str, arguments.seeds)))
+    write_noises(arguments.csv, noises, origin)
     if arguments.csv == CSV:
         README.write_text(inserted(README.read_text("utf-8"), markdown(), BEGIN, END), "utf-8")
     return 0
