@@ -220,11 +220,11 @@ def markdown(path: Path = CSV) -> str:
     header = ["rows drawn by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS)]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for name in settings:
-        title = {NONE: "nothing (`none`)", ORACLE: "the true ‖y‖"}.get(name, f"`{name}`")
+        title = {NONE: '"none": nothing else', ORACLE: "the true ‖y‖"}.get(name, f'"{name}"')
         lines.append([title, *(cells[kind, name, task] for task in tasks for kind in SAMPLERS)])
     for kind in ("rows", "countsketch"):
         both = [cells[kind, "", task] for task in tasks for _ in SAMPLERS]
-        lines.append([f"`{kind}`, for comparison", *both])
+        lines.append([f"for comparison, `{kind}`", *both])
     first = rows[0]
     source = f"{first['layers']} layers, mean of {first['seeds']} seeds, commit `{first['commit']}`:"
     return source + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
