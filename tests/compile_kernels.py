@@ -53,7 +53,7 @@ def cases() -> Any:
             f"sparse_sketch gathered {dtype}",
             sparse,
             dtype,
-            {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed},
+            {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed, "p_seed": None},
         )
     packed = {"B_K": 32, "B_D": 64}
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, **packed, **hashed, **gathered}
@@ -107,6 +107,8 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = "constexpr"
         elif name == "p_z" and constants.get("BITS") and "p_codes" not in names:
             signature[name] = "*u8"
+        elif name == "p_index" and "HASHED" in constants:
+            signature[name] = "*i32"  # rows that were drawn are stored in as few bytes
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):
