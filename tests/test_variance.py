@@ -4,8 +4,8 @@ The band of a variance: simulated draws come in groups of 50, and the mean of th
 own standard error of the closed form (p = 3e-4 by chance for the 40 groups of a light check, 6e-5 for the 2,000 of a
 heavy one). The standard error is asserted too, so that a wrong formula could not hide behind a wide band. At this small
 size the rounding term differs by half from seed to seed. In 4 bits it is below a tenth of the variance, so that the
-mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a standard error. tests/test_masks.py
-compares 8 and 2 bits seed by seed.
+mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a standard error.
+tests/test_variance_packed.py compares all widths seed by seed.
 """
 
 import math
