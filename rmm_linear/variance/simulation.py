@@ -4,7 +4,7 @@ A sketch: K rows of SᵀX and SᵀY are drawn M times and ‖(SᵀY)ᵀ unpack(p
 sequences are drawn with replacement from the n at hand; the squared distance of their gradient to YᵀX has the mean
 (n−1)/n · D²_SGD, as in the bootstrap.
 
-Draws are made in groups, of which each has one seed of the rounding for all sketches that it holds at a time; groups are
+Draws are made in groups, of which each has one seed of the rounding for the sketches it holds at a time; groups are
 independent. The interval is that of the mean of the groups' means, by the central limit theorem.
 """
 
