@@ -151,5 +151,11 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
 
 
 COUNTSKETCH = Family(
-    "countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True, part=part
+    "countsketch",
+    "balanced hashing with signs: one pass over X (default)",
+    sketch,
+    variance,
+    local=True,
+    part=part,
+    reads_seed=True,
 )
