@@ -40,8 +40,8 @@ class RMMConfig:
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
         uniform_mix: For kinds that draw rows by their weight (norm_rows, wta), the part of the probability that all
             tokens share alike, in (0, 1]. It bounds what a token with a small input can add to the noise.
-        norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of the
-            input decides alone), "position", "token" or "position_token" (running means), "sample_cache" or
+        norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of
+            the input decides alone), "position", "token" or "position_token" (running means), "sample_cache" or
             "sequence_cache" (the last epoch's, by dataset index), or a name given to
             :func:`rmm_linear.estimators.register_norm_estimator`.
         min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence

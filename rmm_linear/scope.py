@@ -163,6 +163,20 @@ class ForwardScope:
             self._waiting.add(index, tokens, given)
         return _describe(given, shape, device, masked)
 
+    def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
+        """Say what holds now, outside of a recomputation, for whoever wants to look and leave no trace.
+
+        Args:
+            shape: Leading dimensions of a layer's input.
+            device: Where it is.
+            masked: Whether the layer wants the token mask.
+
+        Returns:
+            The call, as :meth:`call_of` gives it to the layer.
+        """
+        given = self._given[-1] if self._given else Given()
+        return _describe(given.fitting(torch.Size(shape).numel()), shape, device, masked)
+
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
         """Return ŷ for a sketch that a layer makes for itself and for those that were seen to share one with it.
 

@@ -2,7 +2,7 @@
 
 Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. What ``bits="auto"`` has
 chosen, or seen so far, and which layers share a sketch, goes into a small JSON file beside them. What norm estimators
-have learned are tensors; they go into a safetensors file beside that, of the same name, whose digest the JSON has.
+have learned are tensors; they go into a safetensors file beside that, whose digest the JSON has.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         groups of layers that share a sketch, and the name of every layer's norm estimator.
     """
     layers = _layers(model)
-    groups = {group for scope in _scopes(layers) for group in scope.shared.groups}
-    names = {index: name for name, layer in layers.items() for index in [layer.rmm_index]}
+    groups = []
+    for scope, numbers in _scopes(layers).items():
+        names = {number: name for name, number in numbers.items()}
+        groups += [[names[n] for n in group] for group in scope.shared.groups if set(group) <= set(names)]
     return {
         "rmm_linear_version": __version__,
         "layers": {name: layer.rmm_choice.to_dict() for name, layer in layers.items()},
-        "groups": [[names[index] for index in group] for group in sorted(groups) if set(group) <= set(names)],
+        "groups": sorted(groups),
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
     }
 
@@ -97,8 +99,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         vars(layer.rmm_choice).update(vars(choices[name]))
         layer.rmm_choice.settle()  # the saved step was complete
         layer._set_estimator(estimators.get(name))
-    for scope in _scopes(layers):
-        numbers = {name: layer.rmm_index for name, layer in layers.items() if layer.rmm_scope is scope}
+    for scope, numbers in _scopes(layers).items():
         scope.shared.groups |= {tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)}
 
 
@@ -142,10 +143,7 @@ def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: A converted model.
-        path: File to write; that of the tensors has the same name with the suffix ``.safetensors``.
-
-    Raises:
-        ValueError: If the path itself has that suffix.
+        path: File to write; that of the tensors has ``.safetensors`` behind its name.
     """
     path, state, tensors = Path(path), sketch_state(model), sketch_tensors(model)
     beside = _beside(path)
@@ -187,14 +185,17 @@ def _layers(model: nn.Module) -> dict[str, SketchedLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
 
 
-def _scopes(layers: dict[str, SketchedLayer]) -> set[ForwardScope]:
-    return {layer.rmm_scope for layer in layers.values() if layer.rmm_scope is not None}
+def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, int]]:
+    """The layers' scopes, one for each conversion, and the numbers of their layers by name."""
+    found: dict[ForwardScope, dict[str, int]] = {}
+    for name, layer in layers.items():
+        if layer.rmm_scope is not None:
+            found.setdefault(layer.rmm_scope, {})[name] = layer.rmm_index
+    return found
 
 
 def _beside(path: Path) -> Path:
-    if path.suffix == _SUFFIX:
-        raise ValueError(f"path must not end in {_SUFFIX}, got {path}: the tensors' file beside it does. Use .json.")
-    return path.with_suffix(_SUFFIX)
+    return path.with_name(path.name + _SUFFIX)  # model.json must not lead to the weights in model.safetensors
 
 
 def _digest(path: Path) -> str:

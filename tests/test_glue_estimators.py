@@ -43,7 +43,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         patch.setattr(training, "StepTimer", _Stop)
         assert main(argv) == 130
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    assert (checkpoint / "sketch_state.safetensors").is_file()
+    assert (checkpoint / "sketch_state.json.safetensors").is_file()
     assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
     assert same_weights(tmp_path / "run", tmp_path / "whole")
     whole, resumed = results_of(tmp_path / "whole"), results_of(tmp_path / "run")
@@ -61,11 +61,11 @@ def test_estimators_change_the_run_and_a_lost_state_is_noticed(
         patch.setattr(training, "StepTimer", _Stop)
         assert main(argv) == 130
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    saved = (checkpoint / "sketch_state.safetensors").read_bytes()
-    (checkpoint / "sketch_state.safetensors").write_bytes(saved[:-4])
+    saved = (checkpoint / "sketch_state.json.safetensors").read_bytes()
+    (checkpoint / "sketch_state.json.safetensors").write_bytes(saved[:-4])
     message = fails(capsys, [*argv, "--resume_from_checkpoint", "last"])
-    assert "sketch_state.safetensors must lie beside it" in message
-    (checkpoint / "sketch_state.safetensors").write_bytes(saved)
+    assert "sketch_state.json.safetensors must lie beside it" in message
+    (checkpoint / "sketch_state.json.safetensors").write_bytes(saved)
     assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
     assert not same_weights(tmp_path / "run", tmp_path / "none")
 
@@ -74,11 +74,10 @@ def test_a_cache_remembers_every_training_row_and_no_other(model: Path, cola: Pa
     """Its bytes are those of 24 sequences for each layer that sees tokens; 24 rows of evaluation add nothing."""
     options = {**WTA, "norm_estimator": "sequence_cache", "num_train_epochs": 1}
     assert main(flags(model, cola, tmp_path / "run", **options)) == 0
-    layers = 2 * 6  # the head's two see 8 rows per batch and keep at least 4 of them
-    head = 2 * 8
+    layers = 2 * 6  # and not the head's two, which see one row per sequence and know no sequences
     results = results_of(tmp_path / "run")
     assert results["norm_estimator_bytes"] == layers * (24 * 2 + 8)
-    assert len(results["converted"]) == layers + head // 8
+    assert len(results["converted"]) == layers + 2
 
 
 @pytest.mark.parametrize(

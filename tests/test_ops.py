@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, ops, packing, sketched_linear
 from rmm_linear.kept import Recipe, keep
-from rmm_linear.sketches import KINDS, TokenMask, kept_rows, sketch
+from rmm_linear.sketches import FAMILIES, KINDS, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
-BLOCKS = [(kind, None) for kind in KINDS] + [("gaussian", 9), ("rademacher", 9)]
+DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9)]
+BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
 
 

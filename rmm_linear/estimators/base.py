@@ -1,9 +1,9 @@
 """What a norm estimator is, and the call of a layer that it is asked about.
 
-Row sampling with importance (norm_rows, wta) draws token i with a probability ∝ ‖xᵢ‖·ŷᵢ. The noise of norm_rows is least
-where ŷᵢ² is the mean of ‖yᵢ‖² over all that is not known in the forward pass: Σᵢ ‖xᵢ‖² E‖yᵢ‖²/pᵢ has its least value
-where pᵢ ∝ ‖xᵢ‖ √E‖yᵢ‖². So estimators average squares. A wrong ŷ adds noise and never a bias, because p is fixed before
-the rows are drawn.
+Row sampling with importance (norm_rows, wta) draws token i with a probability ∝ ‖xᵢ‖·ŷᵢ. The noise of norm_rows is
+least where ŷᵢ² is the mean of ‖yᵢ‖² over all that is not known in the forward pass: Σᵢ ‖xᵢ‖² E‖yᵢ‖²/pᵢ has its least
+value where pᵢ ∝ ‖xᵢ‖ √E‖yᵢ‖². So estimators average squares. A wrong ŷ adds noise and never a bias, because p is fixed
+before the rows are drawn.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SampleCache(RelativeEstimator):
         return places.view(call.shape[0], -1)
 
     def _grow(self, rows: int, width: int) -> Tensor:
-        old = torch.empty(0, 0, dtype=torch.bfloat16) if self._squares is None else self._squares
+        old = torch.empty(0, 0, dtype=torch.bfloat16, device="cpu") if self._squares is None else self._squares
         width = max(width, old.shape[1])
         most = self.max_bytes // (old.element_size() * width)
         if rows > most:
@@ -96,7 +96,7 @@ class SampleCache(RelativeEstimator):
             )
         rows = min(most, max(rows, len(old)))
         if rows != len(old) or width > old.shape[1]:
-            new = torch.full((rows, width), torch.nan, dtype=torch.bfloat16)
+            new = torch.full((rows, width), torch.nan, dtype=torch.bfloat16, device="cpu")
             new[: len(old), : old.shape[1]] = old[:rows]
             self._squares = old = new
         return old

@@ -87,7 +87,7 @@ class RunningNorms(RelativeEstimator):
 
     def _fit(self, key: str, call: LayerCall) -> Tensor:
         """Return the sums, on the call's device, with room for its values."""
-        old = self._sums.get(key, torch.zeros(2, 0)).to(call.device)
+        old = self._sums.get(key, torch.zeros(2, 0, dtype=torch.float32)).to(call.device)
         size = self.buckets if key == TOKEN else call.tokens // call.shape[0]
         new = torch.nn.functional.pad(old, (0, size - old.shape[1])) if size > old.shape[1] else old
         self._sums[key] = new

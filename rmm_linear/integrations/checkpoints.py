@@ -25,8 +25,8 @@ class SketchStateCallback(TrainerCallback):
 
     That is the bits that ``bits="auto"`` chose, the groups of layers that share a sketch, and what norm estimators
     have learned; with it, a resumed run goes on to the bit as one that was never interrupted. Saved are
-    ``sketch_state.json`` and ``sketch_state.safetensors``, of the first process: each rank learns from batches of its
-    own, and all go on from the first one's state.
+    ``sketch_state.json`` and ``sketch_state.json.safetensors``, of the first process: each rank learns from batches of
+    its own, and all go on from the first one's state.
 
     The Trainer does not tell its callbacks where it resumes from: looked into is
     ``args.resume_from_checkpoint``, if it is a folder, else ``checkpoint-STEP`` in the output folder.

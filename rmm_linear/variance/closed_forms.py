@@ -18,9 +18,8 @@ from torch import Tensor
 
 from rmm_linear.checks import check_integer, check_kind
 from rmm_linear.packing import rounding_variance
-from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, has_blocks, row_norms, sketch, variance
-from rmm_linear.sketches import probabilities as default_probabilities
-from rmm_linear.variance.pairs import check_pair, check_probabilities, over_layers
+from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, has_blocks, sketch, variance
+from rmm_linear.variance.pairs import check_pair, over_layers, sampling_probabilities
 
 _ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
 
@@ -201,7 +200,10 @@ def sketch_variance(
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
-    check_probabilities(probabilities, x, kind)
+    if probabilities is not None and probabilities.shape != x.shape[:-1]:
+        raise ValueError(
+            f"probabilities must have the shape {tuple(x.shape[:-1])} of the rows of x, got {tuple(probabilities.shape)}."
+        )
     if mask is not None and block is None and (kind in SAMPLERS or FAMILIES[kind].local):
         real = mask.bool()  # the same, and less work
         x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None
@@ -209,8 +211,7 @@ def sketch_variance(
     ranks = None if mask is None else TokenMask.of(mask)
 
     def noise(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
-        if kind in SAMPLERS and rows < a.shape[0]:
-            p = default_probabilities(row_norms(a)) if p is None else p.double() / p.double().sum()
+        p = sampling_probabilities(a, kind, rows, p, ranks)
         total = variance(a, b, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         if bits is None:
             return total

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear.sketches import SAMPLERS
+from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities, row_norms
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
@@ -31,30 +31,41 @@ def check_pair(x: Tensor, grad_output: Tensor) -> None:
             raise TypeError(f"{name} must be floating point, got {tensor.dtype}. Use {name}.float().")
 
 
-def check_probabilities(p: Tensor | None, x: Tensor, kind: str) -> None:
-    """Refuse what are no probabilities of the rows of x, or nothing that the kind draws rows by.
+def sampling_probabilities(
+    x: Tensor, kind: str, rows: int, given: Tensor | None, mask: TokenMask | None
+) -> Tensor | None:
+    """Return the probabilities by which a kind draws rows of x.
 
     Args:
-        p: Probabilities, up to a factor, or None.
-        x: Layer input, shape (N, I) or (L, N, I).
+        x: Layer input, shape (N, I).
         kind: One of :data:`rmm_linear.sketches.KINDS`.
+        rows: K.
+        given: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone, mixed as by default.
+        mask: The tokens that count, or None for all.
+
+    Returns:
+        float64, shape (N,), of sum 1 and 0 for tokens that do not count; None where no rows are drawn.
 
     Raises:
-        ValueError: If they are refused.
-        TypeError: If they are not floating point.
+        ValueError: If ``given`` is for another kind, has another shape, or no number to draw by.
+        TypeError: If ``given`` is not floating point.
     """
-    if p is None:
-        return
-    if kind not in SAMPLERS:
+    if given is not None and kind not in SAMPLERS:
         raise ValueError(f"probabilities are for {' and '.join(SAMPLERS)}, got kind={kind!r}. Use probabilities=None.")
-    if not p.is_floating_point():
-        raise TypeError(f"probabilities must be floating point, got {p.dtype}. Use probabilities.double().")
-    if p.shape != x.shape[:-1]:
+    if kind not in SAMPLERS or rows >= x.shape[0]:
+        return None
+    if given is None:
+        return probabilities(row_norms(x), mask=mask)
+    if not given.is_floating_point():
+        raise TypeError(f"probabilities must be floating point, got {given.dtype}. Use probabilities.double().")
+    if given.shape != x.shape[:1]:
         raise ValueError(
-            f"probabilities must have the shape {tuple(x.shape[:-1])} of the rows of x, got {tuple(p.shape)}."
+            f"probabilities must have one number for each of the {x.shape[0]} rows of x, got {tuple(given.shape)}."
         )
-    if not bool((p >= 0).all() & p.isfinite().all()):
-        raise ValueError("probabilities must be finite and not negative. Where a token is not to be drawn, use mask.")
+    p = given.double() if mask is None else torch.where(mask.real, given.double(), 0)
+    if not bool((p >= 0).all() & p.isfinite().all() & p.any()):
+        raise ValueError("probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask.")
+    return p / p.sum()
 
 
 def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rmm_linear.packing import pack, unpack
 from rmm_linear.sketches import TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
-from rmm_linear.variance.pairs import check_pair
+from rmm_linear.variance.pairs import check_pair, sampling_probabilities
 
 _GROUP = 50
 _ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
@@ -92,6 +92,7 @@ def simulate_variance(
     bits: int | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
     draws: int = 2_000,
     seed: int = 0,
 ) -> Simulation:
@@ -107,6 +108,7 @@ def simulate_variance(
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,); None is all.
+        probabilities: As for :func:`sketch_variance`, shape (N,).
         draws: M, rounded up to whole groups of 50, at least two.
         seed: Of the first draw; the others follow.
 
@@ -123,11 +125,12 @@ def simulate_variance(
     _check_single(x, grad_output)
     x, grad_output = x.detach(), grad_output.detach()
     ranks = None if mask is None else TokenMask.of(mask)
+    p = sampling_probabilities(x, kind, rows, probabilities, ranks)
     both, exact = torch.cat((x, grad_output), dim=1), grad_output.double().T @ x.double()
     at_once = max(1, _ELEMENTS // max(1, both.shape[0] * (both.shape[1] + rows)))
 
     def one(seed: Tensor) -> Tensor:
-        return sketch(both, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
+        return sketch(both, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
 
     def squares(first: int) -> Tensor:
         seeds = torch.arange(first, first + _GROUP, device=x.device)
