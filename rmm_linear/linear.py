@@ -66,6 +66,12 @@ class SketchedLayer(nn.Module):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Apply the layer; ``shape`` has the leading dimensions of an input that was flattened before."""
+        if type(weight).__name__ == "DTensor":
+            raise RuntimeError(
+                "A sketched layer needs its whole weight in its forward pass, got a DTensor: tensor parallel layers "
+                "cannot be sketched. Name them in exclude_modules. (FSDP's fully_shard works; its layers run inside "
+                "of the modules it was called on.)"
+            )
         plan = self._plan(input, weight, tuple(input.shape[:-1]) if shape is None else shape) if self.training else None
         if plan is None and (self.training or torch.compiler.is_compiling()):
             return F.linear(input, weight, bias)  # compilers ask for the gradient by the weight beforehand

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.bits import BitsChoice
 from rmm_linear.compiled import TracedPass
+from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator
 from rmm_linear.given import Given, parameters, take_sample_index, takes_mask
 from rmm_linear.seeds import draw_seed, mix, peek_seed
@@ -35,19 +36,22 @@ class ForwardScope:
 
     Attributes:
         names: Name of every converted layer; its place is the layer's number.
+        config: What the model was converted by.
         choices: Width chosen by every layer with ``bits="auto"``, by number.
         estimators: What every layer that draws its rows expects of its gradient, by number.
         shared: Sketches of the running forward pass, and the groups of layers that share one.
         traced: What the layers share in compiled code, in place of all the rest.
     """
 
-    def __init__(self, names: list[str] | None = None) -> None:
+    def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
         """Make a scope that no model uses yet.
 
         Args:
             names: Names of the layers.
+            config: What the model was converted by.
         """
         self.names = names or []
+        self.config = config or RMMConfig()
         self.choices: dict[int, BitsChoice] = {}
         self.estimators: dict[int, NormEstimator] = {}
         self.shared = SharedSketches()
@@ -265,7 +269,7 @@ class ForwardScope:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the running forward pass behind."""
-        lasting = ("names", "_signatures", "choices", "estimators", "shared", "_handles", "_released")
+        lasting = ("names", "config", "_signatures", "choices", "estimators", "shared", "_handles", "_released")
         return {name: value for name, value in vars(self).items() if name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
