@@ -69,6 +69,8 @@ class Run:
 def parse_setting(text: str) -> Setting:
     """Read an entry of --compare, ``kind:ratio[:bits]`` or ``kind`` alone; values are checked where the flags are.
 
+    A kind that takes a norm estimator may name it: ``wta+token:0.3``.
+
     Args:
         text: The entry.
 
@@ -78,13 +80,15 @@ def parse_setting(text: str) -> Setting:
     Raises:
         UserError: If the entry has another form.
     """
-    parts = text.split(":")
-    names = ("--kind", "--ratio", "--bits")
-    if len(parts) > len(names) or not all(parts):
+    first, *others = text.split(":")
+    kind, plus, estimator = first.partition("+")
+    parts, names = [kind, *others], ("--kind", "--ratio", "--bits")
+    if len(parts) > len(names) or not all(parts) or (plus and not estimator):
         raise UserError(
             f"An entry of --compare must be kind:ratio[:bits], or kind alone, got {text!r}. Example: rows:0.1"
         )
-    return Setting(text, tuple(word for pair in zip(names, parts, strict=False) for word in pair))
+    words = [word for pair in zip(names, parts, strict=False) for word in pair]
+    return Setting(text, (*words, *(("--norm_estimator", estimator) if plus else ())))
 
 
 def run_comparison(arguments: Arguments) -> int:

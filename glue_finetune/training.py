@@ -20,14 +20,18 @@ from glue_finetune.modeling import (
     load_config,
     load_model,
     load_tokenizer,
+    number_rows,
     restore_sketch,
     sketch,
+    take_columns,
     tokenize,
 )
 from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, make_results, run_settings
 from glue_finetune.scoring import make_scorer
+from glue_finetune.sketch_flags import has_estimators
 from glue_finetune.tasks import get_task
 from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, add_progress
+from rmm_linear.estimators import with_sample_index
 from rmm_linear.integrations.transformers import ProbeCallback
 
 logger = logging.getLogger(__name__)
@@ -85,6 +89,14 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
     train_rows = tokenize(data.train, tokenizer, length)
+    collator: Any = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None)
+    if arguments.config is not None and has_estimators(arguments.config):
+        # The Trainer's own choice of columns would leave out the numbers.
+        train_rows, dev = (
+            number_rows(take_columns(train_rows, model)),
+            {n: take_columns(r, model) for n, r in dev.items()},
+        )
+        collator = with_sample_index(collator)
     timer = StepTimer()
     folder = prepare_folder(training, resuming=checkpoint is not None)
     trainer = GlueTrainer(
@@ -93,7 +105,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
         train_dataset=train_rows,
         eval_dataset=dev if len(dev) > 1 else next(iter(dev.values())),
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None),
+        data_collator=collator,
         compute_metrics=make_scorer(task, glue.metric_source),
         callbacks=[interrupt, timer, CheckpointFiles(settings, sketched=report is not None)],
     )
@@ -121,6 +133,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
             "resumed": checkpoint is not None,
             "converted": [] if report is None else list(report.converted),
             "bits_chosen": {} if report is None else report.bits,
+            "norm_estimator_bytes": 0 if report is None else sum(report.estimator_bytes.values()),
             "skipped": {} if report is None else dict(report.skipped),
         }
         results = make_results(arguments, task, state.log_history, timer.summary(), extra)

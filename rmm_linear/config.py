@@ -14,6 +14,7 @@ from typing import Any
 
 from rmm_linear._version import __version__
 from rmm_linear.checks import check_fraction, check_integer, check_kind, check_pattern, read_names
+from rmm_linear.estimators.registry import NONE, check_norm_estimator
 from rmm_linear.files import write_text
 from rmm_linear.kept import DRAWN_BYTES, Recipe
 from rmm_linear.packing import WIDTHS, packed_bytes
@@ -39,6 +40,10 @@ class RMMConfig:
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
         uniform_mix: For kinds that draw rows by their weight (norm_rows, wta), the part of the probability that all
             tokens share alike, in (0, 1]. It bounds what a token with a small input can add to the noise.
+        norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of
+            the input decides alone), "position", "token" or "position_token" (running means), "sample_cache" or
+            "sequence_cache" (the last epoch's, by dataset index), or a name given to
+            :func:`rmm_linear.estimators.register_norm_estimator`.
         min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence
             are. At least 1.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
@@ -67,6 +72,7 @@ class RMMConfig:
     bits: int | str | None = "auto"
     block: int | None = None
     uniform_mix: float = UNIFORM_MIX
+    norm_estimator: str = NONE
     min_rows: int = 64
     mask_padding: bool = True
     target_modules: str | Sequence[str] = "all-linear"
@@ -87,6 +93,12 @@ class RMMConfig:
         check_fraction(
             "uniform_mix", self.uniform_mix, "1 draws all tokens alike; 0 would never draw some.", needed=True
         )
+        check_norm_estimator(self.norm_estimator)
+        if self.norm_estimator != NONE and self.kind not in SAMPLERS:
+            raise ValueError(
+                f"norm_estimator is for {' and '.join(SAMPLERS)}, got {self.norm_estimator!r} with kind={self.kind!r}. "
+                'Use norm_estimator="none".'
+            )
         if self.bits not in (None, "auto", *WIDTHS) or isinstance(self.bits, bool | float):
             raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
         if not isinstance(self.mask_padding, bool):
