@@ -71,7 +71,7 @@ def test_a_seed_is_kept_only_where_rounding_needs_it(kind):
 # The same gradient in every setting
 
 
-def mean_projection(gradient, exact, runs=200):
+def mean_projection(gradient, exact, runs=100):
     """Mean of the projection on the exact gradient, and its standard error."""
     values = torch.stack([(gradient() * exact).sum() / exact.square().sum() for _ in range(runs)])
     return float(values.mean()), float(values.std()) / math.sqrt(runs)
@@ -94,34 +94,28 @@ def test_gradients_are_unbiased_under_checkpointing(kind, bits, reentrant):
     convert(model, kind=kind, bits=bits, **ROUGH)
     mean, error = mean_projection(gradient, exact)
     assert abs(mean - 1) < 4 * error
-    assert error < 0.1
+    assert error < 0.2
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @every_sampler
-def test_the_recomputation_keeps_the_rows_that_the_first_pass_drew(kind):
-    """What a checkpoint replaces it replaces as a whole, and with the same seed it is the same."""
-    model, x = checkpointed(use_reentrant=False, dropout=0.0), six_features()
-    convert(model, kind=kind, **ROUGH)
-    drawn = []
-    hooks = torch.autograd.graph.saved_tensors_hooks
+def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant, monkeypatch):
+    """The recomputation draws again, and replaces what was drawn as a whole."""
+    model, x = checkpointed(use_reentrant=reentrant, dropout=0.0), six_features()
+    convert(model, kind=kind, target_modules=["block.0"], **ROUGH)
+    seen = []
 
-    def note(tensor):
-        if tensor.dtype == torch.int32:
-            drawn.append(tensor.tolist())
-        return tensor
+    def look(y, kept, *rest):
+        seen.append(kept)
+        return weight_gradient(y, kept, *rest)
 
-    with hooks(note, lambda t: t):
-        loss = model(x).square().sum()  # the head's rows alone: those in the checkpoint are not kept
-    assert len(drawn) == 1
-    gradients = []
-    for reentrant in (None, False):
-        model.use_reentrant = reentrant
-        model.zero_grad()
-        torch.manual_seed(5)
-        loss = model(x).square().sum()
-        loss.backward()
-        gradients.append(model.block[0].weight.grad.clone())
-    torch.testing.assert_close(*gradients)
+    monkeypatch.setattr("rmm_linear.functional.weight_gradient", look)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert len(seen) == 3
+    for z, index, scale in seen:
+        torch.testing.assert_close(z, x.detach()[index] * scale.unsqueeze(1))
+    assert len({tuple(index.tolist()) for _, index, _ in seen}) == 3
 
 
 @every_width
