@@ -9,6 +9,7 @@ output of the forward pass, and either before X or after it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from rmm_linear.linear import SketchedLayer
 from rmm_linear.sketches import kept_rows
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
-from rmm_linear.variance.results import ProbeRow
+from rmm_linear.variance.results import SEQUENCES, TOKENS, ProbeRow
 
 _SAMPLE = 64
 
@@ -39,9 +40,11 @@ class Call:
         module: Name of the layer.
         kind: Family of the layer's sketch.
         recipe: How the layer keeps X; None where it keeps X itself.
+        mask_padding: Whether what it keeps leaves padding out.
         bits: Width of what it keeps.
         shape: Shape of X.
         mask: Token mask, shape (batch, sequence), or None.
+        missed: Whether the layer was run again with another X of this shape.
         sample: A few elements of X, where X itself is seen in a recomputation.
         handle: The hook on the output; None while there is no output to hook.
         x: X, from when it is seen until Y is there.
@@ -53,9 +56,11 @@ class Call:
     module: str
     kind: str
     recipe: Recipe | None
+    mask_padding: bool
     bits: int
     shape: torch.Size
     mask: Tensor | None
+    missed: bool = False
     sample: Tensor | None = None
     handle: RemovableHandle | None = None
     x: Tensor | None = None
@@ -91,7 +96,7 @@ class Call:
         recipe = recipe_for(x, weight, config, bits)
         width = None if recipe is None else recipe.bits
         itemsize = (autocast_dtype(x) or x.dtype).itemsize
-        return cls(step, name, config.kind, recipe, width or 8 * itemsize, x.shape, mask)
+        return cls(step, name, config.kind, recipe, config.mask_padding, width or 8 * itemsize, x.shape, mask)
 
     def see(self, x: Tensor) -> None:
         """Hold X until Y is there.
@@ -142,11 +147,12 @@ class Call:
         """
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            alpha, sgd, sketched = noise(x, y, self.recipe, self.samples, self.mask)
+            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding)
         tokens = x.shape[0]
         rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
-        ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
-        return ProbeRow(self.step, self.module, self.kind, rows, self.bits, tokens, alpha, sgd, sketched, ratio)
+        samples = TOKENS if self.samples is None else SEQUENCES
+        setting = (self.step, self.module, self.kind, rows, self.bits, tokens, samples)
+        return ProbeRow(*setting, *dataclasses.astuple(found), found.ratio)
 
     @property
     def samples(self) -> tuple[int, int] | None:
@@ -157,9 +163,29 @@ class Call:
         return (shape[0], shape[1:].numel()) if len(shape) > 1 and shape[0] > 1 else None
 
 
-def noise(
-    x: Tensor, y: Tensor, recipe: Recipe | None, samples: tuple[int, int] | None, mask: Tensor | None
-) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class Noises:
+    """The numbers of one layer and batch, as in :class:`~rmm_linear.variance.ProbeRow`; NaN for what does not exist."""
+
+    alpha: float
+    sgd: float
+    sgd_tokens: float
+    sketch: float
+
+    @property
+    def ratio(self) -> float:
+        """D²_sketch / D²_SGD."""
+        return self.sketch / self.sgd if self.sgd > 0 else (math.inf if self.sketch > 0 else math.nan)
+
+
+def noises(
+    x: Tensor,
+    y: Tensor,
+    recipe: Recipe | None,
+    samples: tuple[int, int] | None,
+    mask: Tensor | None,
+    mask_padding: bool = True,
+) -> Noises:
     """Compute α, D²_SGD and D²_sketch of one layer and batch.
 
     Args:
@@ -168,25 +194,35 @@ def noise(
         recipe: How the layer keeps X; None where it keeps X itself, without noise.
         samples: (batch, sequence), or None for a variance over tokens.
         mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
+        mask_padding: Whether the sketch leaves out what is masked.
 
     Returns:
-        α, D²_SGD and D²_sketch; NaN where X or Y is not finite, or there are fewer than two samples.
+        The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
     """
     alpha = _correlation(x, y)
     if math.isnan(alpha):
         # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
         finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
-        return (math.nan, 0.0, 0.0) if finite else (math.nan, math.nan, math.nan)
-    sgd = float(sgd_variance(x, y, samples=samples)) if x.shape[0] > 1 else math.nan
-    if recipe is None:
-        return alpha, sgd, 0.0
+        return Noises(math.nan, *[0.0 if finite else math.nan] * 3)
     real = None if mask is None else mask.reshape(-1).bool()
     if real is not None and bool(y[real.logical_not()].any()):
         real = None
-    sketched = sketch_variance(
-        x, y, kind=recipe.kind, rows=recipe.rows, bits=recipe.bits, block=recipe.block, mask=real, draws=1
-    )
-    return alpha, sgd, float(sketched)
+    tokens = _between_tokens(x, y, alpha, x.shape[0] if real is None else int(real.sum()))
+    sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
+    if recipe is None:
+        return Noises(alpha, sgd, tokens, 0.0)
+    shape: dict[str, Any] = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
+    sketched = sketch_variance(x, y, **shape, mask=real if mask_padding else None, draws=1)
+    return Noises(alpha, sgd, tokens, float(sketched))
+
+
+def _between_tokens(x: Tensor, y: Tensor, alpha: float, count: int) -> float:
+    """D²_SGD over ``count`` tokens, the others having no gradient, from α instead of one more product."""
+    if count < 2:
+        return math.nan
+    a, b = x.double().square().sum(1), y.double().square().sum(1)
+    p, d = float(a.sum() * b.sum()), float(a @ b)
+    return max(0.0, count * d - alpha * p) / (count - 1)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
