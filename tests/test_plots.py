@@ -99,6 +99,8 @@ def test_noise_by_layer_says_in_words_what_is_no_number_and_scales_by_the_rest()
     _, cells, scale = heat_map(noises)
     assert cells == {(1, 0): "0.7", (2, 0): "5", (1, 1): "exact", (2, 1): "infinite", (0, 2): "no value"}
     assert scale == (0.7, 5.0)
+    _, cells, scale = heat_map(noises | {"layer.2.a": 1e-9})
+    assert (cells[3, 0], scale) == ("≤ 0.001", (0.7, 5.0))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e-9])
@@ -112,17 +114,17 @@ def test_pictures_of_tables_without_any_ordinary_number(value):
 def test_noise_by_tokens_is_not_drawn_among_noise_by_sequences():
     frame = pd.DataFrame(
         {
-            "step": [1, 1, 1],
-            "module": ["layer.0.a", "layer.1.a", "head"],
-            "noise": [2.0, 2.0, 90.0],
-            "samples": ["sequences", "sequences", "tokens"],
+            "step": [1, 1, 1, 1],
+            "module": ["layer.0.a", "layer.1.a", "pooler", "head"],
+            "noise": [2.0, 2.0, 90.0, 0.0],
+            "samples": ["sequences", "sequences", "tokens", "tokens"],
         }
     )
     over_training, by_layer = plot_noise_over_training(frame), plot_noise_by_layer(frame)
     np.testing.assert_allclose(curve(over_training, "median layer").get_ydata(), [2.0])
-    assert [tick.get_text() for tick in by_layer.get_xticklabels()] == ["a"]
+    assert [tick.get_text() for tick in by_layer.get_xticklabels()] == ["a", "head"]
     assert "tokens" not in over_training.get_ylabel()
-    tokens = plot_noise_over_training(frame[frame["samples"] == "tokens"])
+    tokens = plot_noise_over_training(frame[frame["module"] == "pooler"])
     np.testing.assert_allclose(curve(tokens, "median layer").get_ydata(), [90.0])
     assert tokens.get_ylabel().endswith("by tokens")
 

@@ -46,8 +46,8 @@ def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) ->
     low, middle, high = (by_step.quantile(part, interpolation="lower").clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
     ax.fill_between(middle.index, low, high, color="0.8", label="middle half of the layers")
     ax.plot(middle.index, middle, color="black", marker="o", markersize=4, label="median layer")
-    ax.set_xlabel("training step")
-    _noise_axis(ax).legend(frameon=False)
+    _step_axis(ax)
+    _noise_axis(ax).legend()
     ax.set_ylabel(_NOISE + form)
     return ax
 
@@ -64,17 +64,19 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
 
     Returns:
         The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier. Cells without noise, or without a finite
-        one, say so in words and leave the scale to the others.
+        one, say so in words and leave the scale to the others. Where noise by sequences is there, noise by tokens,
+        which is another number unless it is 0, is left out.
     """
-    ax = _axes(ax, table, "module", "noise")
+    _check(table, "module", "noise")
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator
 
-    table, form = _one_form(table)
+    table, form = _one_form(table, exact_too=True)
     noise = {str(name): float(part["noise"].median()) for name, part in table.groupby("module", sort=False)}
     places = _places(list(noise))
     layers = sorted({layer for layer, _ in places.values()})
     modules = list(dict.fromkeys(module for _, module in places.values()))
+    ax = ax or _new_axes(max(7.0, 2 + 0.7 * len(modules)), max(4.2, 2 + 0.25 * len(layers)))
     grid = [[math.nan] * len(modules) for _ in layers]
     words: dict[tuple[int, int], str] = {}
     for name, (layer, module) in places.items():
@@ -83,12 +85,10 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
             grid[i][j] = max(noise[name], _FLOOR)
         else:
             words[i, j] = "exact" if noise[name] == 0 else "no value" if math.isnan(noise[name]) else "infinite"
-    values = [value for row in grid for value in row if value == value]
-    scale = LogNorm(min(values, default=0.1), max(values, default=1.0))
-    if len(set(values)) == 1:
-        scale = LogNorm(values[0] / 2, 2 * values[0])
+    values = [value for row in grid for value in row if value > _FLOOR]
+    low, high = min(values, default=0.1), max(values, default=1.0)
+    scale = LogNorm(low, high) if low < high else LogNorm(low / 2, 2 * high)
     image = ax.imshow(grid, norm=scale, cmap=_greys(), aspect="auto")
-    size = 8 if len(noise) <= 80 else 6
     if len(noise) <= 200:
         for i, row in enumerate(grid):
             for j, value in enumerate(row):
@@ -96,7 +96,7 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
                     words[i, j] = f"{value:.2g}" if value > _FLOOR else f"≤ {_FLOOR:g}"
     for (i, j), word in words.items():
         shade = "white" if grid[i][j] == grid[i][j] and scale(grid[i][j]) > 0.5 else "black"
-        ax.text(j, i, word, ha="center", va="center", color=shade, fontsize=size)
+        ax.text(j, i, word, ha="center", va="center", color=shade, fontsize=8)
     ax.set_xticks(range(len(modules)), modules, rotation=30, ha="right")
     ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
     ax.set_xlabel("module")
@@ -169,24 +169,28 @@ def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     ax.plot(step, scale * bound_of(table["alpha"]), color="0.5", linestyle="-.", marker="s", label="the paper's bound")
     ax.plot(step, paper, color="0.5", linestyle=":", marker="^", markersize=9, label="the paper's formula, (P − g)/K")
     ax.plot(step, exact, color="black", marker="o", markersize=4, label="exact")
-    ax.set_xlabel("training step")
-    _noise_axis(ax).legend(frameon=False)
+    _step_axis(ax)
+    _noise_axis(ax).legend()
     ax.set_ylabel(_NOISE + _BY_TOKENS)
     return ax
 
 
 def _axes(ax: Axes | None, table: pandas.DataFrame, *columns: str) -> Axes:
+    _check(table, *columns)
+    return ax or _new_axes()
+
+
+def _check(table: pandas.DataFrame, *columns: str) -> None:
     missing = [name for name in columns if name not in table.columns]
     if missing or not len(table):
         raise ValueError(
             f"The table must have the columns {', '.join(columns)} and at least one row, got {len(table)} rows of "
             f"{', '.join(map(str, table.columns)) or 'nothing'}."
         )
-    return ax or _new_axes()
 
 
-def _new_axes() -> Axes:
-    return _pyplot().subplots(figsize=(7.0, 4.2), layout="constrained")[1]
+def _new_axes(width: float = 7.0, height: float = 4.2) -> Axes:
+    return _pyplot().subplots(figsize=(width, height), layout="constrained")[1]
 
 
 def _pyplot() -> Any:
@@ -211,6 +215,13 @@ def _greys() -> Any:
     return LinearSegmentedColormap.from_list("greys", ["0.93", "0.05"])
 
 
+def _step_axis(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlabel("training step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _noise_axis(ax: Axes) -> Axes:
     from matplotlib.ticker import LogLocator
 
@@ -225,12 +236,12 @@ def _noise_axis(ax: Axes) -> Axes:
     return ax
 
 
-def _one_form(table: pandas.DataFrame) -> tuple[pandas.DataFrame, str]:
+def _one_form(table: pandas.DataFrame, exact_too: bool = False) -> tuple[pandas.DataFrame, str]:
     """The rows by sequences, or all where there are none such, and what the axis has to say about it."""
     if "samples" not in table.columns:
         return table, ""
-    by_sequences = table[table["samples"] == SEQUENCES]
-    return (by_sequences, "") if len(by_sequences) else (table, _BY_TOKENS)
+    by_sequences = table["samples"] == SEQUENCES
+    return (table[by_sequences | exact_too & (table["noise"] == 0)], "") if by_sequences.any() else (table, _BY_TOKENS)
 
 
 def _places(names: Sequence[str]) -> dict[str, tuple[int, str]]:
