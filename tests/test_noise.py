@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Checkpointed, tiny_model, token_ids
+from helpers import Checkpointed, heavy_tailed, tiny_model, token_ids
 from torch import nn
 
 from benchmarks.noise import load_glue, main
@@ -18,6 +18,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.bits import STEPS
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import (
+    LayerRecord,
     noise_at_memory,
     quietest,
     recommend,
@@ -187,6 +188,60 @@ def test_training_before_the_record_is_plain_adamw_and_widths_need_enough_batche
     assert all(choice.bits in (8, 4, 2) for choice in choices.values())
     with pytest.raises(ValueError, match="measured on a batch, got none"):
         train_and_record(model, [])
+
+
+@pytest.mark.parametrize("tokens", [40, 200, 1_000])
+def test_small_batches_keep_no_more_than_the_memory(tokens: int) -> None:
+    """Below 64 rows too, where a conversion keeps min_rows: all lines of a table have the memory of its column."""
+    x, y = heavy_tailed(tokens, 64, 8)
+    record = LayerRecord("layer", x, y, (tokens // 10, 10), None)
+    sgd = float(sgd_variance(x, y, samples=record.samples))
+    for entry in noise_at_memory([record], kinds=["countsketch"], widths=[None, 4], memories=[0.05], draws=2):
+        kind = "gaussian" if entry.setting == PAPER else entry.setting
+        bits, row_bytes = (4, 36) if entry.bits == 4 else (None, 128)
+        rows = int(0.05 * tokens * 128 / row_bytes)
+        expected = sketch_variance(x, y, kind=kind, rows=rows, bits=bits, draws=2) / sgd
+        assert entry.noise == pytest.approx(float(expected), rel=1e-9)
+        assert entry.noise > 0.1
+
+
+class Flattened(nn.Module):
+    """Its first layer sees tokens flattened, its head one row per sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        tokens = self.layer(x.flatten(0, 1)).view(*x.shape[:2], 3)
+        return self.head((tokens if attention_mask is None else tokens * attention_mask.unsqueeze(2)).sum(1)).sum()
+
+
+def test_the_attention_mask_tells_the_sequences_of_flattened_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.ones(4, 10)
+    mask[1, 5:] = 0
+    batch = {"x": torch.randn(4, 10, 6), "attention_mask": mask}
+    layer, head = record_layers(Flattened(), batch)
+    assert (layer.samples, head.samples) == ((4, 10), None)
+    assert layer.mask is not None
+    assert torch.equal(layer.mask, mask.flatten().bool())
+    (record,), _ = train_and_record(Flattened(), [batch])
+    assert record.name == "layer"
+    assert caplog.text == ""  # a head is no layer that sees tokens
+
+
+def test_layers_whose_sequences_are_not_known_are_left_out_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(Flattened):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(self.first(x))
+
+    records, _ = train_and_record(Model(), [{"x": torch.randn(4, 10, 6)}])
+    assert [record.name for record in records] == ["first"]
+    assert "1 layers are left out, layer among them" in caplog.text
 
 
 def test_medians_are_over_the_layers() -> None:

@@ -81,6 +81,24 @@ def test_sgd_variance_over_sequences_is_that_of_per_example_gradients():
     torch.testing.assert_close(ragged, brute, rtol=1e-10, atol=0)
 
 
+def test_rows_without_a_gradient_count_as_tokens_and_not_in_sequences():
+    x, y = counterexample()
+    padded_x, padded_y = torch.cat((x, torch.ones(4, 1))), torch.cat((y, torch.zeros(4, 1)))
+    assert sgd_variance(x, y) == 0
+    assert float(sgd_variance(padded_x, padded_y)) == pytest.approx(1.6)
+    owners = torch.tensor([0, 1, 0, 0, 1, 1])
+    assert sgd_variance(padded_x, padded_y, samples=owners) == sgd_variance(x, y, samples=owners[:2]) == 0
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_layer_with_few_outputs_is_summed_without_a_loop_over_its_tokens(outputs):
+    x, y = heavy_tailed(2_000, 6, outputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = sgd_variance(x, y)
+    assert sum(event.count for event in profile.key_averages()) < 200
+    torch.testing.assert_close(found, brute_sgd(x, y, torch.arange(2_000)), rtol=1e-10, atol=0)
+
+
 def test_one_gradient_for_all_samples_is_no_noise_at_all():
     x, y = torch.full((3000, 4), 0.1), torch.full((3000, 2), 0.3)
     assert sgd_variance(x, y, samples=(30, 100)) == pytest.approx(0, abs=1e-6)

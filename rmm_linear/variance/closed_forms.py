@@ -54,7 +54,8 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
     """Return D²_SGD, the variance of the weight gradient that minibatch sampling causes.
 
     An estimate from the batch itself, unbiased where its samples are independent. Rows without a gradient, as padding
-    has, add nothing.
+    has, add nothing to a sequence. Where samples are tokens they are tokens with a gradient of 0, and do count: leave
+    padding out there, ``x[mask]`` and ``grad_output[mask]``.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
@@ -131,6 +132,9 @@ def _sequences(samples: tuple[int, int] | Tensor, rows: int) -> list[Tensor]:
 def _squared_gradients(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Σ_s ‖G_s‖² over samples of one length, given by their rows, shape (samples, T)."""
     length, inputs, outputs = index.shape[1], x.shape[1], y.shape[1]
+    if length == 1:  # ‖G_s‖² is a product of two norms
+        (rows,) = index.unbind(1)
+        return x[rows].double().square().sum(1) @ y[rows].double().square().sum(1)
     if length * (inputs + outputs) > inputs * outputs:
         parts = [(x[rows].double().T @ y[rows].double()).square().sum() for rows in index]
     else:
