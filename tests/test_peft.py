@@ -27,9 +27,9 @@ architectures = pytest.mark.parametrize("architecture", list(TARGETS))
 ROWS, HIDDEN, RANK = 20, 16, 4
 
 
-def lora(architecture, base=None):
+def lora(architecture, base=None, layers=2):
     """A tiny model under LoRA without dropout, the same adapters every time; B is not zero, so that A learns."""
-    model = base or tiny_model(architecture, dropout=0.0)
+    model = base or tiny_model(architecture, dropout=0.0, layers=layers)
     config = LoraConfig(
         r=RANK,
         target_modules=TARGETS[architecture],
@@ -90,26 +90,28 @@ def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 def test_lora_a_has_an_unbiased_gradient(reentrant):
-    """z = 4 on the projection over 100 draws; noise of another S would be 0, many errors away."""
-    exact, model = step(lora("roberta"))[1], lora("roberta")
+    """z = 4 on the projection over 50 draws; noise of another S would be 0, many errors away."""
+    exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
     convert(model, **ROUGH)
     if reentrant is not None:
         model.enable_input_require_grads()
         model.base_model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    name = "base_model.model.roberta.encoder.layer.1.output.dense.lora_A.default.weight"
+    name = "base_model.model.roberta.encoder.layer.0.output.dense.lora_A.default.weight"
     torch.manual_seed(1)
-    found = torch.stack([step(model)[1][name] for _ in range(100)])
+    found = torch.stack([step(model)[1][name] for _ in range(50)])
     values = (found * exact[name]).sum((1, 2)) / exact[name].square().sum()
     error = values.std() / math.sqrt(len(values))
     assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.15
+    assert error < 0.2
 
 
 def test_converted_before_the_base_is_sketched_until_it_is_frozen():
     base = tiny_model("roberta", dropout=0.0)
     convert(base, **ROUGH)
     model = lora("roberta", base)
-    assert isinstance(model.get_submodule("base_model.model.roberta.encoder.layer.0.attention.self.query.base_layer"), RMMLinear)
+    assert isinstance(
+        model.get_submodule("base_model.model.roberta.encoder.layer.0.attention.self.query.base_layer"), RMMLinear
+    )
     exact_loss, exact = step(lora("roberta"))
     loss, found = step(model)
     assert torch.equal(loss, exact_loss)
