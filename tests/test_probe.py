@@ -8,7 +8,7 @@ from helpers import Mlp, six_features, tiny_model
 from probe_helpers import ROUGH, by_hand, close, padded_batch, recorded, same
 from torch import nn
 
-from rmm_linear import RMMConfig, convert
+from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.kept import keep
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
