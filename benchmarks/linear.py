@@ -62,6 +62,7 @@ def configs(ratio: float) -> dict[str, RMMConfig]:
     found = {
         "countsketch": RMMConfig(kind="countsketch", ratio=ratio, bits=None),
         "rows": RMMConfig(kind="rows", ratio=ratio, bits=None),
+        "wta": RMMConfig(kind="wta", ratio=ratio, bits=None),
         f"rademacher block {BLOCK}": RMMConfig(kind="rademacher", ratio=ratio, bits=None, block=BLOCK),
         "countsketch 4 bits": RMMConfig(memory=ratio, bits=4),
     }

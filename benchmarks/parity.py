@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import DTYPES, MASKS, SEED, SHAPES, VIEWS, Check, Inputs, close, relative_error, same
-from rmm_linear import RMMConfig, packing, sketched_linear
+from rmm_linear import RMMConfig, ops, packing, sketched_linear
 from rmm_linear._triton import kernels
-from rmm_linear.sketches import sketch
+from rmm_linear.sketches import SAMPLERS, sketch
 from rmm_linear.sketches.rows import sample
 
 _RANGES = 0.01  # the turn's last bit can move a range to the next number of bfloat16
@@ -72,6 +72,29 @@ def scaled_rows(device: str) -> list[Check]:
         same("codes", codes, expected_codes, limit=0.002),
         same("ranges", ranges, expected_ranges, limit=_RANGES),
     ]
+
+
+def drawn(device: str, kind: str, mask: str, bits: int | None, dtype: torch.dtype = torch.float32) -> list[Check]:
+    """Compare rows drawn by their weight, and what is stored of them."""
+    make = Inputs(device)
+    x = make.matrix(60, 130, dtype) * make.matrix(60, 1, dtype).exp()
+    ranks, expected = make.mask(mask, 60)[0], make.matrix(60, 1).view(-1).abs()
+    order = () if ranks is None else (ranks.order, ranks.count)
+    found = []
+    for backend in ("triton", "torch"):
+        with mock.patch.dict(os.environ, {"RMM_BACKEND": backend}):
+            index, scale = ops.draw_rows(x, make.seed, kind, 11, 0.1, expected, *order)
+            stored = (ops.gather_rows(x, index, scale),)
+            if bits is not None:
+                stored = ops.packed_rows(x, make.seed, index, scale, bits)
+        found.append((index, scale, *stored))
+    (index, scale, *stored), (expected_index, expected_scale, *expected_stored) = found
+    checks = [same("rows", index, expected_index), close("scales", scale, expected_scale)]
+    if bits is None:
+        return [*checks, close("SᵀX", stored[0], expected_stored[0], dtype)]
+    # A scale whose last bit differs can move a range, and an element on the edge of a step.
+    most = relative_error(stored[1].float(), expected_stored[1].float())
+    return [*checks, same("codes", stored[0], expected_stored[0], limit=0.02), Check("ranges", most, 2**-7)]
 
 
 def dense_sketch(
@@ -258,9 +281,16 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
         for dtype in DTYPES:
             add(turn_back, columns, dtype)
     add(scaled_rows)
+    for kind in SAMPLERS:
+        for mask in MASKS:
+            add(drawn, kind, mask, None)
+        for bits in packing.WIDTHS:
+            add(drawn, kind, "some", bits)
+        for dtype in half:
+            add(drawn, kind, "some", None, dtype)
     for count in (None, 0, 3, 1100, 1500):
         add(random_keys, count)
-    for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard"):
+    for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
             add(layer, kind, None, mask)
             add(layer, kind, 4, mask)

@@ -36,8 +36,8 @@ class Plan:
         mask: The tokens that count, or None for all.
         shared: Sketches of this forward pass that other layers made, or None to share nothing.
         index: Number of the layer, for ``shared``.
-        expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called where a
-            sketch is made, so that layers that share one ask once. None is nothing known.
+        expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called only
+            where a sketch is made, so that layers that share one ask once. None knows nothing.
         on_backward: Called with Y, shape (N, O), and the mask before anything is made of them.
     """
 

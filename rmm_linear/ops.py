@@ -24,6 +24,8 @@ from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.dense import block_rows
 
+__all__ = ["draw_rows", "gather_rows", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
+
 _CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
 
 

@@ -40,11 +40,18 @@ def draw_rows(
 
     Returns:
         Rows, int32, and their scales, float32, both of shape (K,).
+
+    Raises:
+        ValueError: If ``kind``, ``rows`` or ``uniform_mix`` is out of range, or ``expected`` has another shape.
     """
     if kind not in SAMPLERS:
         raise ValueError(f"draw_rows needs one of {', '.join(SAMPLERS)}, got kind={kind!r}. Use sketch for the others.")
     if not 1 <= rows < x.shape[0]:
         raise ValueError(f"rows must be at least 1 and less than the {x.shape[0]} tokens, got {rows}. Keep them all.")
+    if not 0 < uniform_mix <= 1:
+        raise ValueError(
+            f"uniform_mix must be in (0, 1], got {uniform_mix}. A token that is never drawn would be missing."
+        )
     if expected is not None and expected.shape != x.shape[:1]:
         raise ValueError(f"expected must have one number per token, ({x.shape[0]},), got {tuple(expected.shape)}.")
     if _triton.applies_to(x):

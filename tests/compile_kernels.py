@@ -53,10 +53,12 @@ def cases() -> Any:
             f"sparse_sketch gathered {dtype}",
             sparse,
             dtype,
-            {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed},
+            {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed, "p_seed": None},
         )
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
+    drawn = {"HASHED": False, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **gathered, **unhashed}
+    yield "sparse_sketch gathered packed", sparse, "*bf16", drawn
     keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
     for kind, bits in ((0, 0), (1, 0), (2, 0), (1, 2)):
         tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": True}
@@ -92,6 +94,8 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = "constexpr"
         elif name == "p_z" and constants.get("BITS") and "p_codes" not in names:
             signature[name] = "*u8"
+        elif name == "p_index" and "HASHED" in constants:
+            signature[name] = "*i32"  # rows that were drawn are stored in as few bytes
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):

@@ -29,7 +29,7 @@ def chances(kind, x, mask=None):
 
 
 def sketch_matrix(kind, tokens, rows, seed, block=None, p=None):
-    """Sᵀ (K, N) in float64: the sketch of the identity. Kinds that draw by p have a heavy-tailed one if none is given."""
+    """Sᵀ (K, N) in float64: the sketch of the identity. Without p, kinds that draw by one have a heavy-tailed one."""
     if p is None:
         p = chances(kind, heavy_tailed(tokens, 5, 1)[0])
     eye = torch.eye(tokens, dtype=torch.float64)

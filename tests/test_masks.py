@@ -9,7 +9,17 @@ from helpers import chances, heavy_tailed, tiny_model, token_ids
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
 from rmm_linear.kept import Recipe, keep, weight_gradient
 from rmm_linear.packing import rounding_variance
-from rmm_linear.sketches import FAMILIES, KINDS, SAMPLERS, UNIFORM_MIX, TokenMask, has_blocks, kept_rows, sketch, variance
+from rmm_linear.sketches import (
+    FAMILIES,
+    KINDS,
+    SAMPLERS,
+    UNIFORM_MIX,
+    TokenMask,
+    has_blocks,
+    kept_rows,
+    sketch,
+    variance,
+)
 
 Z = 4.0
 TOKENS, ROWS = 40, 8

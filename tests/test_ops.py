@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, ops, packing, sketched_linear
 from rmm_linear.kept import Recipe, keep
-from rmm_linear.sketches import FAMILIES, KINDS, TokenMask, kept_rows, sketch
+from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
 DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9)]

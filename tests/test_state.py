@@ -149,7 +149,7 @@ def test_tensors_that_no_estimator_writes_are_refused(estimator, part, new, mess
 def test_other_estimators_and_other_layers_are_refused(tmp_path):
     model = trained("position")
     save_sketch_state(model, tmp_path / "state.json")
-    with pytest.raises(ValueError, match=r"same norm estimators, got 'position' for .*query, which has 'token'"):
+    with pytest.raises(ValueError, match=r"same norm estimators, got 'position' for .*key, which has 'token'"):
         read_sketch_state(trained("token", steps=0), tmp_path / "state.json")
     other = Mlp()
     convert(other)

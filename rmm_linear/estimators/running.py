@@ -47,7 +47,7 @@ class RunningNorms(RelativeEstimator):
         >>> estimator = RunningNorms(["position"], decay=1.0)
         >>> estimator.observe(call, torch.tensor([3.0, 1.0, 0.0, 3.0, 1.0, 0.0]))
         >>> estimator.predict(call)[:3]
-        tensor([2.5495, 1.3540, 1.0541])
+        tensor([2.6667, 1.3333, 1.0541])
     """
 
     def __init__(self, by: Sequence[str], decay: float = 0.9, buckets: int = 32_768) -> None:

@@ -57,7 +57,7 @@ class SketchStateCallback(TrainerCallback):
             **kwargs: Unused.
         """
         folder = _checkpoint(args, state)
-        if state.is_world_process_zero and folder.is_dir() and _is_sketched(model):
+        if model is not None and state.is_world_process_zero and folder.is_dir() and _is_sketched(model):
             save_sketch_state(model, folder / STATE_FILE)
 
     def on_train_begin(
@@ -78,7 +78,7 @@ class SketchStateCallback(TrainerCallback):
             **kwargs: Unused.
         """
         super().on_train_begin(args, state, control, model=model, **kwargs)
-        if not state.global_step or not _is_sketched(model):
+        if model is None or not state.global_step or not _is_sketched(model):
             return
         named = self.resume_from or args.resume_from_checkpoint
         folder = Path(named) if named and Path(named).is_dir() else _checkpoint(args, state)
@@ -92,5 +92,5 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
-def _is_sketched(model: torch.nn.Module | None) -> bool:
-    return model is not None and any(isinstance(module, SketchedLayer) for module in model.modules())
+def _is_sketched(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, SketchedLayer) for module in model.modules())

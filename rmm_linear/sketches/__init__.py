@@ -21,8 +21,17 @@ from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER, block_rows
 from rmm_linear.sketches.family import Family, Moments
 from rmm_linear.sketches.masks import TokenMask
 from rmm_linear.sketches.rows import ROWS, random_keys
-from rmm_linear.sketches.sampling import NORM_ROWS, UNIFORM_MIX, WTA, Drawn, Sampler, draw, gather, probabilities
-from rmm_linear.sketches.sampling import row_norms
+from rmm_linear.sketches.sampling import (
+    NORM_ROWS,
+    UNIFORM_MIX,
+    WTA,
+    Drawn,
+    Sampler,
+    draw,
+    gather,
+    probabilities,
+    row_norms,
+)
 from rmm_linear.sketches.sampling import variance as sampling_variance
 from rmm_linear.sketches.transforms import DCT, DFT, HADAMARD
 

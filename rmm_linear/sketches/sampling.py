@@ -15,8 +15,8 @@ rest R, token j with probability p_j/t, t = Σ_R p. Row k is row j of M by √(t
     Var = (t · Σ_R dᵢ/pᵢ − ‖Σ_R xᵢyᵢᵀ‖²)/(K − c),   c = argmin over 0 ≤ c < K of t_c/(K − c).
 
 With one p, wta is never noisier than norm_rows. Let A_C, A_R be the sums of dᵢ/pᵢ over C and R, and g_R the norm above.
-By Cauchy and Schwarz, g ≤ ‖Σ_C xᵢyᵢᵀ‖²/(1−t) + g_R/t ≤ A_C + g_R/t, so (A_C + A_R − g)/K ≥ (t A_R − g_R)/(K t), which is
-at least (t A_R − g_R)/(K − c) exactly where t ≤ (K − c)/K; and t_c/(K − c) is at most its value for c = 0, 1/K.
+By Cauchy and Schwarz, g ≤ ‖Σ_C xᵢyᵢᵀ‖²/(1−t) + g_R/t ≤ A_C + g_R/t, so (A_C + A_R − g)/K ≥ (t A_R − g_R)/(K t). That
+is at least (t A_R − g_R)/(K − c) where t ≤ (K − c)/K, and t_c/(K − c) is at most its value for c = 0, 1/K.
 
 Where the n tokens that count fit into K rows, these are the rows, without noise.
 

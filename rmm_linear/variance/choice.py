@@ -30,7 +30,8 @@ def required_ratio(
 
     K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. The variance falls with
     K for all kinds; for countsketch and wta it falls but for small steps, where the segments move or one token more is
-    kept as it is, so that a little smaller K may do by luck. With ``bits``, see :func:`sketch_variance` about its rounding term.
+    kept as it is, so that a little smaller K may do by luck. With ``bits``, see :func:`sketch_variance` about its
+    rounding term.
 
     Cost: log₂ N evaluations of :func:`sketch_variance`.
 

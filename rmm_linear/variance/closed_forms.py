@@ -201,9 +201,8 @@ def sketch_variance(
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
     if probabilities is not None and probabilities.shape != x.shape[:-1]:
-        raise ValueError(
-            f"probabilities must have the shape {tuple(x.shape[:-1])} of the rows of x, got {tuple(probabilities.shape)}."
-        )
+        rows_of_x, given = tuple(x.shape[:-1]), tuple(probabilities.shape)
+        raise ValueError(f"probabilities must have the shape {rows_of_x} of the rows of x, got {given}.")
     if mask is not None and block is None and (kind in SAMPLERS or FAMILIES[kind].local):
         real = mask.bool()  # the same, and less work
         x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None

@@ -64,7 +64,9 @@ def sampling_probabilities(
         )
     p = given.double() if mask is None else torch.where(mask.real, given.double(), 0)
     if not bool((p >= 0).all() & p.isfinite().all() & p.any()):
-        raise ValueError("probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask.")
+        raise ValueError(
+            "probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask."
+        )
     return p / p.sum()
 
 

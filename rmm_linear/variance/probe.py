@@ -35,10 +35,11 @@ class GradientProbe(ProbeResults):
     gradient is unchanged: nothing is written into tensors and no random number is drawn. On the others, the cost is one
     hook on the model. What stays after the backward pass are floats, in ``rows``.
 
-    For sketched layers the sketch is the layer's own, with its mask. For other linear layers it is what ``config``
-    would make of them. D²_SGD is over sequences where X has the shape (batch, sequence, I) or an ``attention_mask``
-    says what the sequences are, else over tokens. The rounding term of packed sketches is computed for one S
-    instead of a mean over several. Under loss scaling both variances are in units of the scaled gradient.
+    For sketched layers the sketch is the layer's own, with its mask and what its norm estimator expects. For other
+    linear layers it is what ``config`` would make of them, with nothing expected. D²_SGD is over sequences where X has
+    the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences are, else over tokens. The rounding
+    term of packed sketches is computed for one S instead of a mean over several. Under loss scaling both variances are
+    in units of the scaled gradient.
 
     Time of one look: up to four products like dW in float64 and one sketch, per layer; about as much as a training
     step on a CPU (``python -m benchmarks.probe`` measures it). Memory: X of the layers looked at, and copies of one
