@@ -72,7 +72,7 @@ def describe_layers(noises: Sequence[MemoryNoise], kinds: Sequence[str] = KINDS)
         A table with a row for every layer and a column for every memory, without a final line break.
     """
     best = {(e.layer, e.memory): e for e in quietest([entry for entry in noises if entry.setting in kinds])}
-    layers, memories = (list(dict.fromkeys(key[place] for key in best)) for place in (0, 1))
+    layers, memories = dict.fromkeys(layer for layer, _ in best), dict.fromkeys(memory for _, memory in best)
     header = ("quietest of a layer", *(f"{100 * memory:g} %" for memory in memories))
 
     def cell(entry: MemoryNoise) -> str:
