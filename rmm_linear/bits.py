@@ -50,8 +50,11 @@ class BitsChoice:
             itemsize: Bytes per element that is stored unpacked.
             mask: The tokens that count, or None.
         """
-        for bits in WIDTHS:
-            self.noise[bits] = self.noise.get(bits, 0.0) + predicted_noise(x, config, itemsize, bits, mask)
+        predicted = {bits: predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS}
+        if not all(math.isfinite(noise) for noise in predicted.values()):
+            return  # an input with NaN or an infinity shows nothing
+        for bits, noise in predicted.items():
+            self.noise[bits] = self.noise.get(bits, 0.0) + noise
         self.steps += 1
 
     def settle(self) -> None:

@@ -79,8 +79,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
         scale of every group.
 
     Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2, an element is infinite, or a group's range is beyond float32. On an
-            accelerator the values are not looked at, and an infinity makes its group NaN.
+        ValueError: If ``bits`` is not 8, 4 or 2.
     """
     return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
 
@@ -116,7 +115,7 @@ def pack_parts(
             pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
             finite = False  # not known
         if not finite:
-            _refuse_infinities(values, found)
+            _spoil_infinite(found)
     return codes, ranges
 
 
@@ -141,7 +140,7 @@ def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Ten
     draws = Draws.of(seed, rows, matrix.shape[1])
     hashing = signs_and_shifts(seed, matrix.shape[0], rows)
     if not native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing):
-        _refuse_infinities(matrix, ranges)
+        _spoil_infinite(ranges)
     return codes, ranges
 
 
@@ -248,7 +247,7 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
         E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
 
     Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2, or an element is infinite.
+        ValueError: If ``bits`` is not 8, 4 or 2.
     """
     _check_bits(bits)
     rows, columns = matrix.shape
@@ -257,7 +256,6 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     for part in row_parts(rows, columns, matrix):
         for _, _, groups in turned_groups(matrix[part], turn):
             ranges = group_ranges(groups, bits)
-            _refuse_infinities(matrix, ranges)
             fraction = group_steps(groups, ranges).frac_().double()
             result[part] += (ranges[..., 1:].double().square() * fraction * (1 - fraction)).sum((1, 2))
     return result
@@ -268,14 +266,9 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
 
 
-def _refuse_infinities(matrix: Tensor, ranges: Tensor) -> None:
-    if matrix.device.type != "cpu" or bool(ranges.isfinite().all()):
-        return
-    if bool(torch.isinf(matrix).any()) or not bool(matrix.isnan().any()):
-        raise ValueError(
-            "pack needs finite elements or NaN, got an infinity, or numbers whose range is beyond float32. "
-            "Use bits=None to store them."
-        )
+def _spoil_infinite(ranges: Tensor) -> None:
+    """Make every group NaN that holds a NaN or an infinity, or whose range is beyond float32."""
+    ranges.masked_fill_(~ranges.isfinite().all(-1, keepdim=True), torch.nan)
 
 
 def row_parts(rows: int, columns: int, tensor: Tensor) -> Iterator[slice]:

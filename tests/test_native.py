@@ -105,16 +105,15 @@ def test_odd_values_are_packed_the_same(bits, plainly):
     torch.testing.assert_close(ranges[finite], expected_ranges[finite], rtol=2**-7, atol=0)
     assert (codes[finite] != expected_codes[finite]).float().mean() < 0.01
     z[5, 199] = math.inf
-    with pytest.raises(ValueError, match="got an infinity"):
-        packing.pack(z, bits, SEED)
+    for pack in (packing.pack, lambda *args: plainly(lambda: packing.pack(*args))):
+        assert pack(z, bits, SEED)[1][5, 3].isnan().all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_range_beyond_float32_is_refused(backend, monkeypatch):
+def test_a_range_beyond_float32_is_nan(backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     for z in (torch.tensor([[3e38, -3e38]]), torch.tensor([[1e39, 0.0]], dtype=torch.float64)):
-        with pytest.raises(ValueError, match="beyond float32"):
-            packing.pack(z, 4, SEED)
+        assert packing.pack(z, 4, SEED)[1].isnan().all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

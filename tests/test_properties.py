@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, sketched_linear
-from rmm_linear.sketches import KINDS, has_blocks
+from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -154,7 +154,7 @@ def test_the_gradient_is_unbiased_in_two_thousand_cases(config, tokens, mask_par
 
 
 def poisoned(kind, bits, bad, where):
-    """dW with one bad element in X or Y, of a token that the sketch is sure to see: all rows are kept."""
+    """dW of 20 sketches with one bad element in X or Y."""
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(40, 5, generator=generator), torch.randn(40, 4, generator=generator)
     (x if where == "X" else y)[7, 2] = bad
@@ -173,9 +173,12 @@ def poisoned(kind, bits, bad, where):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_arrives(kind, bits, where, bad):
-    """As in nn.Linear, whose column 2 or row 2 of dW it spoils, a scaler or a guard sees it; a sample may miss it."""
+    """As in nn.Linear, where it spoils column 2 or row 2 of dW: a gradient scaler or a guard sees it. What draws rows
+    does so if it draws the token."""
     found = poisoned(kind, bits, bad, where)
     line = found[:, :, 2] if where == "X" else found[:, 2, :]
     spoiled = (~line.isfinite()).any(1)
-    seen = 1.0 if kind not in ("rows",) else 0.2
-    assert spoiled.float().mean() >= seen
+    if kind in ("rows", *SAMPLERS):
+        assert spoiled.any()
+    else:
+        assert spoiled.all()
