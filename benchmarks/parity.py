@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import DTYPES, MASKS, SEED, SHAPES, VIEWS, Check, Inputs, close, relative_error, same
-from rmm_linear import RMMConfig, packing, sketched_linear
+from rmm_linear import RMMConfig, ops, packing, sketched_linear
 from rmm_linear._triton import kernels
-from rmm_linear.sketches import sketch
+from rmm_linear.sketches import SAMPLERS, sketch
 from rmm_linear.sketches.rows import sample
 
 _RANGES = 0.01  # the turn's last bit can move a range to the next number of bfloat16
@@ -58,20 +58,57 @@ def gathered(device: str, shape: tuple[int, int, int], mask: str) -> list[Check]
     return [close("SᵀX", found, sketch(x, kind="rows", seed=make.seed, rows=rows, mask=ranks))]
 
 
-def scaled_rows(device: str) -> list[Check]:
+def short_group(device: str, bits: int) -> list[Check]:
+    """Compare a last group of few, nearly equal columns: steps so small that a zero beside them is very far away."""
+    make = Inputs(device)
+    z = make.matrix(150, 69)
+    z[:, 64:] = 1 + 1e-5 * z[:, 64:]
+    codes, ranges = kernels().pack(z, bits, make.seed)
+    expected_codes, expected_ranges = packing.pack(z, bits, make.seed)
+    tail = 64 * bits // 8
+    return [
+        same("ranges", ranges[:, 1], expected_ranges[:, 1]),
+        same("codes", codes[:, tail:], expected_codes[:, tail:], limit=0.002),
+    ]
+
+
+def scaled_rows(device: str, bits: int) -> list[Check]:
     """Compare rows gathered more than once and with scales of their own, as sampling with replacement makes them."""
     make = Inputs(device)
     x = make.matrix(50, 130)
     index = torch.tensor([3, 3, 0, 49, 17, 3, 8] * 5, device=device)
     scale = make.matrix(len(index), 1).view(-1)
     expected = x[index] * scale.unsqueeze(1)
-    codes, ranges = kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale, bits=4)
-    expected_codes, expected_ranges = kernels().pack(expected, 4, make.seed)
+    codes, ranges = kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale, bits=bits)
+    expected_codes, expected_ranges = kernels().pack(expected, bits, make.seed)
     return [
         close("SᵀX", kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale), expected),
         same("codes", codes, expected_codes, limit=0.002),
         same("ranges", ranges, expected_ranges, limit=_RANGES),
     ]
+
+
+def drawn(device: str, kind: str, mask: str, bits: int | None, dtype: torch.dtype = torch.float32) -> list[Check]:
+    """Compare rows drawn by their weight, and what is stored of them."""
+    make = Inputs(device)
+    x = make.matrix(60, 130, dtype) * make.matrix(60, 1, dtype).exp()
+    ranks, expected = make.mask(mask, 60)[0], make.matrix(60, 1).view(-1).abs()
+    order = () if ranks is None else (ranks.order, ranks.count)
+    found = []
+    for backend in ("triton", "torch"):
+        with mock.patch.dict(os.environ, {"RMM_BACKEND": backend}):
+            index, scale = ops.draw_rows(x, make.seed, kind, 11, 0.1, expected, *order)
+            stored = (ops.gather_rows(x, index, scale),)
+            if bits is not None:
+                stored = ops.packed_rows(x, make.seed, index, scale, bits)
+        found.append((index, scale, *stored))
+    (index, scale, *stored), (expected_index, expected_scale, *expected_stored) = found
+    checks = [same("rows", index, expected_index), close("scales", scale, expected_scale)]
+    if bits is None:
+        return [*checks, close("SᵀX", stored[0], expected_stored[0], dtype)]
+    # A scale whose last bit differs can move a range, and an element on the edge of a step.
+    most = relative_error(stored[1].float(), expected_stored[1].float())
+    return [*checks, same("codes", stored[0], expected_stored[0], limit=0.02), Check("ranges", most, 2**-7)]
 
 
 def dense_sketch(
@@ -240,13 +277,17 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for bits in packing.WIDTHS:
         for columns in (64, 130, 5, 191):
             add(pack_and_unpack, bits, columns)
+        add(pack_and_unpack, bits, 65, torch.float32, 150)
+        add(short_group, bits)
+        add(scaled_rows, bits)
         for dtype in half:
             add(pack_and_unpack, bits, 70, dtype)
-        for kind in ("countsketch", "rademacher", "hadamard"):
+        for kind in ("countsketch", "gaussian", "rademacher", "hadamard"):
             for mask in ("all", "some"):
                 add(packed_as_made, kind, bits, mask)
         add(packed_as_made, "gaussian", bits, "few", 16)
-        add(packed_as_made, "countsketch", bits, "none")
+        for kind, mask in (("countsketch", "none"), ("rademacher", "none"), ("hadamard", "few")):
+            add(packed_as_made, kind, bits, mask)
     for kind in ("countsketch", "rademacher"):
         add(masked_rows_unread, kind)
     for view in VIEWS:
@@ -257,13 +298,21 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for columns in (64, 130, 5):
         for dtype in DTYPES:
             add(turn_back, columns, dtype)
-    add(scaled_rows)
+    for kind in SAMPLERS:
+        for mask in MASKS:
+            add(drawn, kind, mask, None)
+        for bits in packing.WIDTHS:
+            add(drawn, kind, "some", bits)
+        for dtype in half:
+            add(drawn, kind, "some", None, dtype)
     for count in (None, 0, 3, 1100, 1500):
         add(random_keys, count)
-    for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard"):
+    for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
-            add(layer, kind, None, mask)
-            add(layer, kind, 4, mask)
+            for bits in (None, 4):
+                add(layer, kind, bits, mask)
+        for bits in (8, 2):
+            add(layer, kind, bits, "some")
     return found
 
 

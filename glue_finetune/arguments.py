@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.scoring import SOURCES
-from glue_finetune.sketch_flags import add_sketch_flags, build_config
+from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators
 from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
 
@@ -74,7 +74,10 @@ class GlueArguments:
     )
     compare: list[str] | None = dataclasses.field(
         default=None,
-        metadata={"help": "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4."},
+        metadata={
+            "help": "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4. "
+            "A norm estimator follows the kind: wta+token:0.3."
+        },
     )
     seeds: list[int] | None = dataclasses.field(
         default=None, metadata={"help": "Seeds of a comparison. Default: the one of --seed."}
@@ -209,6 +212,8 @@ def parse(argv: list[str]) -> Arguments:
     _check_numbers(values)
     given = _given(parser, argv)
     config, is_exact = build_config(values, given)
+    if has_estimators(config):
+        values["remove_unused_columns"] = False  # the examples' numbers are no argument of a model's forward
     try:
         training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
     except (ValueError, TypeError, ImportError) as error:

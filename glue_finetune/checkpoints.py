@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,7 @@ from glue_finetune.arguments import GlueTrainingArguments
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import make_folder
 from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE
-from glue_finetune.trainer import SETTINGS_FILE
-
-_PATTERN = re.compile(r"checkpoint-(\d+)")
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """List a run's complete checkpoints.
-
-    Args:
-        folder: The run's output_dir.
-
-    Returns:
-        The checkpoints in the order of their steps.
-    """
-    if not folder.is_dir():
-        return []
-    found = {path: _PATTERN.fullmatch(path.name) for path in folder.iterdir()}
-    steps = {path: int(match[1]) for path, match in found.items() if match and (path / SETTINGS_FILE).is_file()}
-    return sorted(steps, key=lambda path: steps[path])
+from glue_finetune.trainer import CHECKPOINT, SETTINGS_FILE, complete_checkpoints
 
 
 def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any]) -> Path | None:
@@ -58,7 +39,7 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
             )
         return None
     if str(wanted).lower() in ("true", "last"):
-        checkpoints = list_checkpoints(folder)
+        checkpoints = complete_checkpoints(folder)
         if not checkpoints:
             raise UserError(f"resume_from_checkpoint needs a checkpoint, {folder} has none. Leave the flag out.")
         checkpoint = checkpoints[-1]
@@ -93,6 +74,9 @@ def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
 def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
     """Make output_dir; when overwriting, remove an earlier run's checkpoints and results and nothing else.
 
+    When resuming, remove the checkpoints that a killed process left incomplete. Of several processes, the first one
+    removes.
+
     Args:
         training: The Trainer's arguments.
         resuming: Keep what is there.
@@ -106,11 +90,13 @@ def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
     folder = Path(training.output_dir or "")
     make_folder(folder)
     try:
-        if training.overwrite_output_dir and not resuming:
-            for name in (RESULTS_FILE, VARIANCE_FILE):
-                (folder / name).unlink(missing_ok=True)
+        if training.process_index == 0 and (resuming or training.overwrite_output_dir):
+            kept = complete_checkpoints(folder) if resuming else []
+            if not resuming:
+                for name in (RESULTS_FILE, VARIANCE_FILE):
+                    (folder / name).unlink(missing_ok=True)
             for path in folder.iterdir():
-                if path.is_dir() and _PATTERN.fullmatch(path.name):
+                if path.is_dir() and CHECKPOINT.fullmatch(path.name) and path not in kept:
                     shutil.rmtree(path)
     except OSError as error:
         raise UserError(f"Cannot write output_dir {folder}: {error.strerror}. Choose another one.") from error

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
-from glue_finetune.checkpoints import list_checkpoints
 from glue_finetune.errors import UserError
 from glue_finetune.files import make_folder, write_json
 from glue_finetune.modeling import check_conversion
 from glue_finetune.results import read_results, run_settings
 from glue_finetune.summary import write_summary
+from glue_finetune.trainer import complete_checkpoints
 from glue_finetune.training import check_run
 
 MARKER = "comparison.json"  # tells a comparison's folder from somebody's files
@@ -69,6 +69,8 @@ class Run:
 def parse_setting(text: str) -> Setting:
     """Read an entry of --compare, ``kind:ratio[:bits]`` or ``kind`` alone; values are checked where the flags are.
 
+    A kind that takes a norm estimator may name it: ``wta+token:0.3``.
+
     Args:
         text: The entry.
 
@@ -78,13 +80,15 @@ def parse_setting(text: str) -> Setting:
     Raises:
         UserError: If the entry has another form.
     """
-    parts = text.split(":")
-    names = ("--kind", "--ratio", "--bits")
-    if len(parts) > len(names) or not all(parts):
+    first, *others = text.split(":")
+    kind, plus, estimator = first.partition("+")
+    parts, names = [kind, *others], ("--kind", "--ratio", "--bits")
+    if len(parts) > len(names) or not all(parts) or (plus and not estimator):
         raise UserError(
             f"An entry of --compare must be kind:ratio[:bits], or kind alone, got {text!r}. Example: rows:0.1"
         )
-    return Setting(text, tuple(word for pair in zip(names, parts, strict=False) for word in pair))
+    words = [word for pair in zip(names, parts, strict=False) for word in pair]
+    return Setting(text, (*words, *(("--norm_estimator", estimator) if plus else ())))
 
 
 def run_comparison(arguments: Arguments) -> int:
@@ -210,7 +214,7 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
             print(f"{title}: finished before, reused (--overwrite_output_dir runs it again)", flush=True)
             continue
         extra = ["--overwrite_output_dir"] if overwrite else []
-        if not overwrite and list_checkpoints(run.folder):
+        if not overwrite and complete_checkpoints(run.folder):
             extra = ["--resume_from_checkpoint", "last"]
         elif run.folder.is_dir() and any(run.folder.iterdir()):  # killed before its first checkpoint was complete
             extra = ["--overwrite_output_dir"]

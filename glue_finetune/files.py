@@ -10,8 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from glue_finetune.errors import UserError
+from safetensors import SafetensorError
+
+from glue_finetune.errors import UserError, one_line
 from rmm_linear.files import write_text
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -37,6 +44,52 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"Cannot write output_dir {folder}: {error.strerror}. Choose another one.") from error
+
+
+@contextmanager
+def saving(what: Path) -> Iterator[None]:
+    """Turn what goes wrong while something is saved, as on a full disk, into one clear line.
+
+    Args:
+        what: The file or folder.
+
+    Raises:
+        UserError: If the block cannot write.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # Python's own, torch.save's, safetensors'
+        raise UserError(
+            f"Cannot save {what}: {one_line(error)}. What was saved before is complete. Make room, then go on with "
+            "--resume_from_checkpoint last, if there is a checkpoint."
+        ) from error
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make output_dir, and keep other runs out of it until the block, or the process, ends.
+
+    Args:
+        folder: The folder; it may exist.
+
+    Raises:
+        UserError: If it cannot be made, or another run is writing into it.
+    """
+    make_folder(folder)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Another run is writing into output_dir {folder}. Choose another one, or wait.") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

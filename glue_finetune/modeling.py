@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.tasks import Task
 from rmm_linear import ConversionReport, RMMConfig, convert, read_sketch_state
+from rmm_linear.estimators.samples import SAMPLE_INDEX
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +169,33 @@ def tokenize(rows: datasets.Dataset, tokenizer: Tokenizer, max_length: int) -> d
 
     texts = [name for name in rows.column_names if name != "label"]
     return rows.map(encode, batched=True, remove_columns=texts, desc="Tokenizing")
+
+
+def take_columns(rows: datasets.Dataset, model: torch.nn.Module) -> datasets.Dataset:
+    """Leave out the columns that a model does not take, in the place of the Trainer.
+
+    Args:
+        rows: Rows made by :func:`tokenize`.
+        model: The model.
+
+    Returns:
+        The rows with the columns that its forward names, and "label".
+    """
+    taken = {"label", *inspect.signature(model.forward).parameters}
+    return rows.select_columns([name for name in rows.column_names if name in taken])
+
+
+def number_rows(rows: datasets.Dataset) -> datasets.Dataset:
+    """Give training rows their numbers, by which norm estimators may remember them.
+
+    Args:
+        rows: The rows.
+
+    Returns:
+        The rows with "sample_index".
+    """
+    numbers: Any = list(range(len(rows)))
+    return rows.add_column(SAMPLE_INDEX, numbers)
 
 
 def _from_pretrained(cls: Any, name: str, **options: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 from glue_finetune.errors import UserError, one_line
 from rmm_linear import RMMConfig
+from rmm_linear.estimators import norm_estimators
+from rmm_linear.estimators.registry import NONE
 from rmm_linear.sketches import KINDS
 
 EXACT = "exact"  # the kind that converts nothing
@@ -23,6 +25,10 @@ _HELP = {
     "memory": "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.",
     "bits": "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.",
     "block": "Tokens per block of a block-diagonal gaussian or rademacher sketch. Default: one block.",
+    "uniform_mix": "For norm_rows and wta: part of the probability that all tokens share alike, in (0, 1].",
+    "norm_estimator": "For norm_rows and wta: what the size of a token's gradient is expected from: "
+    + ", ".join(norm_estimators())
+    + ".",
     "min_rows": "Rows that are kept at least, so that heads which see one row per sequence stay exact.",
     "mask_padding": "Whether padding is left out of the sketch: true or false.",
     "target_modules": "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression.",
@@ -83,6 +89,19 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMCon
         return base.replace(**changes), kind == EXACT
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
+
+
+def has_estimators(config: RMMConfig) -> bool:
+    """Say whether some layer has a norm estimator.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        True if it or one of its overrides names one.
+    """
+    fields = ({"norm_estimator": config.norm_estimator}, *config.overrides.values())
+    return any(changes.get("norm_estimator", NONE) != NONE for changes in fields)
 
 
 def _load(path: Path) -> RMMConfig:

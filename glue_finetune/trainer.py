@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -11,12 +13,14 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from glue_finetune.files import write_json
+from glue_finetune.errors import UserError
+from glue_finetune.files import saving, write_json
 from rmm_linear import save_sketch_state
 from rmm_linear.memory import track_saved
 
 BYTES_KEPT = "bytes_kept"
 SETTINGS_FILE, SKETCH_FILE = "glue_settings.json", "sketch_state.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
@@ -72,6 +76,19 @@ class GlueTrainer(Trainer):
         self.state.log_history.append(entry)
         return result
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir or "") / f"checkpoint-{self.state.global_step}"
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # earlier checkpoints stay until this one is complete, see CheckpointFiles
+        try:
+            with saving(folder):
+                super()._save_checkpoint(model, trial)
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)  # room, and nobody takes it for a checkpoint
+            raise
+        finally:
+            self.args.save_total_limit = limit
+
 
 class StepTimer(TrainerCallback):
     """Times every optimizer step of this process, loading of data excluded.
@@ -118,7 +135,8 @@ class StepTimer(TrainerCallback):
 class CheckpointFiles(TrainerCallback):
     """Adds to every checkpoint what the Trainer leaves out: the state of the sketches, and the run's settings.
 
-    The settings come last, so a checkpoint that has them is complete, and keep another run from going on from it.
+    The settings come last, so a checkpoint that has them is complete, and keep another run from going on from it. Only
+    then are earlier checkpoints removed, so that there is always a complete one.
     """
 
     def __init__(self, settings: dict[str, Any], sketched: bool) -> None:
@@ -150,9 +168,13 @@ class CheckpointFiles(TrainerCallback):
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if not state.is_world_process_zero or not folder.is_dir():
             return
-        if self.sketched and model is not None:
-            save_sketch_state(model, folder / SKETCH_FILE)
-        write_json(folder / SETTINGS_FILE, self.settings)
+        with saving(folder):
+            if self.sketched and model is not None:
+                save_sketch_state(model, folder / SKETCH_FILE)
+            write_json(folder / SETTINGS_FILE, self.settings)
+        earlier = [path for path in complete_checkpoints(folder.parent) if str(path) != state.best_model_checkpoint]
+        for path in earlier[: -args.save_total_limit] if args.save_total_limit else []:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class EpochLines(TrainerCallback):
@@ -202,6 +224,20 @@ class ProgressCallbackWithoutLogs(ProgressCallback):
         from tqdm.auto import tqdm
 
         tqdm.write(line)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """List a run's complete checkpoints.
+
+    Args:
+        folder: The run's output_dir.
+
+    Returns:
+        The checkpoints in the order of their steps.
+    """
+    steps = {path: CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoint-*")}
+    found = {path: int(match[1]) for path, match in steps.items() if match and (path / SETTINGS_FILE).is_file()}
+    return sorted(found, key=lambda path: found[path])
 
 
 def evaluation_scores(entry: dict[str, Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import DataCollatorWithPadding, set_seed
 from glue_finetune.arguments import Arguments
 from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
 from glue_finetune.data import GlueData, load_task
-from glue_finetune.files import write_json
+from glue_finetune.files import claimed, saving, write_json
 from glue_finetune.interrupt import InterruptCallback
 from glue_finetune.modeling import (
     check_conversion,
@@ -20,14 +21,19 @@ from glue_finetune.modeling import (
     load_config,
     load_model,
     load_tokenizer,
+    number_rows,
     restore_sketch,
     sketch,
+    take_columns,
     tokenize,
 )
 from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, make_results, run_settings
 from glue_finetune.scoring import make_scorer
+from glue_finetune.sketch_flags import has_estimators
 from glue_finetune.tasks import get_task
 from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, add_progress
+from rmm_linear.estimators import with_sample_index
+from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.transformers import ProbeCallback
 
 logger = logging.getLogger(__name__)
@@ -45,8 +51,8 @@ def train(arguments: Arguments) -> int:
     Returns:
         The exit status: 0, or 128 plus the number of the signal that ended the run early.
     """
-    with InterruptCallback().installed() as interrupt:
-        return _train(arguments, interrupt)
+    with InterruptCallback().installed() as interrupt, ExitStack() as held:
+        return _train(arguments, interrupt, held)
 
 
 def check_run(arguments: Arguments) -> tuple[GlueData, Any]:
@@ -68,7 +74,7 @@ def check_run(arguments: Arguments) -> tuple[GlueData, Any]:
     return data, model_config
 
 
-def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
+def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) -> int:
     glue, training = arguments.glue, arguments.training
     task = get_task(glue.task_name or "")
     settings = run_settings(arguments)
@@ -80,12 +86,23 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
     report = sketch(model, arguments.config)
     if report is not None and checkpoint is not None:
         restore_sketch(model, checkpoint / SKETCH_FILE)
-    print(report or "exact: every layer keeps its whole input")
+    if training.process_index == 0:
+        print(report or "exact: every layer keeps its whole input")
 
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
     train_rows = tokenize(data.train, tokenizer, length)
+    collator: Any = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None)
+    if arguments.config is not None and has_estimators(arguments.config):
+        # The Trainer's own choice of columns would leave out the numbers.
+        train_rows, dev = (
+            number_rows(take_columns(train_rows, model)),
+            {n: take_columns(r, model) for n, r in dev.items()},
+        )
+        collator = with_sample_index(collator)
     timer = StepTimer()
+    if training.process_index == 0:
+        held.enter_context(claimed(Path(training.output_dir or "")))
     folder = prepare_folder(training, resuming=checkpoint is not None)
     trainer = GlueTrainer(
         model=model,
@@ -93,7 +110,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
         train_dataset=train_rows,
         eval_dataset=dev if len(dev) > 1 else next(iter(dev.values())),
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None),
+        data_collator=collator,
         compute_metrics=make_scorer(task, glue.metric_source),
         callbacks=[interrupt, timer, CheckpointFiles(settings, sketched=report is not None)],
     )
@@ -113,7 +130,10 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
         )  # fmt: skip
         return 128 + interrupt.signum
     if training.save_strategy != "no":
-        trainer.save_model()
+        with saving(folder):
+            trainer.save_model()
+            if report is not None and trainer.is_world_process_zero():
+                save_conversion(model, folder)
     if trainer.is_world_process_zero():
         extra = {
             "seconds_of_training": seconds,
@@ -121,15 +141,18 @@ def _train(arguments: Arguments, interrupt: InterruptCallback) -> int:
             "resumed": checkpoint is not None,
             "converted": [] if report is None else list(report.converted),
             "bits_chosen": {} if report is None else report.bits,
+            "norm_estimator_bytes": 0 if report is None else sum(report.estimator_bytes.values()),
             "skipped": {} if report is None else dict(report.skipped),
         }
         results = make_results(arguments, task, state.log_history, timer.summary(), extra)
         if probe is not None:
-            probe.results.to_csv(Path(folder) / VARIANCE_FILE)
+            with saving(folder / VARIANCE_FILE):
+                probe.results.to_csv(folder / VARIANCE_FILE)
             print(f"noise of the sketches by that of the minibatch, from {VARIANCE_FILE}:\n{probe.results.summary()}")
-        write_json(Path(folder) / RESULTS_FILE, results)
+        with saving(folder / RESULTS_FILE):
+            write_json(folder / RESULTS_FILE, results)
         print(f"{task.main_metric}: best {_show(results['score']['best'])}, last {_show(results['score']['last'])}")
-        print(f"results: {Path(folder) / RESULTS_FILE}")
+        print(f"results: {folder / RESULTS_FILE}")
     return 0 if interrupt.signum is None else 128 + interrupt.signum
 
 

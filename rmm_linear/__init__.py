@@ -10,7 +10,7 @@ from rmm_linear.convert import convert, revert
 from rmm_linear.functional import sketched_linear
 from rmm_linear.linear import RMMLinear
 from rmm_linear.report import ConversionReport, ConvertedLayer
-from rmm_linear.state import load_sketch_state, read_sketch_state, save_sketch_state, sketch_state
+from rmm_linear.state import load_sketch_state, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
 
 __all__ = [
     "ConversionReport",
@@ -24,5 +24,6 @@ __all__ = [
     "revert",
     "save_sketch_state",
     "sketch_state",
+    "sketch_tensors",
     "sketched_linear",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear.backends import requested_backend
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.dense import block_rows
 from rmm_linear.sketches.transforms import next_power_of_two
 
 KINDS = ("countsketch", "rows", "gaussian", "rademacher", "hadamard")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 _NAME = "rmm_linear.kernels"
 _CHECKOUT = Path(__file__).resolve().parents[1] / "kernels" / "torch-ext" / "rmm_kernels"
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def applies_to(tensor: Tensor, kind: str | None = None) -> bool:
+    """Say whether the kernels do something with a tensor.
+
+    Args:
+        tensor: The matrix.
+        kind: One of the kinds of sketches, if one is to be made.
+
+    Returns:
+        False where plain PyTorch does it.
+
+    Raises:
+        RuntimeError: If the kernels are asked for on CPU, and Triton does not interpret them.
+    """
+    requested = requested_backend()
+    if requested == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "RMM_BACKEND=triton runs on CPU in Triton's interpreter only, and TRITON_INTERPRET=1 is not set. "
+            "Set it before Python starts, or use RMM_BACKEND=auto."
+        )
+    if tensor.dtype not in DTYPES or not (kind is None or kind in KINDS):
+        return False
+    return requested == "triton" or (requested == "auto" and tensor.device.type in _ACCELERATORS and _is_installed())
 
 
 @functools.cache

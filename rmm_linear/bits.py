@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing import WIDTHS, rounding_variance
-from rmm_linear.sketches import TokenMask, sketch, variance
+from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
 from rmm_linear.sketches.philox import signs
 
 STEPS = 4
@@ -108,10 +108,9 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
     seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     y = signs(seed, x.shape[0] * _COLUMNS, _STREAM).view(-1, _COLUMNS).to(torch.float32)
     if mask is not None:
-        real = torch.zeros_like(mask.order, dtype=torch.bool)
-        real[mask.order] = torch.arange(len(real), device=x.device) < mask.count
-        y = y * real.unsqueeze(1)
-    shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask}
+        y = y * mask.real.unsqueeze(1)
+    p = probabilities(row_norms(x), recipe.uniform_mix, mask=mask) if recipe.draws(x.shape[0]) else None
+    shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask, "p": p}
     z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
     rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum()
     return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

@@ -14,9 +14,9 @@ def check_kind(kind: object) -> None:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
 
 
-def check_fraction(name: str, value: object, hint: str) -> None:
-    """Refuse what is neither None nor a number in (0, 1]."""
-    if value is None:
+def check_fraction(name: str, value: object, hint: str, *, needed: bool = False) -> None:
+    """Refuse what is neither a number in (0, 1] nor, unless it is needed, None."""
+    if value is None and not needed:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number in (0, 1], got {value!r}. {hint}")

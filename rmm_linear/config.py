@@ -14,10 +14,11 @@ from typing import Any
 
 from rmm_linear._version import __version__
 from rmm_linear.checks import check_fraction, check_integer, check_kind, check_pattern, read_names
+from rmm_linear.estimators.registry import NONE, check_norm_estimator
 from rmm_linear.files import write_text
-from rmm_linear.kept import Recipe
+from rmm_linear.kept import DRAWN_BYTES, Recipe
 from rmm_linear.packing import WIDTHS, packed_bytes
-from rmm_linear.sketches import FAMILIES, KINDS
+from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, has_blocks
 
 _VERSION_KEY = "rmm_linear_version"
 _DEFAULT_MEMORY = 0.1
@@ -37,6 +38,12 @@ class RMMConfig:
         bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each
             layer from the noise predicted on the first steps, with ``ratio`` the dtype itself.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
+        uniform_mix: For kinds that draw rows by their weight (norm_rows, wta), the part of the probability that all
+            tokens share alike, in (0, 1]. It bounds what a token with a small input can add to the noise.
+        norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of
+            the input decides alone), "position", "token" or "position_token" (running means), "sample_cache" or
+            "sequence_cache" (the last epoch's, by dataset index), or a name given to
+            :func:`rmm_linear.estimators.register_norm_estimator`.
         min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence
             are. At least 1.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
@@ -64,6 +71,8 @@ class RMMConfig:
     memory: float | None = None
     bits: int | str | None = "auto"
     block: int | None = None
+    uniform_mix: float = UNIFORM_MIX
+    norm_estimator: str = NONE
     min_rows: int = 64
     mask_padding: bool = True
     target_modules: str | Sequence[str] = "all-linear"
@@ -81,14 +90,23 @@ class RMMConfig:
             object.__setattr__(self, "memory", _DEFAULT_MEMORY)
         check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
         check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
+        check_fraction(
+            "uniform_mix", self.uniform_mix, "1 draws all tokens alike; 0 would never draw some.", needed=True
+        )
+        check_norm_estimator(self.norm_estimator)
+        if self.norm_estimator != NONE and self.kind not in SAMPLERS:
+            raise ValueError(
+                f"norm_estimator is for {' and '.join(SAMPLERS)}, got {self.norm_estimator!r} with kind={self.kind!r}. "
+                'Use norm_estimator="none".'
+            )
         if self.bits not in (None, "auto", *WIDTHS) or isinstance(self.bits, bool | float):
             raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
         if not isinstance(self.mask_padding, bool):
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
-        if self.block is not None and not FAMILIES[self.kind].blocks:
-            able = " and ".join(name for name in KINDS if FAMILIES[name].blocks)
+        if self.block is not None and not has_blocks(self.kind):
+            able = " and ".join(name for name in KINDS if has_blocks(name))
             raise ValueError(
                 f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None."
             )
@@ -139,11 +157,15 @@ class RMMConfig:
             rows = round(self.ratio * tokens)
         else:
             row_bytes = features * itemsize if width is None else packed_bytes(1, features, int(width))
-            rows = int((self.memory or 0) * tokens * features * itemsize / row_bytes)
+            budget = (self.memory or 0) * tokens * features * itemsize
+            rows = int(budget / row_bytes)
+            if self.kind in SAMPLERS and rows < tokens:
+                rows = int(budget / (row_bytes + DRAWN_BYTES))
         rows = min(tokens, max(self.min_rows, rows))
         if rows == tokens and width is None:
             return None
-        return Recipe(self.kind, rows, self.block, None if width is None else int(width))
+        mix = self.uniform_mix if self.kind in SAMPLERS else 0.0
+        return Recipe(self.kind, rows, self.block, None if width is None else int(width), mix)
 
     def replace(self, **changes: Any) -> RMMConfig:
         """Return a copy with other values; a new ``ratio`` drops ``memory``, and the other way round.

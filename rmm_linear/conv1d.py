@@ -24,7 +24,8 @@ class RMMConv1D(SketchedLayer, Conv1D):
             Shape (*, O).
         """
         # Two dimensions, as in Conv1D, so that the output is the same to the bit.
-        return self._linear(x.reshape(-1, x.shape[-1]), self.weight.t(), self.bias).view(*x.shape[:-1], self.nf)
+        flat, shape = x.reshape(-1, x.shape[-1]), tuple(x.shape[:-1])
+        return self._linear(flat, self.weight.t(), self.bias, shape).view(*shape, self.nf)
 
     def __repr__(self) -> str:
         """Describe the layer.

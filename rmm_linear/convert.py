@@ -76,7 +76,7 @@ def convert(
     if dry_run:
         return ConversionReport(config, converted, skipped, dry_run)
     classes = {name: _sketched_class(module) for name, module in chosen.items()}
-    scope = ForwardScope(list(chosen))
+    scope = ForwardScope(list(chosen), config if example is None else _restricted(config, list(chosen)))
     scope.attach(model)
     for index, (name, module) in enumerate(chosen.items()):
         # The object stays, so ties, hooks, optimizers and everybody's references to it do too.
@@ -85,6 +85,16 @@ def convert(
     report = ConversionReport(config, converted, skipped, scope=scope)
     logger.info(report.summary())
     return report
+
+
+def _restricted(config: RMMConfig, chosen: list[str]) -> RMMConfig:
+    """The same conversion without an example."""
+    overrides = {
+        pattern: changes
+        for pattern, changes in config.overrides.items()
+        if any(config.override_pattern(name) == pattern for name in chosen)
+    }
+    return config.replace(target_modules=chosen, exclude_modules=None, overrides=overrides)
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rmm_linear.compiled import gradient_afresh, keep_afresh
 from rmm_linear.config import RMMConfig
 from rmm_linear.kept import Recipe, keep, weight_gradient
 from rmm_linear.seeds import draw_seed
@@ -31,18 +32,21 @@ class Plan:
 
     Attributes:
         recipe: How the input is kept.
-        seed: Seed of S and of the rounding.
+        seed: Seed of S and of the rounding. None has compiled code draw one in every step.
         mask: The tokens that count, or None for all.
         shared: Sketches of this forward pass that other layers made, or None to share nothing.
         index: Number of the layer, for ``shared``.
+        expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called only
+            where a sketch is made, so that layers that share one ask once. None knows nothing.
         on_backward: Called with Y, shape (N, O), and the mask before anything is made of them.
     """
 
     recipe: Recipe
-    seed: int
+    seed: int | None
     mask: TokenMask | None = None
     shared: SharedSketches | None = None
     index: int = 0
+    expected: Callable[[], Tensor | None] | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
 
 
@@ -96,7 +100,8 @@ def sketched_linear(
     recipe = recipe_for(input, weight, config)
     if recipe is None:
         return F.linear(input, weight, bias)
-    seed = draw_seed() if seed is None else seed
+    if seed is None and not torch.compiler.is_compiling():
+        seed = draw_seed()
     mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
     return planned_linear(input, weight, bias, Plan(recipe, seed, mask))
 
@@ -149,9 +154,30 @@ def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Pla
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
+    dtype = autocast_dtype(input)
+    x = _cast(input.detach(), dtype)
     if plan is None:
-        weight = _WithoutGradient.apply(weight)
-    return _SketchedLinear.apply(input, weight, bias, plan, autocast_dtype(input))
+        return _SketchedLinear.apply(input, _WithoutGradient.apply(weight), bias, x, dtype, None, None, False)
+    # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
+    saved = _saved(input, x, plan, dtype)
+    afresh = plan.seed is None
+    return _SketchedLinear.apply(input, weight, bias, x, dtype, plan.recipe, plan.on_backward, afresh, *saved)
+
+
+def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
+    """The mask and what is kept of X; a recomputation under checkpointing replaces all of it, or none."""
+    mask = plan.mask
+
+    def make() -> tuple[Tensor, ...]:
+        with torch.autocast(x.device.type, enabled=False):
+            if plan.seed is None:
+                return keep_afresh(x.reshape(-1, x.shape[-1]), plan.recipe, mask)
+            expected = None if plan.expected is None else plan.expected()
+            return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask, expected)
+
+    key = (plan.recipe, mask, dtype)
+    kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
+    return (*((None, None) if mask is None else (mask.order, mask.count)), *kept)
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -159,27 +185,24 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None, dtype: torch.dtype | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        dtype: torch.dtype | None,
+        recipe: Recipe | None,
+        on_backward: Callable[[Tensor, TokenMask | None], None] | None,
+        afresh: bool,
+        *saved: Tensor | None,
     ) -> Tensor:
-        # Of the plan, only what is the same in a recomputation: the seed and the mask travel with Z, below.
-        ctx.recipe, ctx.on_backward = (None, None) if plan is None else (plan.recipe, plan.on_backward)
-        ctx.autocast_dtype = dtype
+        # On ctx, only what is the same in a recomputation; the seed and the mask are among the saved tensors.
+        ctx.recipe, ctx.on_backward, ctx.afresh, ctx.autocast_dtype = recipe, on_backward, afresh, dtype
         ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(input.device.type, enabled=False):
-            x, b = _cast(input, dtype), None if bias is None else _cast(bias, dtype)
+            b = None if bias is None else _cast(bias, dtype)
             output = F.linear(x, _cast(weight, dtype), b)
-            saved: tuple[Tensor | None, ...] = ()
-            if plan is not None:
-                x = x.reshape(-1, x.shape[-1])
-
-                def make() -> tuple[Tensor, ...]:
-                    return keep(x, plan.recipe, plan.seed, plan.mask)
-
-                key = (plan.recipe, plan.mask, dtype)
-                kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
-                # The seed and the mask travel with Z: a recomputation under checkpointing replaces all, or none.
-                saved = (*((None, None) if plan.mask is None else (plan.mask.order, plan.mask.count)), *kept)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
 
@@ -203,11 +226,14 @@ class _SketchedLinear(torch.autograd.Function):
                 mask = None if order is None else TokenMask(order, count)
                 if ctx.on_backward is not None:
                     ctx.on_backward(y, mask)
-                gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
+                if ctx.afresh:
+                    gradient = gradient_afresh(y, kept[0], recipe, ctx.input_shape[-1], mask)
+                else:
+                    gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
                 grad_weight = gradient.to(ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = y.sum(0).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What a layer keeps of its input, and the gradient made from it.
 
-Kept are tensors only (a sketch Z, packed or not, and the seed of S), because autograd's saved-tensor hooks, and with
-them activation checkpointing, see nothing else.
+Kept are tensors only (a sketch Z, packed or not, and the seed of S or the rows that were drawn), because autograd's
+saved-tensor hooks, and with them activation checkpointing, see nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from rmm_linear import ops
 from rmm_linear.packing import packed_bytes
-from rmm_linear.sketches import TokenMask, kept_rows
+from rmm_linear.sketches import SAMPLERS, TokenMask, kept_rows
+
+DRAWN_BYTES = 8  # of the number of a drawn row, and its scale
+_SEED_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,28 @@ class Recipe:
         rows: K.
         block: Tokens per block, or None.
         bits: Bits per stored element; None is the dtype itself.
+        uniform_mix: Part of the probability that all tokens share alike, for kinds that draw rows from X; 0 for others.
     """
 
     kind: str
     rows: int
     block: int | None = None
     bits: int | None = None
+    uniform_mix: float = 0.0
+
+    def draws(self, tokens: int) -> bool:
+        """Say whether rows are drawn from the input itself, and so have to be stored.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            True for the kinds of :data:`rmm_linear.sketches.SAMPLERS`, unless all rows are kept.
+        """
+        return self.kind in SAMPLERS and self.rows < tokens
 
     def bytes(self, tokens: int, features: int, itemsize: int) -> int:
-        """Return the bytes kept for an input, the seed included.
+        """Return the bytes kept for an input: the sketch, and the seed or the drawn rows with their scales.
 
         Args:
             tokens: N.
@@ -41,13 +57,19 @@ class Recipe:
             itemsize: Bytes per element of the input.
 
         Returns:
-            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed.
+            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Drawn rows add 8·K, and need the seed only
+            when they are packed.
         """
         rows = kept_rows(tokens, self.rows, self.block)
-        return 8 + (rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits))
+        stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)
+        if not self.draws(tokens):
+            return stored + _SEED_BYTES
+        return stored + rows * DRAWN_BYTES + (0 if self.bits is None else _SEED_BYTES)
 
 
-def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) -> tuple[Tensor, ...]:
+def keep(
+    x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None, expected: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Make what is kept of an input.
 
     Args:
@@ -55,12 +77,20 @@ def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) ->
         recipe: How it is kept.
         seed: Seed of S and of the rounding.
         mask: The tokens that count, or None for all.
+        expected: ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), for kinds that draw rows from X; None where nothing
+            is known.
 
     Returns:
-        Z and the seed, or codes, ranges and the seed when packed; tensors on the device of ``x``.
+        Z and the seed, or codes, ranges and the seed when packed; tensors on the device of ``x``. Where rows are drawn
+        from X, they and their scales come after Z or the ranges, and without packing in the place of the seed.
     """
     seeds = _on_device(seed, x.device)
     ranks = (None, None) if mask is None else (mask.order, mask.count)
+    if recipe.draws(x.shape[0]):
+        drawn = ops.draw_rows(x, seeds, recipe.kind, recipe.rows, recipe.uniform_mix, expected, *ranks)
+        if recipe.bits is None:
+            return ops.gather_rows(x, *drawn), *drawn
+        return *ops.packed_rows(x, seeds, *drawn, recipe.bits), *drawn, seeds
     if recipe.bits is not None:
         return (*ops.packed_sketch(x, seeds, recipe.kind, recipe.rows, recipe.bits, recipe.block, *ranks), seeds)
     if mask is None and kept_rows(x.shape[0], recipe.rows, recipe.block) >= x.shape[0]:
@@ -70,13 +100,21 @@ def keep(x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None) ->
 
 def _on_device(seed: int, device: torch.device) -> Tensor:
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
-    if _is_capturing(device):
+    if is_capturing(device):
         # A number would be the same in every replay of the graph; the device's generator is not.
         seeds ^= torch.randint(2**63 - 1, (1,), device=device)
     return seeds
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being captured, when nothing may be read from the device.
+
+    Args:
+        device: Any device.
+
+    Returns:
+        False on all but CUDA's.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -95,6 +133,8 @@ def weight_gradient(
     Returns:
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
+    if recipe.draws(y.shape[0]):
+        return _gradient_of_drawn(y, kept, recipe, features)
     *stored, seeds = kept
     ranks = (None, None) if mask is None else (mask.order, mask.count)
     if recipe.bits is not None:
@@ -104,3 +144,13 @@ def weight_gradient(
     if mask is not None or kept_rows(y.shape[0], recipe.rows, recipe.block) < y.shape[0]:
         y = ops.sketch(y, seeds, recipe.kind, recipe.rows, recipe.block, *ranks)
     return y.T @ stored[0]
+
+
+def _gradient_of_drawn(y: Tensor, kept: tuple[Tensor, ...], recipe: Recipe, features: int) -> Tensor:
+    if recipe.bits is None:
+        z, index, scale = kept
+        return ops.gather_rows(y, index, scale).T @ z
+    codes, ranges, index, scale, seeds = kept
+    drawn = ops.gather_rows(y, index, scale)
+    # SᵀY has K rows already; K rows are not sketched again.
+    return ops.unpacked_product(drawn, codes, ranges, seeds, recipe.kind, recipe.rows, recipe.bits, features)

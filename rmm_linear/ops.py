@@ -10,8 +10,6 @@ A seed is a tensor on the device and is never read by the host, so nothing waits
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -20,35 +18,20 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import _triton, native, packing
-from rmm_linear.backends import requested_backend
-from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows
+from rmm_linear.row_ops import draw_rows, gather_rows, packed_rows
+from rmm_linear.sketches import TokenMask, has_blocks, kept_rows
 from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.dense import block_rows
 
+__all__ = ["draw_rows", "gather_rows", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
+
 _CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
-_ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _uses_triton(tensor: Tensor, kind: str | None = None) -> bool:
-    requested = requested_backend()
-    if tensor.dtype not in _triton.DTYPES or not (kind is None or kind in _triton.KINDS):
-        return False
-    return requested == "triton" or (requested == "auto" and tensor.device.type in _ACCELERATORS and _has_triton())
 
 
 def _check_block(kind: str, block: int | None) -> None:
-    if block is not None and not FAMILIES[kind].blocks:
+    if block is not None and not has_blocks(kind):
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
-
-
-def _mask(order: Tensor | None, count: Tensor | None) -> TokenMask | None:
-    return None if order is None or count is None else TokenMask(order, count)
 
 
 @torch.library.custom_op("rmm_linear::sketch", mutates_args=())
@@ -76,8 +59,8 @@ def sketch(
         Shape (kept rows, D), dtype of ``matrix``.
     """
     _check_block(kind, block)
-    mask, tokens = _mask(order, count), matrix.shape[0]
-    if kept_rows(tokens, rows, block) < tokens and _uses_triton(matrix, kind):
+    mask, tokens = TokenMask.made_of(order, count), matrix.shape[0]
+    if kept_rows(tokens, rows, block) < tokens and _triton.applies_to(matrix, kind):
         return _triton.sketch(matrix, seed, kind, rows, block, mask, None)
     result = plain_sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
     if result is matrix:
@@ -117,9 +100,9 @@ def packed_sketch(
         Codes and ranges, see :func:`rmm_linear.packing.pack`.
     """
     _check_block(kind, block)
-    mask, (tokens, columns) = _mask(order, count), matrix.shape
+    mask, (tokens, columns) = TokenMask.made_of(order, count), matrix.shape
     kept = kept_rows(tokens, rows, block)
-    if _uses_triton(matrix, kind):
+    if _triton.applies_to(matrix, kind):
         if kept < tokens:
             return _triton.sketch(matrix, seed, kind, rows, block, mask, bits)
         return _triton.kernels().pack(matrix if mask is None else mask.compact(matrix), bits, seed)
@@ -136,10 +119,7 @@ def packed_sketch(
 
 @packed_sketch.register_fake
 def _(matrix, seed, kind, rows, bits, block=None, order=None, count=None):
-    kept, columns = kept_rows(matrix.shape[0], rows, block), matrix.shape[1]
-    codes = matrix.new_empty(kept, (columns * bits + 7) // 8, dtype=torch.uint8)
-    groups = (columns + packing.GROUP - 1) // packing.GROUP
-    return codes, matrix.new_empty(kept, groups, 2, dtype=torch.bfloat16)
+    return packing.empty_packed(kept_rows(matrix.shape[0], rows, block), matrix.shape[1], bits, matrix)
 
 
 @torch.library.custom_op("rmm_linear::unpacked_product", mutates_args=())
@@ -177,8 +157,8 @@ def unpacked_product(
     Returns:
         Shape (O, I), dtype of ``y``.
     """
-    mask, tokens, kept = _mask(order, count), y.shape[0], codes.shape[0]
-    if y.device.type == "cpu" and not _uses_triton(y):
+    mask, tokens, kept = TokenMask.made_of(order, count), y.shape[0], codes.shape[0]
+    if y.device.type == "cpu" and not _triton.applies_to(y):
         made = plain_parts(y, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
         # A half type would round after every part.
         step = max(1, _CHUNK // max(1, columns, y.shape[1])) if y.dtype in (torch.float32, torch.float64) else kept
@@ -191,7 +171,7 @@ def unpacked_product(
         return packing.turn_back_(product, seed)
     if mask is not None or kept < tokens:
         y = sketch(y, seed, kind, rows, block, order, count)
-    if not _uses_triton(y):
+    if not _triton.applies_to(y):
         z = packing.unpack(codes, ranges, seed, bits, columns, y.dtype, turned=True)
         return packing.turn_back_(y.T @ z, seed)
     z = _triton.kernels().unpack(codes, ranges, bits, columns, y.dtype)
@@ -204,7 +184,7 @@ def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, order=None,
 
 
 def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
-    """Multiplications and additions, each one, as PyTorch counts a matrix product."""
+    """Multiplications and additions, each one, as PyTorch counts a matrix product; of the transforms the fast form."""
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
         return 0

@@ -104,7 +104,7 @@ def pack_parts(
     """
     _check_bits(bits)
     rows, columns = shape
-    codes, ranges = _empty(rows, columns, bits, seed)
+    codes, ranges = empty_packed(rows, columns, bits, seed)
     draws = Draws.of(seed, rows, columns)
     for place in row_parts(rows, columns, seed):
         values, found = part(place.start, place.stop), ranges[place]
@@ -137,7 +137,7 @@ def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Ten
     """
     _check_bits(bits)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    codes, ranges = _empty(rows, matrix.shape[1], bits, seed)
+    codes, ranges = empty_packed(rows, matrix.shape[1], bits, seed)
     draws = Draws.of(seed, rows, matrix.shape[1])
     hashing = signs_and_shifts(seed, matrix.shape[0], rows)
     if not native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing):
@@ -145,9 +145,20 @@ def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Ten
     return codes, ranges
 
 
-def _empty(rows: int, columns: int, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=seed.device)
-    return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=seed.device)
+def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Make room for a packed matrix.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        bits: 8, 4 or 2.
+        like: Any tensor on its device.
+
+    Returns:
+        Codes and ranges, with nothing in them yet.
+    """
+    codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
+    return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
 
 
 def unpack(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.estimators.registry import NONE
 from rmm_linear.scope import ForwardScope
 from rmm_linear.tables import table
 
@@ -62,11 +63,18 @@ class ConversionReport:
             return []
         return [tuple(self.scope.names[index] for index in group) for group in sorted(self.scope.shared.groups)]
 
+    @property
+    def estimator_bytes(self) -> dict[str, int]:
+        """Name of every layer with a norm estimator to the bytes that this takes now, of sample caches on the host."""
+        if self.scope is None:
+            return {}
+        return {self.scope.names[index]: e.bytes for index, e in sorted(self.scope.estimators.items())}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, skipped, bits, groups and dry_run.
+            A dictionary with the keys config, converted, skipped, bits, groups, estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -77,6 +85,7 @@ class ConversionReport:
             "skipped": dict(self.skipped),
             "bits": self.bits,
             "groups": [list(group) for group in self.groups],
+            "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
         }
 
@@ -117,7 +126,8 @@ def _amount(config: RMMConfig, between: str) -> str:
 
 def _kept(config: RMMConfig) -> str:
     block = "" if config.block is None else f", blocks of {config.block}"
-    return f"{config.kind}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
+    expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
+    return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:

@@ -1,28 +1,20 @@
-"""What the layers of a converted model share during one forward pass: the seeds, the token mask, the sketches.
+"""What the layers of a converted model share during one forward pass: the seeds, what was given, the sketches.
 
 Forward passes are seen by hooks on the model and on every submodule whose forward takes an ``attention_mask``; the
-outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm.
+outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm. What these
+modules were given (masks, token ids) is the business of ``given.py``.
 
 Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on
 only when the forward pass is over. So nothing random inside (dropout) sees a difference between the converted and the
 original model, with or without gradients.
 
-Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
-none known, and any other mask changes nothing. Modules that see rows of two sequences make none known either: the whole
-of an encoder-decoder model (its encoder is given its mask again) and a decoder with cross-attention.
-
 Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
-further seeds from the last step's, and the mask of the forward passes that wait for their backward pass.
+further seeds from the last step's, and what was given to the forward passes that wait for their backward pass.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,29 +22,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.bits import BitsChoice
+from rmm_linear.compiled import TracedPass
+from rmm_linear.config import RMMConfig
+from rmm_linear.estimators import LayerCall, NormEstimator
+from rmm_linear.given import Given, parameters, take_sample_index, takes_mask
 from rmm_linear.seeds import draw_seed, mix, peek_seed
 from rmm_linear.sharing import SharedSketches
-from rmm_linear.sketches import TokenMask
-
-_ARGUMENT = "attention_mask"
-_TWO_SEQUENCES = "decoder_attention_mask"
-_OTHER_SEQUENCE = "encoder_hidden_states"
-_MOST_WAITING = 64  # forward passes remembered until a backward pass; who never runs one must not fill the memory
-
-
-@dataclass(eq=False)
-class _Mask:
-    """An attention mask, flattened; its ranks are made when the first layer asks."""
-
-    flat: Tensor
-    sequences: int
-    ranks: TokenMask | None = None
-
-    def token_mask(self) -> TokenMask | None:
-        if self.ranks is None:
-            self.ranks = TokenMask.of(self.flat)
-        padded = self.flat.device.type != "cpu" or int(self.ranks.count) < len(self.flat)
-        return self.ranks if padded else None
+from rmm_linear.waiting import Waiting
 
 
 class ForwardScope:
@@ -60,27 +36,35 @@ class ForwardScope:
 
     Attributes:
         names: Name of every converted layer; its place is the layer's number.
+        config: What the model was converted by.
         choices: Width chosen by every layer with ``bits="auto"``, by number.
+        estimators: What every layer that draws its rows expects of its gradient, by number.
         shared: Sketches of the running forward pass, and the groups of layers that share one.
+        traced: What the layers share in compiled code, in place of all the rest.
     """
 
-    def __init__(self, names: list[str] | None = None) -> None:
+    def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
         """Make a scope that no model uses yet.
 
         Args:
             names: Names of the layers.
+            config: What the model was converted by.
         """
         self.names = names or []
+        self.config = config or RMMConfig()
         self.choices: dict[int, BitsChoice] = {}
+        self.estimators: dict[int, NormEstimator] = {}
         self.shared = SharedSketches()
         self._handles: list[RemovableHandle] = []
+        self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._released = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._masks: list[_Mask | None] = []
+        self.traced = TracedPass()
+        self._given: list[Given] = []  # of the modules that run, the outermost first
         self._outermost: nn.Module | None = None
-        self._waiting: dict[int, deque[_Mask | None]] = {}
+        self._waiting = Waiting()
         self._backward_seen = False
         self._recomputing = False
         self._count = 0
@@ -95,7 +79,8 @@ class ForwardScope:
             model: The model whose layers share this scope.
         """
         for module in model.modules():
-            if module is model or _takes_mask(module):
+            if module is model or takes_mask(module):
+                self._signatures[type(module)] = parameters(module)
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(self._exit, always_call=True),
@@ -131,7 +116,7 @@ class ForwardScope:
         Returns:
             False when a layer is called by itself, or the model's ``forward`` not through a call.
         """
-        return bool(self._masks) or in_backward()
+        return bool(self._given) or in_backward()
 
     def layer_seed(self, index: int) -> int:
         """Return a fresh seed for one call of one layer.
@@ -143,7 +128,7 @@ class ForwardScope:
             A seed no other call of this step has.
         """
         if not in_backward():
-            if not self._masks:
+            if not self._given:
                 self._drew.add(index)
             else:
                 self._drew.discard(index)
@@ -154,33 +139,59 @@ class ForwardScope:
         self._count += 1
         return mix(self._step_seed, index, self._count)
 
-    def token_mask(self, tokens: int, index: int) -> TokenMask | None:
-        """Return the mask for a layer that sees ``tokens`` rows.
+    def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
+        """Say what holds for a call of a layer, and remember it for its recomputation.
 
         Args:
-            tokens: N.
             index: Number of the layer in the model.
+            shape: Leading dimensions of the layer's input.
+            device: Where it is.
+            masked: Whether the layer wants the token mask.
 
         Returns:
-            The mask, or None if there is none, it has another size, or nothing is padded.
+            The call, with what is known of its tokens: the mask is None if there is none, it is of another number of
+            tokens, or nothing is padded.
 
         Raises:
             RuntimeError: If a recomputation cannot tell which of several forward passes it belongs to.
         """
-        waiting = self._waiting.setdefault(index, deque(maxlen=_MOST_WAITING))
-        if not in_backward():
-            mask = self._masks[-1] if self._masks else None
-            mask = mask if mask is not None and len(mask.flat) == tokens else None
-            waiting.append(mask)
-            return None if mask is None else mask.token_mask()
-        fitting = [mask for mask in waiting if mask is None or len(mask.flat) == tokens]
-        if any(not _same(mask, fitting[0]) for mask in fitting):
-            raise RuntimeError(
-                f"Activation checkpointing recomputes {self.names[index]}, and several forward passes with different "
-                "attention masks wait for their backward pass: the layer cannot tell which is its own. Run backward "
-                "after every forward, or convert with mask_padding=False."
-            )
-        return fitting[0].token_mask() if fitting and fitting[0] is not None else None
+        tokens = torch.Size(shape).numel()
+        if in_backward():
+            given = self._waiting.find(index, tokens, self.names[index], masked)
+        else:
+            given = (self._given[-1] if self._given else Given()).fitting(tokens)
+            self._waiting.add(index, tokens, given)
+        return _describe(given, shape, device, masked)
+
+    def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
+        """Say what holds now, outside of a recomputation, for whoever wants to look and leave no trace.
+
+        Args:
+            shape: Leading dimensions of a layer's input.
+            device: Where it is.
+            masked: Whether the layer wants the token mask.
+
+        Returns:
+            The call, as :meth:`call_of` gives it to the layer.
+        """
+        given = self._given[-1] if self._given else Given()
+        return _describe(given.fitting(torch.Size(shape).numel()), shape, device, masked)
+
+    def expected(self, index: int, call: LayerCall) -> Tensor | None:
+        """Return ŷ for a sketch that a layer makes for itself and for those that were seen to share one with it.
+
+        Args:
+            index: Number of the layer.
+            call: Its call.
+
+        Returns:
+            √Σŷ² over these layers, float32, shape (N,); None where nothing is known.
+        """
+        groups = [group for group in self.shared.groups if index in group]
+        members = sorted(set(max(groups, key=len, default=(index,))))
+        known = [self.estimators[member].predict(call) for member in members if member in self.estimators]
+        squares = [norms.double().square() for norms in known if norms is not None]
+        return torch.stack(squares).sum(0).sqrt().float() if squares else None
 
     def known_mask(self, tokens: int) -> Tensor | None:
         """Return the mask that holds now, outside of a recomputation, for whoever wants to look and leave no trace.
@@ -191,8 +202,8 @@ class ForwardScope:
         Returns:
             Shape (batch, sequence), or None if there is no mask for ``tokens`` rows.
         """
-        mask = self._masks[-1] if self._masks else None
-        return None if mask is None or len(mask.flat) != tokens else mask.flat.view(mask.sequences, -1)
+        mask = self._given[-1].fitting(tokens).mask if self._given else None
+        return None if mask is None else mask.flat.view(mask.sequences, -1)
 
     def choice(self, index: int) -> BitsChoice:
         """Return a layer's choice of bits.
@@ -209,18 +220,24 @@ class ForwardScope:
         """Remember that the backward pass of the last forward pass has begun."""
         self._backward_seen = True
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if torch.compiler.is_compiling():
+            return args, self.traced.enter(module, self._signature(module), args, kwargs)
         # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
         left = self._recomputing and not in_backward()
-        if self._masks and (left or (module is self._outermost and not _is_running(module))):
-            self._masks.clear()
+        if self._given and (left or (module is self._outermost and not _is_running(module))):
+            self._given.clear()
             self.shared.clear()
-        if not self._masks:
-            self._outermost = module
-            self._recomputing = in_backward()
-            if not self._recomputing:
-                self._open_step()
-        self._masks.append(self._known_mask(module, args, kwargs))
+        if self._given:
+            self._given.append(self._given[-1].inside(module, args, kwargs))
+            return None
+        index, kwargs = take_sample_index(module, kwargs)
+        self._outermost = module
+        self._recomputing = in_backward()
+        if not self._recomputing:
+            self._open_step()
+        self._given.append(Given(sample_index=index).inside(module, args, kwargs))
+        return args, kwargs
 
     def _open_step(self) -> None:
         self._seeded = False  # the last step's seed stays, for recomputations that come after an eval pass
@@ -231,25 +248,20 @@ class ForwardScope:
             for choice in self.choices.values():
                 choice.settle()
 
-    def _known_mask(self, module: nn.Module, args: Any, kwargs: Any) -> _Mask | None:
-        outer = self._masks[-1] if self._masks else None
-        if not _takes_mask(module):
-            return outer
-        given = _argument(module, _ARGUMENT, args, kwargs)
-        other = _argument(module, _OTHER_SEQUENCE, args, kwargs)
-        if given is None or other is not None or _TWO_SEQUENCES in _parameters(module):
-            return None
-        if not isinstance(given, Tensor) or given.dim() != 2:
-            return outer
-        flat = given.detach().reshape(-1)
-        if outer is not None and outer.flat.data_ptr() == flat.data_ptr() and outer.flat.shape == flat.shape:
-            return outer
-        return _Mask(flat, given.shape[0])
+    def _signature(self, module: nn.Module) -> tuple[str, ...]:
+        """Parameters of the module's forward, when the scope was attached; compilers can trace this."""
+        for kind in type(module).__mro__:  # FSDP makes subclasses of a model's classes
+            if kind in self._signatures:
+                return self._signatures[kind]
+        return ()
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._masks:
-            self._masks.pop()
-        if not self._masks:
+        if torch.compiler.is_compiling():
+            self.traced.exit(module)
+            return
+        if self._given:
+            self._given.pop()
+        if not self._given:
             self._outermost = None
             self.shared.clear()
             if self._seeded and not self._recomputing:
@@ -257,7 +269,7 @@ class ForwardScope:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the running forward pass behind."""
-        lasting = ("names", "choices", "shared", "_handles", "_released")
+        lasting = ("names", "config", "_signatures", "choices", "estimators", "shared", "_handles", "_released")
         return {name: value for name, value in vars(self).items() if name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,24 +278,19 @@ class ForwardScope:
         self._reset()
 
 
-def _same(first: _Mask | None, second: _Mask | None) -> bool:
-    if first is None or second is None or first is second:
-        return first is second
-    return torch.equal(first.flat, second.flat)
-
-
-def _parameters(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of the module's forward, without self."""
-    return _names(type(module).forward)
-
-
-@functools.cache
-def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]  # tens of microseconds, asked in every step
-
-
-def _takes_mask(module: nn.Module) -> bool:
-    return _ARGUMENT in _parameters(module)
+def _describe(given: Given, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
+    ids, mask, index = given.input_ids, given.mask, given.sample_index
+    if len(shape) < 2 and ids is not None:
+        shape = tuple(ids.shape)  # of flattened rows, whoever knows the sequences tells them
+    elif len(shape) < 2 and mask is not None and mask.sequences:
+        shape = (mask.sequences, len(mask.flat) // mask.sequences)
+    return LayerCall(
+        tuple(shape),
+        device,
+        None if ids is None else ids.detach().reshape(-1),
+        index if index is not None and len(shape) > 1 and len(index) == shape[0] else None,
+        mask.token_mask() if masked and mask is not None else None,
+    )
 
 
 def _is_running(module: nn.Module) -> bool:
@@ -293,15 +300,6 @@ def _is_running(module: nn.Module) -> bool:
         calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
         frame = frame.f_back
     return calls > 1
-
-
-def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-    """An argument of a call of the module, by keyword or position; None if it was not given."""
-    if name in kwargs:
-        return kwargs[name]
-    parameters = _parameters(module)
-    position = parameters.index(name) if name in parameters else len(args)
-    return args[position] if position < len(args) else None
 
 
 def in_backward() -> bool:

@@ -1,22 +1,29 @@
 """The state of a conversion that a checkpoint needs beside the parameters.
 
 Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. What ``bits="auto"`` has
-chosen, or seen so far, goes into a small JSON file beside them.
+chosen, or seen so far, and which layers share a sketch, goes into a small JSON file beside them. What norm estimators
+have learned are tensors; they go into a safetensors file beside that, whose digest the JSON has.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rmm_linear._version import __version__
 from rmm_linear.bits import BitsChoice
-from rmm_linear.files import write_text
+from rmm_linear.estimators import NormEstimator, make_norm_estimator
+from rmm_linear.files import replacing, write_text
 from rmm_linear.linear import SketchedLayer
+from rmm_linear.scope import ForwardScope
+
+_SUFFIX = ".safetensors"
+_DIGEST = "tensors_sha256"
 
 
 def sketch_state(model: nn.Module) -> dict[str, Any]:
@@ -26,49 +33,128 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         model: A converted model.
 
     Returns:
-        A dictionary of plain JSON types: the library's version, and the choice of every sketched layer by its name.
+        A dictionary of plain JSON types: the library's version, the choice of every sketched layer by its name, the
+        groups of layers that share a sketch, and the name of every layer's norm estimator.
     """
-    layers = {name: m.rmm_choice.to_dict() for name, m in model.named_modules() if isinstance(m, SketchedLayer)}
-    return {"rmm_linear_version": __version__, "layers": layers}
+    layers = _layers(model)
+    groups = []
+    for scope, numbers in _scopes(layers).items():
+        names = {number: name for name, number in numbers.items()}
+        groups += [[names[n] for n in group] for group in scope.shared.groups if set(group) <= set(names)]
+    return {
+        "rmm_linear_version": __version__,
+        "layers": {name: layer.rmm_choice.to_dict() for name, layer in layers.items()},
+        "groups": sorted(groups),
+        "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
+    }
 
 
-def load_sketch_state(model: nn.Module, state: dict[str, Any]) -> None:
+def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the norm estimators of a model have learned.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The tensors of :meth:`rmm_linear.estimators.NormEstimator.tensors`, as "LAYER:TENSOR"; not copied.
+    """
+    return {
+        f"{name}:{key}": tensor
+        for name, layer in _layers(model).items()
+        if layer.rmm_estimator is not None
+        for key, tensor in layer.rmm_estimator.tensors().items()
+    }
+
+
+def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
     """Give the sketched layers of a model the choices of another, converted in the same way.
 
     Args:
         model: A converted model.
         state: The result of :func:`sketch_state`.
+        tensors: The result of :func:`sketch_tensors`; without it, norm estimators begin anew.
 
     Raises:
-        ValueError: If the layers are not the same, or the state is malformed; then nothing changes.
+        ValueError: If the layers or their norm estimators are not the same, or the state is malformed; then nothing
+            changes.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, SketchedLayer)}
+    layers = _layers(model)
     try:
         choices = {name: BitsChoice.from_dict(values) for name, values in state["layers"].items()}
+        groups = [tuple(map(str, group)) for group in state.get("groups", [])]
+        names = dict(state.get("norm_estimators", {}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"The sketch state must be the result of sketch_state, got something else ({error!r})."
         ) from None
     different = sorted(set(layers) ^ set(choices))
-    if different:
+    if different or not {name for group in groups for name in group} <= set(layers):
         raise ValueError(
             "The sketch state must be of a model with the same sketched layers, "
-            f"got other ones: {', '.join(different[:3])}. "
+            f"got other ones: {', '.join(different[:3]) or 'groups of others'}. "
             "Convert the model with the configuration that the state was saved under."
         )
+    estimators = _read_estimators(layers, names, tensors or {})
     for name, layer in layers.items():
         vars(layer.rmm_choice).update(vars(choices[name]))
         layer.rmm_choice.settle()  # the saved step was complete
+        layer._set_estimator(estimators.get(name))
+    for scope, numbers in _scopes(layers).items():
+        scope.shared.groups |= {tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)}
+
+
+def _read_estimators(
+    layers: dict[str, SketchedLayer], names: dict[str, str], tensors: dict[str, Tensor]
+) -> dict[str, NormEstimator]:
+    """Make new estimators of what was saved, so that an error leaves the old ones as they are."""
+    wanted = {name: layer.rmm_config.norm_estimator for name, layer in layers.items() if layer.rmm_estimator}
+    if different := sorted(name for name in {**wanted, **names} if wanted.get(name) != names.get(name)):
+        first = different[0]
+        raise ValueError(
+            f"The sketch state must be of the same norm estimators, got {names.get(first, 'none')!r} for {first}, "
+            f"which has {wanted.get(first, 'none')!r}. Convert the model with the configuration it was saved under."
+        )
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition(":")
+        if name not in parts:
+            raise ValueError(
+                f"The tensors must be of the model's norm estimators, got {key!r}. Use the file of its own."
+            )
+        parts[name][part] = tensor
+    estimators: dict[str, NormEstimator] = {}
+    for name, kind in wanted.items():
+        estimator = make_norm_estimator(kind)
+        if estimator is None:
+            continue
+        try:
+            estimator.load_tensors(parts[name])
+        except ValueError as error:
+            raise ValueError(f"The tensors of {name} do not fit its norm estimator {kind!r}: {error}") from error
+        estimators[name] = estimator
+    return estimators
 
 
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write :func:`sketch_state` as JSON, atomically.
+    """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
+
+    Each file is written atomically, the JSON last. It has the digest of the other one, so that a file that is damaged
+    or of another state is noticed. Tensors need the package safetensors, which transformers brings.
 
     Args:
         model: A converted model.
-        path: File to write.
+        path: File to write; that of the tensors has ``.safetensors`` behind its name.
     """
-    write_text(path, json.dumps(sketch_state(model), indent=1) + "\n")
+    path, state, tensors = Path(path), sketch_state(model), sketch_tensors(model)
+    beside = _beside(path)
+    if tensors:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with replacing(beside) as temporary:
+            _safetensors().save_file(contiguous, temporary)
+            state[_DIGEST] = _digest(temporary)
+    write_text(path, json.dumps(state, indent=1) + "\n")
+    if not tensors:
+        beside.unlink(missing_ok=True)  # of an earlier state
 
 
 def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -79,9 +165,53 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: File to read.
 
     Raises:
-        ValueError: If the file is malformed or of another model; the message names it.
+        ValueError: If a file is malformed, missing or of another model; the message names it. Then nothing changes.
     """
+    path = Path(path)
+    beside = _beside(path)
     try:
-        load_sketch_state(model, json.loads(Path(path).read_text(encoding="utf-8")))
+        state: Any = json.loads(path.read_text(encoding="utf-8"))
+        tensors = None
+        if isinstance(state, dict) and _DIGEST in state:
+            if not beside.is_file() or _digest(beside) != state[_DIGEST]:
+                raise ValueError(f"{beside.name} must lie beside it as it was written, and is missing or another one.")
+            tensors = _safetensors().load_file(beside)
+        load_sketch_state(model, state, tensors)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _layers(model: nn.Module) -> dict[str, SketchedLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
+
+
+def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, int]]:
+    """The layers' scopes, one for each conversion, and the numbers of their layers by name."""
+    found: dict[ForwardScope, dict[str, int]] = {}
+    for name, layer in layers.items():
+        if layer.rmm_scope is not None:
+            found.setdefault(layer.rmm_scope, {})[name] = layer.rmm_index
+    return found
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + _SUFFIX)  # model.json must not lead to the weights in model.safetensors
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as missing:
+        raise ImportError(
+            "The state of norm estimators is saved with safetensors, which is not installed. "
+            "Run pip install 'rmm_linear[glue]'."
+        ) from missing
+    return safetensors.torch

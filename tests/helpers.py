@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.memory import track_saved
-from rmm_linear.sketches import sketch
+from rmm_linear.sketches import SAMPLERS, probabilities, row_norms, sketch
 
 SEED_BYTES = 8
 
@@ -23,9 +23,17 @@ def heavy_tailed(tokens, inputs, outputs, dtype=torch.float64):
     return (x * length).to(dtype), (y * length).to(dtype)
 
 
-def sketch_matrix(kind, tokens, rows, seed, block=None):
-    """Sᵀ (K, N) in float64: the sketch of the identity."""
-    return sketch(torch.eye(tokens, dtype=torch.float64), kind=kind, seed=torch.tensor(seed), rows=rows, block=block)
+def chances(kind, x, mask=None):
+    """What a kind draws the rows of x by; None for kinds whose S follows from the seed alone."""
+    return probabilities(row_norms(x), mask=mask) if kind in SAMPLERS else None
+
+
+def sketch_matrix(kind, tokens, rows, seed, block=None, p=None):
+    """Sᵀ (K, N) in float64: the sketch of the identity. Without p, kinds that draw by one have a heavy-tailed one."""
+    if p is None:
+        p = chances(kind, heavy_tailed(tokens, 5, 1)[0])
+    eye = torch.eye(tokens, dtype=torch.float64)
+    return sketch(eye, kind=kind, seed=torch.tensor(seed), rows=rows, block=block, p=p)
 
 
 def seeds_of(run):

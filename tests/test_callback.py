@@ -8,8 +8,8 @@ import torch
 from helpers import tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from rmm_linear import RMMConfig, convert
-from rmm_linear.integrations.transformers import ProbeCallback, RMMCallback
+from rmm_linear import RMMConfig, convert, sketch_tensors
+from rmm_linear.integrations.transformers import ProbeCallback, RMMCallback, SketchStateCallback
 from rmm_linear.memory import peak, track_saved
 
 ROUGH = RMMConfig(ratio=0.25, min_rows=1)
@@ -277,3 +277,43 @@ def test_the_plain_callback_needs_no_trainer_and_logs_nothing(tmp_path):
         f"roberta.encoder.layer.{i}.intermediate.dense" for i in range(2)
     ]
     assert not any("rmm/noise" in entry for entry in recorder.logs)
+
+
+# The state of norm estimators
+
+
+class Numbered(Sentences):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "sample_index": index}
+
+
+@pytest.mark.parametrize("where", ["own folder", "moved"])
+def test_a_resumed_run_goes_on_with_what_its_estimators_have_learned(tmp_path, where):
+    def trainer(folder, callback):
+        config = RMMConfig(kind="wta", ratio=0.25, min_rows=1, norm_estimator="sample_cache")
+        made, _, _ = make_trainer(folder, config=config, max_steps=9, save_strategy="steps", save_steps=7)
+        made.args.remove_unused_columns = False
+        made.train_dataset = Numbered()
+        made.add_callback(callback)
+        return made
+
+    whole = trainer(tmp_path / "whole", SketchStateCallback())
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-7"
+    resume = None
+    if where == "moved":
+        resume = checkpoint = checkpoint.rename(tmp_path / "kept")
+    resumed = trainer(tmp_path / "whole", SketchStateCallback(resume))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+    assert sketch_tensors(resumed.model).keys() == sketch_tensors(whole.model).keys() != set()
+
+
+def test_a_checkpoint_without_the_state_is_warned_of(tmp_path, caplog):
+    first, _, _ = make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    again, callback, _ = probed(tmp_path, max_steps=3)
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "There is no sketch_state.json" in caplog.text
+    assert callback.results is not None

@@ -9,7 +9,7 @@ import pytest
 
 import rmm_linear.files
 from rmm_linear import RMMConfig, __version__
-from rmm_linear.sketches import FAMILIES, KINDS
+from rmm_linear.sketches import KINDS, has_blocks
 
 FULL = RMMConfig(
     kind="gaussian",
@@ -78,7 +78,7 @@ def test_values_at_the_edge_are_fine(fields):
 
 def test_block_is_for_the_dense_kinds():
     for kind in KINDS:
-        if FAMILIES[kind].blocks:
+        if has_blocks(kind):
             assert RMMConfig(kind=kind, block=4).block == 4
         else:
             with pytest.raises(ValueError, match="block"):

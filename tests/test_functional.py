@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import SEED_BYTES, heavy_tailed, sketch_matrix
+from helpers import SEED_BYTES, chances, heavy_tailed, sketch_matrix
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, sketched_linear
 from rmm_linear.memory import track_saved
-from rmm_linear.sketches import KINDS, kept_rows
+from rmm_linear.sketches import KINDS, SAMPLERS, kept_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -118,7 +118,7 @@ def test_weight_gradient_is_the_product_of_two_sketches_by_one_matrix(kind, bloc
     w = torch.zeros(4, 5, dtype=torch.float64, requires_grad=True)
     fields = config(kind=kind, ratio=0.25, block=block)
     sketched_linear(x.view(4, 6, 5), w, config=fields, seed=-9).backward(y.view(4, 6, 4))
-    s = sketch_matrix(kind, 24, 6, -9, block).T
+    s = sketch_matrix(kind, 24, 6, -9, block, chances(kind, x)).T
     assert torch.allclose(w.grad, (s.T @ y).T @ (s.T @ x), rtol=1e-10)
     assert not torch.allclose(w.grad, y.T @ x)
 
@@ -244,7 +244,8 @@ def test_bytes_kept_are_the_rows_and_the_seed(kind, block, dtype):
     x, w, b = leaves((5, 8, 6), dtype)
     rows = kept_rows(40, 8, block)
     weight_bytes = w.numel() * dtype.itemsize  # kept for dX; not the layer's to save
-    assert kept_bytes(x, w, b, kind=kind, block=block) == rows * 6 * dtype.itemsize + SEED_BYTES + weight_bytes
+    origin = rows * 8 if kind in SAMPLERS else SEED_BYTES  # which rows, and their scales
+    assert kept_bytes(x, w, b, kind=kind, block=block) == rows * 6 * dtype.itemsize + origin + weight_bytes
 
 
 def test_input_without_gradient_does_not_keep_the_weight():

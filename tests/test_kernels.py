@@ -45,6 +45,7 @@ def test_every_kernel_is_compared():
         "random_keys",
         "layer",
         "scaled_rows",
+        "drawn",
         "packed_as_made",
         "masked_rows_unread",
         "strides",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from benchmarks.noise import load_glue, main
 from glue_finetune.acceptability import make_corpus, write_corpus
+from rmm_linear import RMMConfig
 from rmm_linear.bits import STEPS
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import (
     LayerRecord,
     noise_at_memory,
+    quietest,
+    recommend,
     record_layers,
     sgd_variance,
     sketch_variance,
@@ -81,6 +86,30 @@ def test_every_entry_of_the_table_is_the_closed_form(minilm_step) -> None:
         mask = None if entry.setting == PAPER else record.mask
         sketch = sketch_variance(x, y, kind=kind, rows=rows, bits=bits, mask=mask, draws=2)
         assert entry.noise == pytest.approx(float(sketch / sgd_variance(x, y, samples=record.samples)), rel=1e-9)
+
+
+def test_the_recommendation_is_the_quietest_of_all_kinds_and_widths(minilm_step) -> None:
+    records = [record for _, record in zip(range(2), minilm_step[0], strict=False)]
+    best = recommend(records, memory=0.05)
+    assert [entry.layer for entry in best] == [record.name for record in records]
+    for record, entry in zip(records, best, strict=True):
+        bits = None if entry.bits == 16 else entry.bits
+        recipe = RMMConfig(kind=entry.setting, memory=0.05, bits=bits).recipe(*record.x.shape, 2)
+        shape = {"kind": entry.setting, "rows": recipe.rows, "bits": bits, "mask": record.mask, "draws": 1}
+        noise = sketch_variance(record.x, record.grad_output, **shape)
+        sgd = sgd_variance(record.x, record.grad_output, samples=record.samples)
+        assert entry.noise == pytest.approx(float(noise / sgd))
+        others = noise_at_memory([record], memories=[0.05])
+        assert entry.noise == min(other.noise for other in others if other.setting in KINDS)
+
+
+def test_the_quietest_is_no_number_that_is_none() -> None:
+    noises = [
+        MemoryNoise("a", kind, 16, 0.1, noise) for kind, noise in (("rows", math.nan), ("wta", 2.0), ("dct", 2.0))
+    ]
+    noises += [MemoryNoise("a", "rows", 4, 0.2, 1.0), MemoryNoise("b", "rows", 4, 0.1, 3.0)]
+    found = [(entry.layer, entry.memory, entry.setting) for entry in quietest(noises)]
+    assert found == [("a", 0.1, "wta"), ("a", 0.2, "rows"), ("b", 0.1, "rows")]
 
 
 def test_padding_carries_no_gradient_noise(minilm_step) -> None:
@@ -266,8 +295,9 @@ def test_the_command_measures_saved_batches(tmp_path: Path, capsys: pytest.Captu
     batch = {"input_ids": token_ids(8, 16), "labels": token_ids(8, 16)}
     torch.save([batch, batch], tmp_path / "batches.pt")
     argv = [str(tmp_path / "model"), str(tmp_path / "batches.pt"), "--memory", "0.5"]
-    assert command([*argv, "--kinds", *KINDS, "--modules", ".*mlp.c_fc"]) == 0
-    out = capsys.readouterr().out
+    assert command([*argv, "--kinds", *KINDS, "--modules", ".*mlp.c_fc", "--layers"]) == 0
+    out, layers = capsys.readouterr().out.split("quietest of a layer")
+    assert re.findall(r"transformer\.h\.(\d)\.mlp\.c_fc .*\w+, \d+ bits: \d+\.\d{3}", layers) == ["0", "1"]
     assert "8 x 16 tokens, 0 % padding, 2 layers" in out
     assert all(f"{kind}, 4 bits" in out for kind in KINDS)
     assert AUTO not in out

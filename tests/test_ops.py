@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, ops, packing, sketched_linear
 from rmm_linear.kept import Recipe, keep
-from rmm_linear.sketches import KINDS, TokenMask, kept_rows, sketch
+from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
-BLOCKS = [(kind, None) for kind in KINDS] + [("gaussian", 9), ("rademacher", 9)]
+DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9)]
+BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
 
 
@@ -236,6 +237,6 @@ def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
     """A number would be the same in every replay; the device's generator moves on."""
     x, recipe = made(), Recipe("countsketch", 7)
     assert [int(keep(x, recipe, 5)[-1]) for _ in range(2)] == [5, 5]
-    monkeypatch.setattr("rmm_linear.kept._is_capturing", lambda device: True)
+    monkeypatch.setattr("rmm_linear.kept.is_capturing", lambda device: True)
     seeds = {int(keep(x, recipe, 5)[-1]) for _ in range(3)}
     assert len(seeds) == 3

@@ -1,13 +1,17 @@
 """GradientProbe: its numbers are those of the closed forms on the X and Y of the step."""
 
+import math
+
 import pytest
 import torch
 from helpers import Mlp, six_features, tiny_model
 from probe_helpers import ROUGH, by_hand, close, padded_batch, recorded, same
 from torch import nn
 
-from rmm_linear import RMMConfig, convert
-from rmm_linear.variance import GradientProbe, sgd_variance
+from rmm_linear import RMMConfig, RMMLinear, convert
+from rmm_linear.kept import keep
+from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
+from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
 from rmm_linear.variance.calls import noises
 
 
@@ -19,8 +23,9 @@ from rmm_linear.variance.calls import noises
         (RMMConfig(kind="gaussian", ratio=0.25, min_rows=1, mask_padding=False), None),
         (RMMConfig(kind="rademacher", ratio=0.25, min_rows=1, block=16), None),
         (RMMConfig(kind="rows", ratio=0.25, min_rows=1, bits=4), 4),
+        (RMMConfig(kind="wta", ratio=0.25, min_rows=1), None),
     ],
-    ids=["countsketch", "gaussian, padding too", "blocks", "rows in 4 bits"],
+    ids=["countsketch", "gaussian, padding too", "blocks", "rows in 4 bits", "wta"],
 )
 def test_values_are_those_of_the_closed_forms(converted, config, bits):
     model, batch = tiny_model("roberta", dropout=0.0), padded_batch()
@@ -48,6 +53,48 @@ def test_values_are_those_of_the_closed_forms(converted, config, bits):
         assert 0 < row.alpha < 1
         assert row.sketch_variance > 0
         close(row, alpha, sgd, sketched)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypatch):
+    """The ŷ that every sketch was made with, the siblings' joint one too, is the one in the row's variance."""
+    model, batch = tiny_model("roberta", dropout=0.0).train(), padded_batch()
+    convert(model, kind=kind, ratio=0.25, min_rows=1, norm_estimator="position", target_modules=r".*attention.*")
+    for _ in range(2):
+        model(**batch).loss.backward()
+    drawn = {}
+
+    def look(x, recipe, seed, mask, expected):
+        drawn[x.data_ptr()] = probabilities(row_norms(x), recipe.uniform_mix, expected, mask)
+        assert expected is not None
+        return keep(x, recipe, seed, mask, expected)
+
+    monkeypatch.setattr("rmm_linear.functional.keep", look)
+    inputs, gradients, found = {}, {}, []
+
+    def run():
+        with GradientProbe(model, every=1) as probe:
+            model(**batch).loss.backward()
+        found.extend(probe.rows)
+
+    def hook(name):
+        def see(module, args, output):
+            inputs[name] = args[0].detach().flatten(0, 1)
+            output.register_hook(lambda y: gradients.update({name: y.flatten(0, 1)}))
+
+        return see
+
+    names = {name: module for name, module in model.named_modules() if isinstance(module, RMMLinear)}
+    for name, module in names.items():
+        module.register_forward_hook(hook(name))
+    run()
+    assert [row.module for row in found] == list(names)
+    for row in found:
+        x, y, mask = inputs[row.module], gradients[row.module], batch["attention_mask"].flatten()
+        shape = {"kind": kind, "rows": row.rows, "mask": mask}
+        exact = sketch_variance(x, y, probabilities=drawn[x.data_ptr()], **shape)
+        assert math.isclose(row.sketch_variance, float(exact), rel_tol=1e-6)
+        assert not math.isclose(row.sketch_variance, float(sketch_variance(x, y, **shape)), rel_tol=1e-3)
 
 
 def test_a_layer_that_sees_few_rows_adds_no_noise():

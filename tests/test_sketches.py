@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from helpers import heavy_tailed, sketch_matrix
+from helpers import chances, heavy_tailed, sketch_matrix
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear.sketches import FAMILIES, KINDS, kept_rows, sketch
+from rmm_linear.sketches import KINDS, has_blocks, kept_rows, sketch
 from rmm_linear.sketches.countsketch import destinations, signs_and_shifts
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import _dct_rows, _dft_rows, _hadamard_rows
@@ -19,7 +19,8 @@ transforms = pytest.mark.parametrize("rows_of", [_hadamard_rows, _dct_rows, _dft
 
 
 def draw(matrix, kind, rows, seed=0, block=None):
-    return sketch(matrix, kind=kind, seed=torch.tensor(seed), rows=rows, block=block)
+    p = chances(kind, heavy_tailed(len(matrix), 5, 1)[0])
+    return sketch(matrix, kind=kind, seed=torch.tensor(seed), rows=rows, block=block, p=p)
 
 
 # A linear map from a seed
@@ -252,7 +253,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("kind", "block"), [(k, None) for k in KINDS if not FAMILIES[k].blocks] + [("gaussian", 64)])
+@pytest.mark.parametrize(("kind", "block"), [(k, None) for k in KINDS if not has_blocks(k)] + [("gaussian", 64)])
 def test_nothing_of_size_tokens_times_rows_is_made(kind, block):
     """Largest tensor: at most two matrices (a transform's two halves), or N · K_b entries of the blocks."""
     tokens, rows, columns = 4096, 1024, 8

@@ -15,7 +15,7 @@ import math
 
 import pytest
 import torch
-from helpers import heavy_tailed
+from helpers import chances, heavy_tailed
 
 from rmm_linear.sketches import FAMILIES, KINDS, kept_rows, sketch, variance
 
@@ -36,15 +36,17 @@ CASES = [  # kind, N, K, block
     pytest.param("countsketch", 24, 6, None, id="countsketch"),
     pytest.param("countsketch", 27, 6, None, id="countsketch-ragged"),
     pytest.param("rows", 24, 6, None, id="rows"),
+    pytest.param("norm_rows", 24, 6, None, id="norm_rows"),
+    pytest.param("wta", 24, 6, None, id="wta"),
 ]
 
 
 def draw(x, y, kind, rows, block, count):
     """Sketched gradients (M, O, I) for the seeds 0 … M−1."""
-    both = torch.cat((x, y), dim=1)
+    both, p = torch.cat((x, y), dim=1), chances(kind, x)
 
     def gradient(seed):
-        z = sketch(both, kind=kind, seed=seed, rows=rows, block=block)
+        z = sketch(both, kind=kind, seed=seed, rows=rows, block=block, p=p)
         return z[:, x.shape[1] :].T @ z[:, : x.shape[1]]
 
     if kind in LOOPED:

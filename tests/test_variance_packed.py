@@ -16,12 +16,13 @@ from test_variance import ROWS, Z, padded
 
 from rmm_linear.memory import peak
 from rmm_linear.packing import WIDTHS, pack, rounding_variance, unpack
-from rmm_linear.sketches import FAMILIES, KINDS, TokenMask, variance
+from rmm_linear.sketches import KINDS, TokenMask, has_blocks, variance
 from rmm_linear.variance import simulate_sgd_variance, simulate_variance, sketch_variance
+from rmm_linear.variance.pairs import sampling_probabilities
 from rmm_linear.variance.simulation import Simulation, draw_sketches
 
 GROUP = 50
-KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if FAMILIES[kind].blocks]
+KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]
 kinds_and_widths = pytest.mark.parametrize(
     ("kind", "block", "bits"), [(kind, block, bits) for kind, block in KIND_AND_BLOCK for bits in WIDTHS]
 )
@@ -41,6 +42,7 @@ def check_packed(kind, block, bits, draws, widest, rounding_scale=1.0):
     x, y, mask = padded()
     ranks = TokenMask.of(mask)
     shape = {"kind": kind, "rows": ROWS, "block": block, "mask": ranks}
+    shape["p"] = sampling_probabilities(x, kind, ROWS, None, ranks)
     groups = [errors_and_roundings(x, y, bits, seeds, **shape) for seeds in torch.arange(draws).split(GROUP)]
     found = Simulation.of([errors - rounding_scale * roundings for errors, roundings in groups])
     stated = variance(x, y, **shape)
@@ -73,7 +75,9 @@ def test_a_rounding_term_that_is_wrong_by_a_fifth_is_outside_the_band():
 @pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
 def test_sketch_variance_is_the_stated_one_and_the_mean_of_the_rounding_over_its_seeds(kind, block, bits):
     x, y, mask = padded()
-    shape = {"kind": kind, "rows": ROWS, "block": block, "mask": TokenMask.of(mask)}
+    ranks = TokenMask.of(mask)
+    shape = {"kind": kind, "rows": ROWS, "block": block, "mask": ranks}
+    shape["p"] = sampling_probabilities(x, kind, ROWS, None, ranks)
     roundings = [errors_and_roundings(x, y, bits, torch.tensor([seed]), **shape)[1] for seed in range(3)]
     expected = variance(x, y, **shape) + torch.stack(roundings).mean()
     found = sketch_variance(x, y, kind=kind, rows=ROWS, block=block, bits=bits, mask=mask, draws=3)

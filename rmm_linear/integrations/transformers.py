@@ -26,6 +26,10 @@ except ImportError as missing:
         "Run pip install 'rmm_linear[glue]'."
     ) from missing
 
+from rmm_linear.integrations.checkpoints import SketchStateCallback
+
+__all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
+
 logger = logging.getLogger(__name__)
 
 _ROWS = "rmm_rows"
@@ -132,7 +136,7 @@ class ProbeCallback(TrainerCallback):
             self._probe = None
 
 
-class RMMCallback(ProbeCallback):
+class RMMCallback(SketchStateCallback, ProbeCallback):
     """Logs the noise of the sketches through the Trainer, and so to TensorBoard, W&B and whatever else it reports to.
 
     Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α, and the
@@ -141,6 +145,8 @@ class RMMCallback(ProbeCallback):
     on the first forward and backward pass of the step before, which the probe does not disturb (with ``every=1``, and
     where a run is resumed one step before, on the same step). On CUDA this sets the allocator's peak statistics back;
     elsewhere, where every operator has to be watched, it is done once, before the first look.
+
+    It saves and restores what the sketches have learned, as :class:`SketchStateCallback` does by itself.
 
     The conversion report is printed when training begins. A warning is logged once if the median noise passes a limit.
     A callback cannot add to what the Trainer sends to its other callbacks, so this one calls ``trainer.log`` itself.
@@ -172,7 +178,8 @@ class RMMCallback(ProbeCallback):
         config: RMMConfig | None = None,
     ) -> None:
         """Remember the Trainer."""
-        super().__init__(every=every, modules=modules, config=config)
+        SketchStateCallback.__init__(self)
+        ProbeCallback.__init__(self, every=every, modules=modules, config=config)
         if not callable(getattr(trainer, "log", None)) or not callable(getattr(trainer, "training_step", None)):
             raise TypeError(
                 f"trainer must be a transformers Trainer, got {type(trainer).__name__}. "
@@ -203,7 +210,7 @@ class RMMCallback(ProbeCallback):
             model: The model.
             **kwargs: Unused.
         """
-        super().on_train_begin(args, state, control, model, **kwargs)
+        super().on_train_begin(args, state, control, model=model, **kwargs)
         self._memory, self._measured = {}, False
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)

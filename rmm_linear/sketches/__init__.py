@@ -1,10 +1,12 @@
 """Families of sketches S (N, K): unbiased, drawn from one seed, with their exact variance.
 
-A sketch is a linear map M (N, D) → SᵀM (K, D). It follows from its seed alone, through counter-based random numbers, so
-the forward pass can sketch X, the backward pass Y, and a kernel on another device either, all with the same S.
+A sketch is a linear map M (N, D) → SᵀM (K, D). As a rule it follows from its seed alone, through counter-based random
+numbers, so the forward pass can sketch X, the backward pass Y, and a kernel on another device either, all with the same
+S. These kinds are :data:`FAMILIES`. The kinds of :data:`SAMPLERS` draw rows by what X weighs, so that S is drawn once,
+for X, and stored.
 
-Source: Bershatsky et al. 2022, arXiv 2201.13195 (gaussian, rademacher, dct, dft). The variances are derived in each
-family's module; they differ from the ones stated there.
+Source: Bershatsky et al. 2022, arXiv 2201.13195 (gaussian, rademacher, dct, dft), Liu et al. 2023, arXiv 2305.15265
+(norm_rows, wta). The variances are derived in each family's module; they differ from the ones stated by the first.
 """
 
 from __future__ import annotations
@@ -18,13 +20,38 @@ from rmm_linear.sketches.countsketch import COUNTSKETCH
 from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER, block_rows
 from rmm_linear.sketches.family import Family, Moments
 from rmm_linear.sketches.masks import TokenMask
-from rmm_linear.sketches.rows import ROWS
+from rmm_linear.sketches.rows import ROWS, random_keys
+from rmm_linear.sketches.sampling import (
+    NORM_ROWS,
+    UNIFORM_MIX,
+    WTA,
+    Drawn,
+    Sampler,
+    draw,
+    gather,
+    probabilities,
+    row_norms,
+)
+from rmm_linear.sketches.sampling import variance as sampling_variance
 from rmm_linear.sketches.transforms import DCT, DFT, HADAMARD
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (COUNTSKETCH, ROWS, RADEMACHER, GAUSSIAN, HADAMARD, DCT, DFT)
 }
-KINDS: tuple[str, ...] = tuple(FAMILIES)
+SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in (WTA, NORM_ROWS)}
+KINDS: tuple[str, ...] = (*FAMILIES, *SAMPLERS)
+
+
+def has_blocks(kind: str) -> bool:
+    """Say whether a kind can be block-diagonal.
+
+    Args:
+        kind: One of :data:`KINDS`.
+
+    Returns:
+        Whether ``block`` means something to it.
+    """
+    return kind in FAMILIES and FAMILIES[kind].blocks
 
 
 def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
@@ -45,7 +72,14 @@ def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
 
 
 def sketch(
-    matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None = None, mask: TokenMask | None = None
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
 ) -> Tensor:
     """Return SᵀM for the S that ``kind`` draws from ``seed``.
 
@@ -58,9 +92,13 @@ def sketch(
         rows: K, at least 1.
         block: Tokens per block of a block-diagonal S (gaussian and rademacher); None mixes all tokens.
         mask: The tokens that count; the others are left out of S. None is all.
+        p: Probability of every token, see :func:`probabilities`, which the kinds of :data:`SAMPLERS` draw rows by.
 
     Returns:
         Shape (:func:`kept_rows`, D), dtype of ``matrix``.
+
+    Raises:
+        ValueError: If the kind is one of :data:`SAMPLERS`, there are rows to draw, and ``p`` is None.
 
     Example:
         >>> import torch
@@ -69,17 +107,20 @@ def sketch(
         tensor([[2., 2., 2.],
                 [2., 2., 2.]])
     """
-    tokens, family = matrix.shape[0], FAMILIES[kind]
+    tokens = matrix.shape[0]
     kept = kept_rows(tokens, rows, block)
     if mask is None and kept >= tokens:
         return matrix
+    if kind in SAMPLERS and kept < tokens:
+        return gather(matrix, draw(_given(p, kind), random_keys(seed, rows), SAMPLERS[kind], mask))
     if matrix.device.type == "cpu":
         return sketch_parts(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)(0, kept)
     if mask is None:
-        return family.sketch(matrix, seed, rows, block, None)
+        return FAMILIES[kind].sketch(matrix, seed, rows, block, None)
     compact = mask.compact(matrix)
     if kept >= tokens:
         return compact
+    family = FAMILIES[kind]
     return torch.where(mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count))
 
 
@@ -98,11 +139,16 @@ def sketch_parts(
 
     Returns:
         What makes the rows from one number up to another; together they are the result of :func:`sketch`.
+
+    Raises:
+        ValueError: If the kind is one of :data:`SAMPLERS` and there are rows to draw: that is for :func:`sketch`.
     """
-    tokens, family = matrix.shape[0], FAMILIES[kind]
+    tokens = matrix.shape[0]
     kept = kept_rows(tokens, rows, block)
     if mask is None and kept >= tokens:
         return lambda begin, end: matrix[begin:end]
+    if kind in SAMPLERS and kept < tokens:
+        _given(None, kind)
     count = tokens if mask is None else int(mask.count)
     if mask is not None and count <= kept:
         order = mask.order[:count]
@@ -112,6 +158,7 @@ def sketch_parts(
             return torch.cat((real, real.new_zeros(end - begin - len(real), real.shape[1])))
 
         return gather
+    family = FAMILIES[kind]
     if mask is not None and family.local and (block is None or block >= tokens):
         matrix, mask = matrix.index_select(0, mask.order[:count]), None
     if mask is None and family.part is not None:
@@ -123,8 +170,24 @@ def sketch_parts(
     return lambda begin, end: whole[begin:end]
 
 
+def _given(p: Tensor | None, kind: str) -> Tensor:
+    if p is None:
+        raise ValueError(
+            f"kind={kind!r} draws rows by the probabilities p of the tokens, so its sketch does not follow from a seed "
+            "alone. Pass p=probabilities(row_norms(x))."
+        )
+    return p
+
+
 def variance(
-    x: Tensor, y: Tensor, *, kind: str, rows: int, block: int | None = None, mask: TokenMask | None = None
+    x: Tensor,
+    y: Tensor,
+    *,
+    kind: str,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
 ) -> Tensor:
     """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module.
 
@@ -135,6 +198,7 @@ def variance(
         rows: K, at least 1.
         block: Tokens per block, or None.
         mask: The tokens that count. None is all.
+        p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None is that of ‖x‖ alone.
 
     Returns:
         float64 scalar.
@@ -143,9 +207,33 @@ def variance(
     kept = kept_rows(tokens, rows, block)
     if kept >= tokens or (mask is not None and int(mask.count) <= kept):
         return x.new_zeros((), dtype=torch.float64)
+    if kind in SAMPLERS:
+        p = probabilities(row_norms(x), mask=mask) if p is None else p
+        real = slice(None) if mask is None else mask.real
+        return sampling_variance(x[real], y[real], p[real], rows, SAMPLERS[kind])
     if mask is None:
         return FAMILIES[kind].variance(x, y, rows, block, None)
     return FAMILIES[kind].variance(mask.compact(x), mask.compact(y), rows, block, mask.count)
 
 
-__all__ = ["FAMILIES", "KINDS", "Family", "Moments", "TokenMask", "kept_rows", "sketch", "sketch_parts", "variance"]
+__all__ = [
+    "FAMILIES",
+    "KINDS",
+    "SAMPLERS",
+    "UNIFORM_MIX",
+    "Drawn",
+    "Family",
+    "Moments",
+    "Sampler",
+    "TokenMask",
+    "draw",
+    "gather",
+    "has_blocks",
+    "kept_rows",
+    "probabilities",
+    "random_keys",
+    "row_norms",
+    "sketch",
+    "sketch_parts",
+    "variance",
+]

@@ -37,6 +37,25 @@ class TokenMask:
         mask = mask.bool()
         return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
 
+    @classmethod
+    def made_of(cls, order: Tensor | None, count: Tensor | None) -> TokenMask | None:
+        """Put a mask together again that travelled as two tensors.
+
+        Args:
+            order: See the attributes; None is no mask.
+            count: See there.
+
+        Returns:
+            The mask, or None.
+        """
+        return None if order is None or count is None else cls(order, count)
+
+    @property
+    def real(self) -> Tensor:
+        """Which rows count, bool, shape (N,)."""
+        place = torch.arange(len(self.order), device=self.order.device)
+        return torch.zeros_like(self.order, dtype=torch.bool).scatter_(0, self.order, place < self.count)
+
     def compact(self, matrix: Tensor) -> Tensor:
         """Move the rows that count to the front and set the others to zero.
 

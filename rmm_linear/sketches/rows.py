@@ -21,6 +21,20 @@ from rmm_linear.sketches.philox import philox
 _KEYS = 2
 
 
+def random_keys(seed: Tensor, count: int) -> Tensor:
+    """Return random 63-bit keys.
+
+    Args:
+        seed: int64 with one element.
+        count: How many.
+
+    Returns:
+        int64 in [0, 2**63), shape (count,).
+    """
+    words = philox(seed, torch.arange(count, device=seed.device), _KEYS)
+    return (words[0] << 31) | (words[1] >> 1)
+
+
 def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None) -> Tensor:
     """Draw ``size`` of ``population`` indices, uniformly and without replacement.
 
@@ -35,8 +49,7 @@ def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None
     Returns:
         int64, shape (K,), ascending.
     """
-    words = philox(seed, torch.arange(population, device=seed.device), _KEYS)
-    keys = (words[0] << 31) | (words[1] >> 1)
+    keys = random_keys(seed, population)
     if count is not None:
         index = torch.arange(population, device=seed.device)
         keys = torch.where(index < count, keys, torch.iinfo(torch.int64).max - population + index)

@@ -4,6 +4,7 @@ from rmm_linear.variance.choice import effective_batch, required_ratio
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.probe import GradientProbe
 from rmm_linear.variance.published import paper_bound, paper_sketch_variance
+from rmm_linear.variance.recommendation import quietest, recommend
 from rmm_linear.variance.records import LayerRecord, record_layers
 from rmm_linear.variance.results import ProbeResults, ProbeRow
 from rmm_linear.variance.simulation import Simulation, simulate_sgd_variance, simulate_variance
@@ -23,6 +24,8 @@ __all__ = [
     "noise_at_memory",
     "paper_bound",
     "paper_sketch_variance",
+    "quietest",
+    "recommend",
     "record_layers",
     "required_ratio",
     "sgd_variance",

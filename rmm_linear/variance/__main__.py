@@ -21,6 +21,7 @@ from rmm_linear.files import replacing
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance.batches import load_tensors, load_texts
 from rmm_linear.variance.plots import plot_noise_against_memory
+from rmm_linear.variance.recommendation import describe_layers
 from rmm_linear.variance.survey import MEMORIES, describe, noise_at_memory, train_and_record
 
 
@@ -52,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
         print(describe(records, noises, arguments.itemsize))
+        if arguments.layers:
+            print(f"\n{describe_layers(noises)}")
         if arguments.plot is not None:
             figure: Any = plot_noise_against_memory(noises)[0].figure
             with replacing(arguments.plot) as file:
@@ -92,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture of noise against memory")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of sketches (all)")
+    parser.add_argument("--layers", action="store_true", help="print the quietest kind and width of every layer too")
     memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES), "help": "fractions of the input's bytes"}
     parser.add_argument("--memory", **memory)
     parser.add_argument("--modules", default="all-linear", help="regular expression for the layers' whole names")

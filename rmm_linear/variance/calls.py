@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.estimators import LayerCall
 from rmm_linear.functional import autocast_dtype, recipe_for
 from rmm_linear.kept import Recipe
 from rmm_linear.linear import SketchedLayer
-from rmm_linear.sketches import kept_rows
+from rmm_linear.sketches import TokenMask, kept_rows, probabilities, row_norms
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.results import SEQUENCES, TOKENS, ProbeRow
@@ -43,6 +44,7 @@ class Call:
         bits: Width of what it keeps.
         shape: Shape of X.
         mask: Token mask, shape (batch, sequence), or None.
+        expected: ŷ, what the layer's norm estimator expected of ‖yᵢ‖, shape (N,); None without.
         missed: Whether the layer was run again with another X of this shape.
         sample: A few elements of X, where X itself is seen in a recomputation.
         handle: The hook on the output; None while there is no output to hook.
@@ -59,6 +61,7 @@ class Call:
     bits: int
     shape: torch.Size
     mask: Tensor | None
+    expected: Tensor | None = None
     missed: bool = False
     sample: Tensor | None = None
     handle: RemovableHandle | None = None
@@ -95,7 +98,9 @@ class Call:
         recipe = recipe_for(x, weight, config, bits)
         width = None if recipe is None else recipe.bits
         itemsize = (autocast_dtype(x) or x.dtype).itemsize
-        return cls(step, name, config.kind, recipe, config.mask_padding, width or 8 * itemsize, x.shape, mask)
+        expected = _expected(module, x) if recipe is not None and recipe.draws(x.shape[:-1].numel()) else None
+        width = width or 8 * itemsize
+        return cls(step, name, config.kind, recipe, config.mask_padding, width, x.shape, mask, expected)
 
     def see(self, x: Tensor) -> None:
         """Hold X until Y is there.
@@ -115,7 +120,7 @@ class Call:
 
     def close(self) -> None:
         """Let go of everything."""
-        self.x = self.y = self.sample = self.mask = None
+        self.x = self.y = self.sample = self.mask = self.expected = None
         if self.handle is not None:
             self.handle.remove()
 
@@ -146,7 +151,7 @@ class Call:
         """
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding)
+            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding, self.expected)
         tokens = x.shape[0]
         rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
         samples = TOKENS if self.samples is None else SEQUENCES
@@ -162,6 +167,16 @@ class Call:
         if len(shape) < 2 and self.mask is not None:
             shape = self.mask.shape
         return (shape[0], shape[1:].numel()) if len(shape) > 1 and shape[0] > 1 else None
+
+
+def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
+    """ŷ as the layer had it in the call that has just been made."""
+    if not isinstance(module, SketchedLayer) or module.rmm_estimator is None:
+        return None
+    shape, scope = tuple(x.shape[:-1]), module.rmm_scope
+    if scope is None:
+        return module.rmm_estimator.predict(LayerCall(shape, x.device))
+    return scope.expected(module.rmm_index, scope.known_call(shape, x.device, module.rmm_config.mask_padding))
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,7 @@ def noises(
     samples: tuple[int, int] | None,
     mask: Tensor | None,
     mask_padding: bool = True,
+    expected: Tensor | None = None,
 ) -> Noises:
     """Compute α, D²_SGD and D²_sketch of one layer and batch.
 
@@ -191,6 +207,7 @@ def noises(
         samples: (batch, sequence), or None for a variance over tokens.
         mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
         mask_padding: Whether the sketch leaves out what is masked.
+        expected: ŷ, what was expected of ‖yᵢ‖, shape (N,), for kinds that draw rows by it; None where nothing is known.
 
     Returns:
         The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
@@ -207,8 +224,12 @@ def noises(
     sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
     if recipe is None:
         return Noises(alpha, sgd, tokens, 0.0)
+    real, p = real if mask_padding else None, None
+    if recipe.draws(x.shape[0]):
+        ranks = None if real is None else TokenMask.of(real)
+        p = probabilities(row_norms(x), recipe.uniform_mix, expected, ranks)
     shape: dict[str, Any] = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
-    sketched = sketch_variance(x, y, **shape, mask=real if mask_padding else None, draws=1)
+    sketched = sketch_variance(x, y, **shape, mask=real, probabilities=p, draws=1)
     return Noises(alpha, sgd, tokens, float(sketched))
 
 

@@ -26,15 +26,16 @@ def required_ratio(
     samples: tuple[int, int] | Tensor | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
 ) -> Tensor:
     """Return the smallest ratio K/N with D²_sketch ≤ target · D²_SGD on this batch.
 
     K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. Without ``bits`` the
-    variance falls with K for all kinds; for countsketch it falls but for small steps, where the segments move, so that
-    a little smaller K may do by luck. With ``bits`` it falls until all tokens are stored, and may be larger there: the
-    rounding of a token that is stored by itself meets its own gradient, where a mixture of many spreads it. So where
-    storing all tokens is not quiet enough, 16 evenly spaced K below are looked at too. :func:`sketch_variance` says how
-    its rounding term is computed.
+    variance falls with K for all kinds; for countsketch and wta it falls but for small steps, where the segments move
+    or one token more is kept as it is, so that a little smaller K may do by luck. With ``bits`` it falls until all
+    tokens are stored, and may be larger there: the rounding of a token that is stored by itself meets its own gradient,
+    where a mixture of many spreads it. So where storing all tokens is not quiet enough, 16 evenly spaced K below are
+    looked at too. :func:`sketch_variance` says how its rounding term is computed.
 
     Cost: log₂ N evaluations of :func:`sketch_variance`, and at most 16 more.
 
@@ -47,6 +48,7 @@ def required_ratio(
         samples: As for :func:`sgd_variance`.
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,); None is all.
+        probabilities: As for :func:`sketch_variance`.
 
     Returns:
         float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf where no K that was looked at is
@@ -63,11 +65,11 @@ def required_ratio(
     if not target > 0:
         raise ValueError(f"target must be positive, got {target}. 1 is as much noise as the minibatch has.")
 
-    def smallest(a: Tensor, b: Tensor) -> Tensor:
+    def smallest(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
         limit = target * sgd_variance(a, b, samples=samples)
 
         def is_quiet(rows: int) -> bool:
-            noise = sketch_variance(a, b, kind=kind, rows=rows, bits=bits, block=block, mask=mask)
+            noise = sketch_variance(a, b, kind=kind, rows=rows, bits=bits, block=block, mask=mask, probabilities=p)
             return bool(noise <= limit)
 
         if limit.isnan():
@@ -85,7 +87,7 @@ def required_ratio(
             too_few, enough = (too_few, middle) if is_quiet(middle) else (middle, enough)
         return torch.full_like(limit, enough / a.shape[0])
 
-    return over_layers(smallest, x, grad_output)
+    return over_layers(smallest, x, grad_output, probabilities)
 
 
 def effective_batch(batch: int, noise: Number) -> Number:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rmm_linear.checks import check_integer
 from rmm_linear.packing import rounding_variance
-from rmm_linear.sketches import FAMILIES, Moments, TokenMask, sketch, variance
-from rmm_linear.variance.pairs import check_pair, check_sketch, over_layers
+from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, sketch, variance
+from rmm_linear.variance.pairs import check_pair, check_sketch, over_layers, sampling_probabilities
 
 _ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
 
@@ -157,6 +157,7 @@ def sketch_variance(
     bits: int | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
     draws: int = 4,
 ) -> Tensor:
     """Return D²_sketch = E‖dŴ − dW‖² for one layer and batch, or for several layers.
@@ -177,14 +178,17 @@ def sketch_variance(
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,), the same for all layers; None is all.
+        probabilities: By which norm_rows and wta draw rows, up to a factor, shape (N,), or (L, N); see
+            :func:`rmm_linear.sketches.probabilities`. None is ‖x‖ alone, mixed as by default: nothing known of Y.
         draws: Seeds of S to average the rounding term over.
 
     Returns:
-        float64, shape () or (L,), in squared units of the weight gradient.
+        float64, shape () or (L,), in squared units of the weight gradient. Infinite where a token has a gradient and
+        the probability 0: it would be missing from dW.
 
     Raises:
-        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, or ``mask`` has another
-            shape than (N,).
+        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, ``probabilities`` to
+            one that draws no rows by them, or ``mask`` has another shape than (N,).
 
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
@@ -194,21 +198,26 @@ def sketch_variance(
     check_pair(x, grad_output)
     check_sketch(x, kind=kind, rows=rows, block=block, mask=mask)
     check_integer("draws", draws)
-    if mask is not None and block is None and FAMILIES[kind].local:
-        real = mask.bool()
-        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None  # the same, and less work
+    if probabilities is not None and probabilities.shape != x.shape[:-1]:
+        rows_of_x, given = tuple(x.shape[:-1]), tuple(probabilities.shape)
+        raise ValueError(f"probabilities must have the shape {rows_of_x} of the rows of x, got {given}.")
+    if mask is not None and block is None and (kind in SAMPLERS or FAMILIES[kind].local):
+        real = mask.bool()  # the same, and less work
+        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None
+        probabilities = None if probabilities is None else probabilities[..., real]
     ranks = None if mask is None else TokenMask.of(mask)
 
-    def noise(a: Tensor, b: Tensor) -> Tensor:
-        total = variance(a, b, kind=kind, rows=rows, block=block, mask=ranks)
+    def noise(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
+        p = sampling_probabilities(a, kind, rows, p, ranks)
+        total = variance(a, b, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         if bits is None:
             return total
         rounding = torch.zeros_like(total)
         for draw in range(draws):
             seed = torch.full((1,), draw, dtype=torch.int64, device=a.device)
-            z = sketch(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
-            y = sketch(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks)
+            z = sketch(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
+            y = sketch(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
             rounding += (y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum() / draws
         return total + rounding
 
-    return over_layers(noise, x, grad_output)
+    return over_layers(noise, x, grad_output, probabilities)

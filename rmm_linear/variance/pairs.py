@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.checks import check_integer, check_kind
-from rmm_linear.sketches import FAMILIES
+from rmm_linear.sketches import SAMPLERS, TokenMask, has_blocks, probabilities, row_norms
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
@@ -32,6 +32,45 @@ def check_pair(x: Tensor, grad_output: Tensor) -> None:
             raise TypeError(f"{name} must be floating point, got {tensor.dtype}. Use {name}.float().")
 
 
+def sampling_probabilities(
+    x: Tensor, kind: str, rows: int, given: Tensor | None, mask: TokenMask | None
+) -> Tensor | None:
+    """Return the probabilities by which a kind draws rows of x.
+
+    Args:
+        x: Layer input, shape (N, I).
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        rows: K.
+        given: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone, mixed as by default.
+        mask: The tokens that count, or None for all.
+
+    Returns:
+        float64, shape (N,), of sum 1 and 0 for tokens that do not count; None where no rows are drawn.
+
+    Raises:
+        ValueError: If ``given`` is for another kind, has another shape, or no number to draw by.
+        TypeError: If ``given`` is not floating point.
+    """
+    if given is not None and kind not in SAMPLERS:
+        raise ValueError(f"probabilities are for {' and '.join(SAMPLERS)}, got kind={kind!r}. Use probabilities=None.")
+    if kind not in SAMPLERS or rows >= x.shape[0]:
+        return None
+    if given is None:
+        return probabilities(row_norms(x), mask=mask)
+    if not given.is_floating_point():
+        raise TypeError(f"probabilities must be floating point, got {given.dtype}. Use probabilities.double().")
+    if given.shape != x.shape[:1]:
+        raise ValueError(
+            f"probabilities must have one number for each of the {x.shape[0]} rows of x, got {tuple(given.shape)}."
+        )
+    p = given.double() if mask is None else torch.where(mask.real, given.double(), 0)
+    if not bool((p >= 0).all() & p.isfinite().all() & p.any()):
+        raise ValueError(
+            "probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask."
+        )
+    return p / p.sum()
+
+
 def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Tensor | None) -> None:
     """Refuse what says no sketch of x: formulas and simulations take the same.
 
@@ -49,26 +88,27 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
     check_kind(kind)
     check_integer("rows", rows)
     check_integer("block", block, optional=True)
-    if block is not None and not FAMILIES[kind].blocks:
+    if block is not None and not has_blocks(kind):
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
 
 
-def over_layers(closed_form: Callable[[Tensor, Tensor], Tensor], x: Tensor, grad_output: Tensor) -> Tensor:
+def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:
     """Apply a closed form to every layer, one after the other: layers share no work, and memory is that of one.
 
     Args:
-        closed_form: Takes X (N, I) and Y (N, O), returns a float64 scalar.
+        closed_form: Takes X (N, I) and Y (N, O), and p (N,) where it is given, returns a float64 scalar.
         x: Layer input, shape (N, I) or (L, N, I).
         grad_output: Gradient by the layer's output, shape (N, O) or (L, N, O).
+        p: Probabilities of the rows, shape (N,) or (L, N), or None.
 
     Returns:
         float64, shape () or (L,).
     """
     check_pair(x, grad_output)
-    x, grad_output = x.detach(), grad_output.detach()
+    tensors = [tensor.detach() for tensor in (x, grad_output, p) if tensor is not None]
     if x.dim() == 2:
-        return closed_form(x, grad_output)
-    values = [closed_form(a, b) for a, b in zip(x, grad_output, strict=True)]
+        return closed_form(*tensors)
+    values = [closed_form(*layer) for layer in zip(*tensors, strict=True)]
     return torch.stack(values) if values else x.new_zeros(0, dtype=torch.float64)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOISE = "sketch noise / minibatch noise"
 _BY_TOKENS = ", by tokens"
 _FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
-_MARKERS = dict(zip(KINDS, "osv^D<>", strict=True))
+_MARKERS = dict(zip(KINDS, "osv^D<>P*", strict=True))
 
 
 def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:

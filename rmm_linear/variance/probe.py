@@ -36,10 +36,10 @@ class GradientProbe(ProbeResults):
     gradient is unchanged: nothing is written into tensors and no random number is drawn. On the others, the cost is one
     hook on the model. What stays after the backward pass are floats, in ``rows``.
 
-    For sketched layers the sketch is the layer's own, with its mask. For other linear layers it is what ``config``
-    would make of them, in 4 bits where that says ``bits="auto"``: the choice needs inputs of several steps. The
-    rounding term of packed sketches is computed for one S instead of a mean over several. Under loss scaling all
-    variances are in units of the scaled gradient.
+    For sketched layers the sketch is the layer's own, with its mask and what its norm estimator expects. For other
+    linear layers it is what ``config`` would make of them, with nothing expected, and in 4 bits where that says
+    ``bits="auto"``: the choice needs inputs of several steps. The rounding term of packed sketches is computed for one
+    S instead of a mean over several. Under loss scaling all variances are in units of the scaled gradient.
 
     D²_SGD is over sequences where X has the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences
     are. Elsewhere, and where the batch is one sequence, which has no variance, it is over tokens; ``samples`` says so

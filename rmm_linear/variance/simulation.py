@@ -22,7 +22,7 @@ from rmm_linear.checks import check_integer
 from rmm_linear.packing import pack, unpack
 from rmm_linear.sketches import FAMILIES, TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
-from rmm_linear.variance.pairs import check_pair, check_sketch
+from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities
 
 _GROUP = 50
 _ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
@@ -93,6 +93,7 @@ def simulate_variance(
     bits: int | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
+    probabilities: Tensor | None = None,
     draws: int = 2_000,
     seed: int = 0,
 ) -> Simulation:
@@ -109,6 +110,7 @@ def simulate_variance(
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,); None is all.
+        probabilities: As for :func:`sketch_variance`, shape (N,).
         draws: M, rounded up to whole groups of 50, at least two.
         seed: Of the first draw; the others follow.
 
@@ -130,11 +132,12 @@ def simulate_variance(
     check_integer("draws", draws)
     x, grad_output = x.detach(), grad_output.detach()
     ranks = None if mask is None else TokenMask.of(mask)
+    p = sampling_probabilities(x, kind, rows, probabilities, ranks)
     both, exact = torch.cat((x, grad_output), dim=1), grad_output.double().T @ x.double()
     at_once = max(1, _ELEMENTS // max(1, both.shape[0] * (both.shape[1] + rows)))
 
     def squares(seeds: Tensor) -> list[Tensor]:
-        sketched = draw_sketches(both, seeds, kind=kind, rows=rows, block=block, mask=ranks)
+        sketched = draw_sketches(both, seeds, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         z, y = sketched.split((x.shape[1], grad_output.shape[1]), dim=2)
         if bits is not None:
             flat = z.reshape(-1, x.shape[1])
@@ -150,7 +153,14 @@ def simulate_variance(
 
 
 def draw_sketches(
-    matrix: Tensor, seeds: Tensor, *, kind: str, rows: int, block: int | None = None, mask: TokenMask | None = None
+    matrix: Tensor,
+    seeds: Tensor,
+    *,
+    kind: str,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
 ) -> Tensor:
     """Return SᵀM for several seeds.
 
@@ -161,13 +171,14 @@ def draw_sketches(
         rows: K.
         block: Tokens per block, or None.
         mask: The tokens that count, or None.
+        p: Probabilities of the rows, for kinds that draw them.
 
     Returns:
         Shape (M, K, D), held as a whole.
     """
 
     def one(seed: Tensor) -> Tensor:
-        return sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
+        return sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
 
     if kind in _READ_THEIR_SEED:
         return torch.stack([one(seed) for seed in seeds.split(1)])

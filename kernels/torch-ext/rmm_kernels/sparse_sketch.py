@@ -32,14 +32,14 @@ def _sparse_sketch_kernel(
     """One tile of SᵀM, (B_K, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_words, p_shifts: see _hash_kernel. p_order: int64 (N,),
-    rows that count first. p_count: int64 (1,), how many count. p_index: int64 (K,), and p_scale: float32 (K,), the
-    gathered rows. p_z: (K, D), or codes. p_ranges: see store_packed.
+    rows that count first. p_count: int64 (1,), how many count. p_index: int32 or int64 (K,), and p_scale:
+    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_ranges: see store_packed.
     """
     i_d = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
     o_d = i_d * B_D + tl.arange(0, B_D)
     m_k, m_d = o_k < n_rows, o_d < n_columns
-    seed = tl.load(p_seed)
+    seed = tl.load(p_seed) if BITS else 0
     b_z = tl.zeros((B_K, B_D), dtype=tl.float32)
     if HASHED:
         count = tl.load(p_count) if MASKED else n_tokens
@@ -54,7 +54,7 @@ def _sparse_sketch_kernel(
             b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
             b_z += b_m.to(tl.float32) * b_sign[:, None]
     else:
-        o_row = tl.load(p_index + o_k, mask=m_k, other=0)
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0).to(tl.int64)
         b_scale = tl.load(p_scale + o_k, mask=m_k, other=0.0)
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
@@ -73,7 +73,7 @@ def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, tor
 
 def sparse_sketch(
     matrix: torch.Tensor,
-    seed: torch.Tensor,
+    seed: torch.Tensor | None,
     rows: int,
     *,
     index: torch.Tensor | None = None,
@@ -86,9 +86,9 @@ def sparse_sketch(
 
     Args:
         matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
-        seed: int64, shape (1,), on the device of ``matrix``.
+        seed: int64, shape (1,), on the device of ``matrix``. A gather that is not packed needs none.
         rows: K.
-        index: Rows to gather, int64, shape (K,).
+        index: Rows to gather, int32 or int64, shape (K,).
         scale: Their scales, float32, shape (K,). Where it is 0, the row is not read and the result is 0.
         order: Rows of M, int64, shape (N,): those that count first. For CountSketch; None is all in order.
         count: n, how many rows count, int64, shape (1,). With n ≤ K the result is the rows themselves.

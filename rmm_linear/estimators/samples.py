@@ -1,0 +1,112 @@
+"""Batches that carry their examples' numbers in the data set, for the norm estimator "sample_cache".
+
+A converted model takes ``sample_index`` out of the keyword arguments of its outermost call, before its forward sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+SAMPLE_INDEX = "sample_index"
+
+
+class IndexedDataset(Dataset[dict[str, Any]]):
+    """A map-style data set whose examples also have their number, under ``sample_index``.
+
+    Args:
+        dataset: A data set with a length, whose examples are dictionaries, such as a ``datasets.Dataset``.
+
+    Raises:
+        TypeError: If it has no length or cannot be indexed.
+
+    Example:
+        >>> IndexedDataset([{"labels": 5}, {"labels": 7}])[1]
+        {'labels': 7, 'sample_index': 1}
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Remember the data set."""
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise TypeError(f"dataset must have a length and be indexed by numbers, got {type(dataset).__name__}.")
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        """Return the number of examples.
+
+        Returns:
+            The length of the data set.
+        """
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an example with its number.
+
+        Args:
+            index: The number.
+
+        Returns:
+            The example's entries, and ``sample_index``.
+
+        Raises:
+            TypeError: If the example is no dictionary.
+        """
+        example = self.dataset[index]
+        if not isinstance(example, Mapping):
+            raise TypeError(
+                f"Examples must be dictionaries, got {type(example).__name__}. "
+                "With others, pass sample_index=... to the model yourself."
+            )
+        return {**example, SAMPLE_INDEX: index}
+
+
+def with_sample_index(collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Wrap a collator, so that ``sample_index`` passes by it into the batch.
+
+    With transformers' Trainer, give ``TrainingArguments(remove_unused_columns=False)``: else it drops every column that
+    the model's forward does not name, this one too. Evaluation sets need no numbers: without them nothing is added.
+
+    Args:
+        collator: Makes a batch, a dictionary, of a list of examples.
+
+    Returns:
+        A collator that hides the numbers from the first one and adds them as ``sample_index``, int64 of shape (batch,).
+
+    Example:
+        >>> import torch, rmm_linear
+        >>> from torch.utils.data import DataLoader, default_collate
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(8, 2)
+        ...     def forward(self, x):
+        ...         return self.layer(x).square().mean()
+        >>> model = Model()
+        >>> _ = rmm_linear.convert(model, kind="wta", ratio=0.3, min_rows=1, norm_estimator="sample_cache")
+        >>> data = IndexedDataset([{"x": torch.randn(10, 8)} for _ in range(6)])
+        >>> for epoch in range(2):
+        ...     for batch in DataLoader(data, 3, shuffle=True, collate_fn=with_sample_index(default_collate)):
+        ...         model(**batch).backward()
+        >>> model.layer.rmm_estimator.bytes  # 2 for each of 6 × 10 tokens, and 8
+        128
+    """
+    return _Collator(collator)
+
+
+class _Collator:
+    """A class, because workers of a DataLoader get it pickled."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        if not callable(collator):
+            raise TypeError(f"collator must make a batch of a list of examples, got {collator!r}.")
+        self.collator = collator
+
+    def __call__(self, examples: list[Any]) -> Any:
+        numbers = [example.get(SAMPLE_INDEX) for example in examples]
+        batch = self.collator([{k: v for k, v in example.items() if k != SAMPLE_INDEX} for example in examples])
+        if None not in numbers:
+            batch[SAMPLE_INDEX] = torch.tensor(numbers, dtype=torch.int64)
+        return batch

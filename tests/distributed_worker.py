@@ -1,0 +1,153 @@
+"""What two processes do together for tests/test_distributed.py; each writes what it found as JSON.
+
+python distributed_worker.py RANK STORE OUTPUT
+"""
+
+import contextlib
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from helpers import gradients, seeds_of, tiny_model, token_ids
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from rmm_linear import convert
+
+DRAWS = 40
+ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
+LAYER = "roberta.encoder.layer.0.intermediate.dense.weight"
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def batches(rank, count=2):
+    """Each rank has sequences of its own."""
+    ids = token_ids(4 * count * 2, 20).view(2, count, 4, 20)[rank]
+    return [{"input_ids": one, "labels": one[:, 0] % 2} for one in ids]
+
+
+def model(converted):
+    made = tiny_model("roberta", dropout=0.0, layers=1).train()
+    if converted:
+        convert(made, **ROUGH)
+    return made
+
+
+def gradient_of(network, inputs, name=LAYER, synchronized=True):
+    with contextlib.nullcontext() if synchronized else network.no_sync():
+        network(**inputs).loss.backward()
+    return {key.removeprefix("module."): value for key, value in gradients(network).items()}[name]
+
+
+def projection(values, exact):
+    values = torch.stack([(one * exact).sum() / exact.square().sum() for one in values])
+    return {"mean": values.mean().item(), "error": (values.std() / math.sqrt(len(values))).item()}
+
+
+def ddp(rank):
+    """Seeds, averaged gradients, and microbatches without synchronisation."""
+    exact, sketched = DistributedDataParallel(model(False)), DistributedDataParallel(model(True))
+    first, second = batches(rank)
+    torch.manual_seed(3)  # as set_seed does, on every rank alike
+    seeds = seeds_of(lambda: sketched(**first))
+    want = gradient_of(exact, first)
+    found = []
+    for _ in range(DRAWS):
+        sketched.zero_grad()
+        found.append(gradient_of(sketched, first))
+    result = {"seeds": seeds, "gradient": found[-1].flatten().tolist(), **projection(found, want)}
+
+    accumulated = {}
+    for name, network in (("exact", exact), ("sketched", sketched)):
+        network.zero_grad()
+        gradient_of(network, first, synchronized=False)
+        gradient_of(network, second)
+        accumulated[name] = {key: value.flatten().tolist() for key, value in gradients(network).items()}
+    report = convert(tiny_model("roberta", layers=1), dry_run=True, **ROUGH)
+    skip = {f"module.{name}.weight" for name in report.converted}
+    result["accumulated"] = [
+        float((torch.tensor(value) - torch.tensor(accumulated["sketched"][key])).abs().max())
+        for key, value in accumulated["exact"].items()
+        if key not in skip
+    ]
+    return result
+
+
+def shard(network, **policies):
+    for block in network.roberta.encoder.layer:
+        fully_shard(block, **policies)
+    return fully_shard(network, **policies)
+
+
+def fsdp(rank, **policies):
+    """Unbiased, trains, and its checkpoint is that of an exact model."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    exact, sketched = (shard(model(converted), mesh=mesh, **policies) for converted in (False, True))
+    (inputs,) = batches(rank, 1)
+    exact(**inputs).loss.backward()
+    want = dict(exact.named_parameters())[LAYER].grad.full_tensor().clone()
+    torch.manual_seed(3)
+    found = []
+    for _ in range(DRAWS):
+        sketched.zero_grad()
+        sketched(**inputs).loss.backward()
+        found.append(dict(sketched.named_parameters())[LAYER].grad.full_tensor().clone())
+    optimizer = torch.optim.AdamW(sketched.parameters(), lr=1e-2)
+    optimizer.step()
+    weights = get_model_state_dict(sketched, options=FULL)
+    state = get_optimizer_state_dict(sketched, optimizer, options=FULL)
+    result = projection(found, want)
+    if rank == 0:
+        plain = model(False)
+        plain.load_state_dict(weights)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        set_optimizer_state_dict(plain, other, state, options=FULL)
+        moments = other.state[plain.roberta.encoder.layer[0].intermediate.dense.weight]
+        result["step"] = int(moments["step"])
+        result["moment"] = float((moments["exp_avg"] - 0.1 * found[-1]).abs().max() / found[-1].abs().max())
+    return result
+
+
+def tensor_parallel(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    network = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    convert(network, **ROUGH)
+    parallelize_module(network, mesh, {"0": ColwiseParallel()})
+    try:
+        network(torch.randn(40, 8))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def main():
+    rank, store, output = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = {
+        "ddp": ddp(rank),
+        "fsdp": fsdp(rank),
+        # Pinned memory would need an accelerator.
+        "fsdp, half, offloaded": fsdp(rank, mp_policy=half, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "tensor parallel": tensor_parallel(rank),
+    }
+    (output / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

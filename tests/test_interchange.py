@@ -1,0 +1,144 @@
+"""Checkpoints of converted and unconverted models are the same; the conversion is saved beside them and found again."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from helpers import ARCHITECTURES, Mlp, gradients, tiny_model, token_ids
+from torch import nn
+
+from rmm_linear import RMMConfig, convert, sketch_state
+from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
+
+ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
+
+
+def step(model, optimizer=None):
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(input_ids=token_ids()).logits.square().mean()
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss.detach(), gradients(model)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
+def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first):
+    source = tiny_model(architecture, dropout=0.0)
+    if converted_first:
+        convert(source, **ROUGH)
+    source.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    loaded, info = type(source).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert same(loaded.state_dict(), source.state_dict())
+    if not converted_first:
+        convert(loaded, **ROUGH)
+    assert torch.equal(step(loaded.train())[0], step(source.train())[0])
+
+
+def test_state_dicts_in_torch_files_go_both_ways(tmp_path):
+    plain, converted = tiny_model("llama"), tiny_model("llama", dropout=0.0)
+    convert(converted, **ROUGH)
+    torch.save(converted.state_dict(), tmp_path / "converted.pt")
+    plain.load_state_dict(torch.load(tmp_path / "converted.pt", weights_only=True))  # tensors alone, no class of ours
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    converted.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
+    assert same(plain.state_dict(), converted.state_dict())
+
+
+def test_optimizers_go_both_ways():
+    """The state of one trains on in the other: with the same gradients, at ratio 1, they end alike."""
+    first, second = tiny_model("roberta", dropout=0.0).train(), tiny_model("roberta", dropout=0.0).train()
+    one, two = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (first, second))
+    convert(first, ratio=1.0, min_rows=1)
+    step(first, one)
+    second.load_state_dict(first.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))  # which shares its tensors
+    for _ in range(2):
+        assert torch.equal(step(first, one)[0], step(second, two)[0])
+    one.load_state_dict(two.state_dict())
+    step(first, one)
+    assert all(torch.isfinite(parameter).all() for parameter in first.parameters())
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_converted_model_sketch_on_their_own(clone):
+    model = tiny_model("roberta", dropout=0.1).train()
+    convert(model, **ROUGH)
+    step(model)
+    twin = clone(model)
+    before = gradients(model)
+    loss, found = step(twin)
+    assert same(gradients(model), before)
+    again, expected = step(model)
+    assert torch.equal(loss, again)
+    assert same(found, expected)
+    layers = [module for module in twin.modules() if hasattr(module, "rmm_scope")]
+    assert len({id(layer.rmm_scope) for layer in layers}) == 1
+    assert layers[0].rmm_scope is not next(m for m in model.modules() if hasattr(m, "rmm_scope")).rmm_scope
+
+
+# The conversion, beside the weights
+
+
+def test_a_conversion_is_found_again(tmp_path):
+    config = RMMConfig(
+        memory=0.5, min_rows=8, exclude_modules=["classifier.dense"], overrides={"output.dense": {"memory": 0.8}}
+    )
+    model = tiny_model("roberta", dropout=0.0).train()
+    report = convert(model, config)
+    for _ in range(6):  # bits="auto" chooses
+        step(model)
+    model.save_pretrained(tmp_path)
+    save_conversion(model, tmp_path)
+    saved = json.loads((tmp_path / "rmm_config.json").read_text())
+    assert RMMConfig.from_dict(saved) == config
+
+    loaded = type(model).from_pretrained(tmp_path).train()
+    found = convert_as_saved(loaded, tmp_path)
+    assert found.converted == report.converted
+    assert found.bits == report.bits != {}
+    assert sketch_state(loaded) == sketch_state(model)
+    assert same(step(loaded)[1], step(model)[1])  # the same sketches from the same seed
+
+
+def test_layers_that_an_example_left_out_stay_left_out(tmp_path):
+    model = tiny_model("roberta", dropout=0.0).train()
+    fields = {**ROUGH, "overrides": {"intermediate.dense": {"ratio": 0.5}, "attention.output.dense": {"ratio": 0.3}}}
+    report = convert(model, example={"input_ids": token_ids()}, **fields)
+    save_conversion(model, tmp_path)
+    found = convert_as_saved(tiny_model("roberta"), tmp_path)
+    assert report.skipped
+    assert [(name, layer.config.ratio) for name, layer in found.converted.items()] == [
+        (name, layer.config.ratio) for name, layer in report.converted.items()
+    ]
+
+
+def test_what_is_not_converted_has_nothing_to_save(tmp_path):
+    with pytest.raises(ValueError, match=r"Call rmm_linear\.convert first"):
+        save_conversion(Mlp(), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        convert_as_saved(Mlp(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rmm_config.json", "sketch_state.json"])
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[]"])
+def test_damaged_files_are_named_and_leave_the_model_as_it_was(tmp_path, name, damage):
+    model = Mlp()
+    convert(model, **ROUGH)
+    save_conversion(model, tmp_path)
+    (tmp_path / name).write_text(damage((tmp_path / name).read_text()))
+    twin = Mlp()
+    with pytest.raises(ValueError, match=name):
+        convert_as_saved(twin, tmp_path)
+    assert all(type(module) is nn.Linear for module in (twin.first, twin.second))
+    assert not twin._forward_hooks

@@ -1,0 +1,178 @@
+"""PEFT: a frozen base keeps nothing, lora_A is what is sketched, and adapters are those of the exact model."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from helpers import SEED_BYTES, gradients, tiny_model, token_ids
+from torch import nn
+
+from rmm_linear import RMMLinear, convert, revert
+from rmm_linear.memory import track_saved
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what PEFT imports
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
+TARGETS = {
+    "roberta": ["query", "value", "output.dense"],
+    "bert": ["query", "value", "output.dense"],
+    "gpt2": ["c_attn", "c_proj"],
+    "llama": ["q_proj", "v_proj", "down_proj"],
+}
+FAMILY = {"roberta": "SEQ_CLS", "bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM"}
+architectures = pytest.mark.parametrize("architecture", list(TARGETS))
+ROWS, HIDDEN, RANK = 20, 16, 4
+
+
+def lora(architecture, base=None, layers=2):
+    """A tiny model under LoRA without dropout, the same adapters every time; B is not zero, so that A learns."""
+    model = base or tiny_model(architecture, dropout=0.0, layers=layers)
+    config = LoraConfig(
+        r=RANK,
+        target_modules=TARGETS[architecture],
+        task_type=FAMILY[architecture],
+        fan_in_fan_out=architecture == "gpt2",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(model, config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def step(model):
+    model.zero_grad()
+    loss = model(input_ids=token_ids()).logits.square().mean()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def is_sketched(name):
+    return "lora_" in name or "modules_to_save" in name
+
+
+@architectures
+def test_converted_after_all_that_is_not_an_adapter_is_exact(architecture):
+    exact_loss, exact = step(lora(architecture))
+    model = lora(architecture)
+    report = convert(model, **ROUGH)
+    loss, found = step(model)
+    assert torch.equal(loss, exact_loss)
+    assert found.keys() == exact.keys()
+    assert all(is_sketched(name) for name in found)  # nothing else trains
+    inside = [name for name in report.converted if name.endswith("lora_A.default")]
+    assert len(inside) == sum("lora_A" in name for name in exact)
+    assert all(not torch.allclose(found[f"{name}.weight"], exact[f"{name}.weight"]) for name in inside)
+
+
+def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
+    """query and value have A matrices that read one tensor, and so keep one sketch; B reads 4 features."""
+    model = lora("roberta")
+    convert(model, **ROUGH)
+    with track_saved(model) as kept:
+        model(input_ids=token_ids()).logits.sum().backward()
+    stem = "base_model.model.roberta.encoder.layer.0.attention.self"
+    linears = {name: size for name, size in kept.by_module.items() if name.startswith(f"{stem}.")}
+    assert linears == {
+        f"{stem}.query.lora_A.default": ROWS * HIDDEN * 4 + SEED_BYTES,
+        f"{stem}.query.lora_B.default": ROWS * RANK * 4 + SEED_BYTES,
+        f"{stem}.value.lora_B.default": ROWS * RANK * 4 + SEED_BYTES,
+    }
+    frozen = {name for name, module in model.named_modules() if name.endswith("base_layer") or name.endswith(".key")}
+    assert frozen
+    assert not frozen & kept.by_module.keys()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_lora_a_has_an_unbiased_gradient(reentrant):
+    """z = 4 on the projection over 50 draws; noise of another S would be 0, many errors away."""
+    exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
+    convert(model, **ROUGH)
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.base_model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    name = "base_model.model.roberta.encoder.layer.0.output.dense.lora_A.default.weight"
+    torch.manual_seed(1)
+    found = torch.stack([step(model)[1][name] for _ in range(50)])
+    values = (found * exact[name]).sum((1, 2)) / exact[name].square().sum()
+    error = values.std() / math.sqrt(len(values))
+    assert abs(values.mean() - 1) < 4 * error
+    assert error < 0.2
+
+
+def test_converted_before_the_base_is_sketched_until_it_is_frozen():
+    base = tiny_model("roberta", dropout=0.0)
+    convert(base, **ROUGH)
+    model = lora("roberta", base)
+    assert isinstance(
+        model.get_submodule("base_model.model.roberta.encoder.layer.0.attention.self.query.base_layer"), RMMLinear
+    )
+    exact_loss, exact = step(lora("roberta"))
+    loss, found = step(model)
+    assert torch.equal(loss, exact_loss)
+    for name in exact:  # adapters came after the conversion, and so are exact
+        if "lora_" in name:
+            assert torch.allclose(found[name], exact[name], rtol=1e-4, atol=1e-8), name
+    with track_saved(model) as kept:
+        model(input_ids=token_ids()).logits.sum().backward()
+    assert not [name for name in kept.by_module if name.endswith("base_layer")]
+    # Converting again, as the error of a second conversion says, sketches them.
+    with pytest.raises(ValueError, match=r"Call rmm_linear.revert\(model\) first"):
+        convert(model, **ROUGH)
+    revert(model)
+    report = convert(model, **ROUGH)
+    assert any(name.endswith("lora_A.default") for name in report.converted)
+
+
+@architectures
+def test_merged_weights_are_those_of_the_exact_model(architecture):
+    plain = lora(architecture).merge_and_unload()
+    model = lora(architecture)
+    convert(model, **ROUGH)
+    merged = model.merge_and_unload()
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in merged.state_dict().items())
+    merged.requires_grad_(True)  # the layers that stay are sketched, and train on
+    loss, found = step(merged)
+    assert torch.equal(loss, step(plain.requires_grad_(True))[0])
+    assert found.keys() == dict(plain.named_parameters()).keys()
+    revert(merged)
+    assert not any(isinstance(module, RMMLinear) for module in merged.modules())
+
+
+@pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
+def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_first):
+    source = lora("llama")
+    if converted_first:
+        convert(source, **ROUGH)
+    source.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    loaded = PeftModel.from_pretrained(tiny_model("llama", dropout=0.0), tmp_path, is_trainable=True).train()
+    if not converted_first:
+        convert(loaded, **ROUGH)
+    first, second = source.state_dict(), loaded.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(step(source)[0], step(loaded)[0])
+
+
+class Linear4bit(nn.Linear):
+    """Like the class of bitsandbytes in what matters here: a subclass of nn.Linear whose weight is something else."""
+
+
+def test_four_bit_linears_are_skipped_with_the_reason_and_their_adapters_sketched():
+    base = tiny_model("llama", dropout=0.0)
+    for module in list(base.modules()):
+        if type(module) is nn.Linear and module is not base.lm_head:
+            module.__class__ = Linear4bit
+    model = lora("llama", base)
+    report = convert(model, **ROUGH)
+    assert all("lora_" in name for name in report.converted)
+    quantized = [reason for name, reason in report.skipped.items() if name.endswith("base_layer")]
+    assert len(quantized) == 6
+    assert set(quantized) == {"Linear4bit is a class of its own; only nn.Linear itself and Conv1D are converted"}

@@ -1,0 +1,181 @@
+"""Any input: what is exact equals nn.Linear's, the gradient is finite and unbiased, or the documented error comes.
+
+Every case is made by Hypothesis: shape, dtype, strides, kind, ratio or memory, bits, block, mask. The light form takes
+a hundred of them, the heavy one (`-m montecarlo`) 10,000.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from rmm_linear import RMMConfig, sketched_linear
+from rmm_linear.sketches import KINDS, has_blocks
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+LIGHT = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+HEAVY = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def configs(draw):
+    kind = draw(st.sampled_from(KINDS))
+    amount = draw(st.sampled_from(["ratio", "memory"]))
+    fields = {
+        "kind": kind,
+        amount: draw(st.floats(0.01, 1.0)),
+        "bits": draw(st.sampled_from([None, 8, 4, 2, "auto"])),
+        "min_rows": draw(st.integers(1, 12)),
+    }
+    if has_blocks(kind) and draw(st.booleans()):
+        fields["block"] = draw(st.integers(1, 50))
+    return RMMConfig(**fields)
+
+
+@st.composite
+def cases(draw):
+    """Configuration, X (any strides), W, b, Y, mask; seeded, so that a failing case repeats."""
+    dtype = draw(st.sampled_from(DTYPES))
+    leading = draw(st.lists(st.integers(0, 9), min_size=0, max_size=3))
+    inputs, outputs = draw(st.integers(1, 70)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x = leaf(*leading, inputs)
+    layout = draw(st.sampled_from(["plain", "transposed", "sliced", "expanded"]))
+    if layout == "transposed":
+        x = leaf(inputs, *leading).movedim(0, -1)
+    elif layout == "sliced":
+        x = leaf(*leading, 2 * inputs)[..., ::2]
+    elif layout == "expanded" and leading:
+        x = leaf(1, *leading[1:], inputs).expand(*leading, inputs)
+    bias = leaf(outputs) if draw(st.booleans()) else None
+    mask = None
+    if leading and draw(st.booleans()):
+        mask = torch.rand(leading, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+    y = leaf(*leading, outputs)
+    if mask is not None:
+        y = y * mask.unsqueeze(-1)
+    return draw(configs()), x, leaf(outputs, inputs), bias, y, mask, draw(st.integers(-(2**63), 2**63 - 1))
+
+
+def run(function, x, weight, bias, y):
+    leaves = [
+        None if one is None else one.detach().clone(memory_format=torch.preserve_format) for one in (weight, bias)
+    ]
+    x = x.detach().requires_grad_()
+    for one in leaves:
+        if one is not None:
+            one.requires_grad_()
+    output = function(x, *leaves)
+    output.backward(y)
+    return output.detach(), x.grad, leaves[0].grad, None if bias is None else leaves[1].grad
+
+
+def check_exact_parts(case):
+    config, x, weight, bias, y, mask, seed = case
+    ours = run(lambda *a: sketched_linear(*a, config=config, seed=seed, token_mask=mask), x, weight, bias, y)
+    exact = run(F.linear, x, weight, bias, y)
+    assert torch.equal(ours[0], exact[0])
+    tolerance = TOLERANCE[x.dtype]
+    for found, wanted in ((ours[1], exact[1]), (ours[3], exact[3])):
+        if wanted is not None:
+            assert found.dtype == wanted.dtype
+            scale = 1 + wanted.double().abs().max().item() if wanted.numel() else 1
+            assert torch.allclose(found.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale)
+    assert ours[2].shape == weight.shape
+    assert ours[2].dtype == weight.dtype
+    assert ours[2].isfinite().all()
+    real = x.shape[:-1].numel() if mask is None else int(mask.sum())
+    if real == 0:
+        assert not ours[2].any()
+
+
+@LIGHT
+@given(cases())
+def test_exact_parts_are_those_of_nn_linear(case):
+    check_exact_parts(case)
+
+
+@pytest.mark.montecarlo
+@HEAVY
+@given(cases())
+def test_exact_parts_are_those_of_nn_linear_in_ten_thousand_cases(case):
+    check_exact_parts(case)
+
+
+def check_unbiased(config, tokens, mask_part, seed):
+    """The mean projection on the exact gradient is 1 at z = 6, as many configurations are tried."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 3, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(3, 2, generator=generator, dtype=torch.float64) + 0.5
+    mask = torch.rand(tokens, generator=generator) < mask_part
+    y = y * mask.unsqueeze(1)
+    exact = y.T @ x
+    if not exact.any():
+        return
+    values = []
+    for draw in range(60):
+        weight = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+        sketched_linear(x, weight, config=config, seed=mixed(seed, draw), token_mask=mask).backward(y)
+        values.append((weight.grad * exact).sum() / exact.square().sum())
+    values = torch.stack(values)
+    error = values.std() / math.sqrt(len(values))
+    assert abs(values.mean() - 1) < 6 * error + 1e-9
+
+
+def mixed(seed, draw):
+    return (seed * 1_000_003 + draw * 7_919) % 2**62
+
+
+UNBIASED = {"config": configs(), "tokens": st.integers(13, 60), "mask_part": st.sampled_from([0.5, 1.0])}
+
+
+@settings(LIGHT, max_examples=25)
+@given(**UNBIASED, seed=st.integers(0, 2**30))
+def test_the_gradient_is_unbiased(config, tokens, mask_part, seed):
+    check_unbiased(config, tokens, mask_part, seed)
+
+
+@pytest.mark.montecarlo
+@settings(HEAVY, max_examples=2_000)
+@given(**UNBIASED, seed=st.integers(0, 2**30))
+def test_the_gradient_is_unbiased_in_two_thousand_cases(config, tokens, mask_part, seed):
+    check_unbiased(config, tokens, mask_part, seed)
+
+
+# NaN and inf
+
+
+def poisoned(kind, bits, bad, where):
+    """dW with one bad element in X or Y, of a token that the sketch is sure to see: all rows are kept."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(40, 5, generator=generator), torch.randn(40, 4, generator=generator)
+    (x if where == "X" else y)[7, 2] = bad
+    config = RMMConfig(kind=kind, ratio=0.5, bits=bits, min_rows=1)
+    weight = torch.zeros(4, 5, requires_grad=True)
+    found = []
+    for seed in range(20):
+        weight.grad = None
+        sketched_linear(x, weight, config=config, seed=seed).backward(y)
+        found.append(weight.grad.clone())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+@pytest.mark.parametrize("where", ["X", "Y"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_arrives(kind, bits, where, bad):
+    """As in nn.Linear, whose column 2 or row 2 of dW it spoils, a scaler or a guard sees it; a sample may miss it."""
+    found = poisoned(kind, bits, bad, where)
+    line = found[:, :, 2] if where == "X" else found[:, 2, :]
+    spoiled = (~line.isfinite()).any(1)
+    seen = 1.0 if kind not in ("rows",) else 0.2
+    assert spoiled.float().mean() >= seen
