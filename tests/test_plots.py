@@ -169,11 +169,14 @@ def test_the_notebook_runs_in_its_short_form(monkeypatch, capsys, pictures):
     monkeypatch.setenv("RMM_NOTEBOOK", "short")
     names = runpy.run_path(str(NOTEBOOK))
     study = names["study"]
-    assert list(study["step"]) == [1, 2]
+    assert list(study["step"]) == [0, 1, 2]  # before training, and after each pass over the same two batches
+    assert len(names["batches"]) == 2
     alpha = study["alpha"]
     factor = (1 - alpha) / (1 + alpha)  # (P − g) by (P + g)
     np.testing.assert_allclose(study["paper_variance"], study["sketch_variance"] * factor)
-    assert len(names["table"]) == 2 * 12  # six linears in each of two layers, twice
+    assert len(names["table"]) == 3 * 12  # six linears in each of two layers, three times
+    (band,) = [patch for patch in names["ax"].patches if "published" in patch.get_label()]
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.97, 1.01))
     assert all(0 < ratio <= 1 or ratio == math.inf for row in names["targets"].values() for ratio in row.values())
     assert "at noise 1, a batch of 16 acts like 8" in capsys.readouterr().out
     assert len(pictures.get_fignums()) == 4

@@ -9,7 +9,6 @@ output of the forward pass, and either before X or after it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -156,8 +155,10 @@ class Call:
         tokens = x.shape[0]
         rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
         samples = TOKENS if self.samples is None else SEQUENCES
-        setting = (self.step, self.module, self.kind, rows, self.bits, tokens, samples)
-        return ProbeRow(*setting, *dataclasses.astuple(found), found.ratio)
+        sketched, sgd, sgd_tokens = found.sketch, found.sgd, found.sgd_tokens
+        ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
+        layer = (self.step, self.module, self.kind, rows, self.bits)
+        return ProbeRow(*layer, tokens, samples, found.alpha, sgd, sgd_tokens, sketched, ratio)
 
     @property
     def samples(self) -> tuple[int, int] | None:
@@ -186,11 +187,6 @@ class Noises:
     sgd: float
     sgd_tokens: float
     sketch: float
-
-    @property
-    def ratio(self) -> float:
-        """D²_sketch / D²_SGD."""
-        return self.sketch / self.sgd if self.sgd > 0 else (math.inf if self.sketch > 0 else math.nan)
 
 
 def noises(

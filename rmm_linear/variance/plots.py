@@ -241,7 +241,9 @@ def _one_form(table: pandas.DataFrame, exact_too: bool = False) -> tuple[pandas.
     if "samples" not in table.columns:
         return table, ""
     by_sequences = table["samples"] == SEQUENCES
-    return (table[by_sequences | exact_too & (table["noise"] == 0)], "") if by_sequences.any() else (table, _BY_TOKENS)
+    if not by_sequences.any():
+        return table, _BY_TOKENS
+    return table.loc[by_sequences | (exact_too & (table["noise"] == 0))], ""
 
 
 def _places(names: Sequence[str]) -> dict[str, tuple[int, str]]:
