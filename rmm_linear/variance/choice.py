@@ -76,7 +76,7 @@ def required_ratio(
             return limit
         too_few, enough = 0, a.shape[0]
         if not is_quiet(enough):
-            tokens = enough if mask is None else int(mask.sum())  # from here on, K makes no difference
+            tokens = enough if mask is None else int(mask.bool().sum())  # from here on, K makes no difference
             grid = sorted({max(1, tokens * part // _LOOKS) for part in range(1, _LOOKS)} | {max(1, tokens - 1)})
             enough = next(filter(is_quiet, grid), 0)
             if not enough:
