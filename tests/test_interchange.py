@@ -124,7 +124,7 @@ def test_layers_that_an_example_left_out_stay_left_out(tmp_path):
 
 
 def test_what_is_not_converted_has_nothing_to_save(tmp_path):
-    with pytest.raises(ValueError, match="Call rmm_linear.convert first"):
+    with pytest.raises(ValueError, match=r"Call rmm_linear\.convert first"):
         save_conversion(Mlp(), tmp_path)
     with pytest.raises(FileNotFoundError):
         convert_as_saved(Mlp(), tmp_path)
