@@ -1,6 +1,8 @@
 """The README's snippets run, in order, and its table of kinds is complete."""
 
+import functools
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,19 @@ from rmm_linear import RMMLinear
 from rmm_linear.sketches import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
+LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # Inductor would compile for a minute; what torchrun sets, with one process.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
     snippets = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(snippets) >= 4
     names = {}
@@ -36,6 +46,12 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "rmm_config.json").is_file()
     assert {row.step for row in names["probe"].rows} == {2, 4}
     assert (tmp_path / "variance.csv").is_file()
+    assert (tmp_path / "out" / "model" / "rmm_config.json").is_file()
+    assert isinstance(names["again"].roberta.encoder.layer[0].output.dense, RMMLinear)
+    assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
+    for trained in ("again", "sharded"):
+        gradient = names[trained].roberta.encoder.layer[1].intermediate.dense.weight.grad
+        assert gradient is not None
 
 
 def test_the_demos_output_is_that_of_the_demo():
