@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, ops, packing, sketched_linear
+from rmm_linear import RMMConfig, RMMLinear, ops, packing, sketched_linear
 from rmm_linear.kept import Recipe, keep
 from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
 
@@ -240,3 +241,28 @@ def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr("rmm_linear.kept.is_capturing", lambda device: True)
     seeds = {int(keep(x, recipe, 5)[-1]) for _ in range(3)}
     assert len(seeds) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [None, 4])
+def test_every_replay_of_a_captured_graph_draws_a_fresh_sketch(bits):
+    """z = 4; the capture itself fails where anything is read from the device."""
+    layer = RMMLinear(64, 32, bias=False, config=RMMConfig(ratio=0.25, min_rows=8, bits=bits), device="cuda")
+    x, y = torch.randn(256, 64, device="cuda"), torch.randn(256, 32, device="cuda")
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are compiled before the capture
+        for _ in range(3):
+            layer(x).backward(y)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.weight.grad.zero_()
+        layer(x).backward(y)
+    exact, values = y.T @ x, []
+    for _ in range(200):
+        graph.replay()
+        values.append(((layer.weight.grad * exact).sum() / exact.square().sum()).item())
+    assert len(set(values)) > 190
+    assert abs(statistics.mean(values) - 1) < 4 * statistics.stdev(values) / len(values) ** 0.5
