@@ -16,7 +16,7 @@ from benchmarks.linear import BLOCK
 from rmm_linear import ops, packing
 from rmm_linear._triton import kernels
 from rmm_linear.sketches import kept_rows, sketch
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample
 
 REFERENCE = "copy"

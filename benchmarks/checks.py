@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gate import relative_error
 from rmm_linear._triton import kernels
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import next_power_of_two
 
@@ -112,7 +112,7 @@ class Inputs:
         """
         size, _, rows_per_block = block_rows(x.shape[0], rows, block)
         if kind == "hadamard":
-            more["index"] = sample(self.seed, next_power_of_two(x.shape[0]), rows)
+            more["index"] = sample(self.seed, next_power_of_two(size), rows_per_block)
         return kernels().dense_sketch(x, self.seed, kind, size, rows_per_block, **options, **more)
 
 

@@ -265,9 +265,8 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for shape in SHAPES[:2]:
         for mask in ("all", "some", "few"):
             add(gathered, shape, mask)
-    for kind, block in (
-        ("gaussian", None), ("gaussian", 16), ("rademacher", None), ("rademacher", 9), ("hadamard", None)
-    ):  # fmt: skip
+    blocks = [("gaussian", 16), ("rademacher", 9), ("hadamard", 9)]
+    for kind, block in [(kind, None) for kind, _ in blocks] + blocks:
         for mask in MASKS:
             add(dense_sketch, kind, block, mask)
         for dtype in half:
@@ -285,7 +284,8 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
         for kind in ("countsketch", "gaussian", "rademacher", "hadamard"):
             for mask in ("all", "some"):
                 add(packed_as_made, kind, bits, mask)
-        add(packed_as_made, "gaussian", bits, "few", 16)
+        for kind in ("gaussian", "hadamard"):
+            add(packed_as_made, kind, bits, "few", 16)
         for kind, mask in (("countsketch", "none"), ("rademacher", "none"), ("hadamard", "few")):
             add(packed_as_made, kind, bits, mask)
     for kind in ("countsketch", "rademacher"):

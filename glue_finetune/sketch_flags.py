@@ -24,7 +24,7 @@ _HELP = {
     "ratio": "Rows kept by rows seen, in (0, 1].",
     "memory": "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.",
     "bits": "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.",
-    "block": "Tokens per block of a block-diagonal gaussian or rademacher sketch. Default: one block.",
+    "block": "Tokens per block of a block-diagonal gaussian, rademacher or hadamard sketch. Default: one block.",
     "uniform_mix": "For norm_rows and wta: part of the probability that all tokens share alike, in (0, 1].",
     "norm_estimator": "For norm_rows and wta: what the size of a token's gradient is expected from: "
     + ", ".join(norm_estimators())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rmm_linear.backends import requested_backend
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.transforms import next_power_of_two
 
 KINDS = ("countsketch", "rows", "gaussian", "rademacher", "hadamard")
@@ -110,8 +110,8 @@ def sketch(
     if kind == "rows":
         index, scale = _gathered(seed, tokens, rows, mask)
         return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, bits=bits)
-    index = _sample(seed, next_power_of_two(tokens), rows, None) if kind == "hadamard" else None
     size, _, rows_per_block = block_rows(tokens, rows, block)
+    index = _sample(seed, next_power_of_two(size), rows_per_block, None) if kind == "hadamard" else None
     return kernels().dense_sketch(
         matrix, seed, kind, size, rows_per_block, index=index, order=order, count=count, bits=bits
     )

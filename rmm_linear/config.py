@@ -37,7 +37,7 @@ class RMMConfig:
             is given.
         bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each
             layer from the noise predicted on the first steps, with ``ratio`` the dtype itself.
-        block: Tokens per block of a block-diagonal sketch (gaussian, rademacher); None mixes all tokens.
+        block: Tokens per block of a block-diagonal sketch (gaussian, rademacher, hadamard); None mixes all tokens.
         uniform_mix: For kinds that draw rows by their weight (norm_rows, wta), the part of the probability that all
             tokens share alike, in (0, 1]. It bounds what a token with a small input can add to the noise.
         norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of
@@ -106,7 +106,7 @@ class RMMConfig:
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
         if self.block is not None and not has_blocks(self.kind):
-            able = " and ".join(name for name in KINDS if has_blocks(name))
+            able = ", ".join(name for name in KINDS if has_blocks(name))
             raise ValueError(
                 f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None."
             )

@@ -22,7 +22,7 @@ from rmm_linear.row_ops import draw_rows, gather_rows, packed_rows
 from rmm_linear.sketches import TokenMask, has_blocks, kept_rows
 from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.blocks import block_rows
 
 __all__ = ["draw_rows", "gather_rows", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
 
@@ -191,7 +191,7 @@ def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None)
     if kind in ("gaussian", "rademacher"):
         return 2 * tokens * columns * block_rows(tokens, rows, block)[2]
     if kind in ("hadamard", "dct", "dft"):
-        return round(tokens * columns * math.log2(max(tokens, 2)))
+        return round(tokens * columns * math.log2(max(block_rows(tokens, rows, block)[0], 2)))
     return tokens * columns if kind == "countsketch" else rows * columns
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, sketched_linear
 from rmm_linear.memory import track_saved
-from rmm_linear.sketches import KINDS, SAMPLERS, kept_rows
+from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks, kept_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -238,7 +238,9 @@ def kept_bytes(*args, **fields):
     return kept.total
 
 
-@pytest.mark.parametrize(("kind", "block"), [(kind, None) for kind in KINDS] + [("gaussian", 7), ("rademacher", 7)])
+@pytest.mark.parametrize(
+    ("kind", "block"), [(kind, None) for kind in KINDS] + [(kind, 7) for kind in KINDS if has_blocks(kind)]
+)
 @dtypes
 def test_bytes_kept_are_the_rows_and_the_seed(kind, block, dtype):
     x, w, b = leaves((5, 8, 6), dtype)

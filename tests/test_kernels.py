@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rmm_linear.sketches import kept_rows
-from rmm_linear.sketches.dense import block_rows
+from rmm_linear.sketches.blocks import block_rows
 
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)

@@ -15,7 +15,7 @@ from rmm_linear.kept import Recipe, keep
 from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
-DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9)]
+DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9), ("hadamard", 9)]
 BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
 
@@ -121,6 +121,7 @@ def test_a_sketch_packed_in_parts_is_the_packed_sketch(kind, block, mask, monkey
         ("gaussian", None, 2 * 40 * 70 * 8),
         ("rademacher", 10, 2 * 40 * 70 * 2),
         ("hadamard", None, round(40 * 70 * math.log2(40))),
+        ("hadamard", 10, round(40 * 70 * math.log2(10))),
     ],
 )
 def test_operations_are_counted(kind, block, flops):

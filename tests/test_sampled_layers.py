@@ -292,7 +292,7 @@ def test_a_mix_outside_its_range_is_refused():
             RMMConfig(kind="wta", uniform_mix=value)
     assert RMMConfig(kind="wta", ratio=0.2, uniform_mix=0.5).recipe(1000, 8, 4).uniform_mix == 0.5
     assert RMMConfig(kind="rows", ratio=0.2, uniform_mix=0.5).recipe(1000, 8, 4).uniform_mix == 0
-    with pytest.raises(ValueError, match="block is for rademacher and gaussian only"):
+    with pytest.raises(ValueError, match="block is for rademacher, gaussian, hadamard only"):
         RMMConfig(kind="wta", block=8)
 
 

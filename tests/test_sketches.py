@@ -12,7 +12,7 @@ from rmm_linear.sketches.countsketch import destinations, signs_and_shifts
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import _dct_rows, _dft_rows, _hadamard_rows
 
-VARIANTS = [(kind, None) for kind in KINDS] + [("gaussian", 5), ("rademacher", 5)]
+VARIANTS = [(kind, None) for kind in KINDS] + [(kind, 5) for kind in KINDS if has_blocks(kind)]
 every_variant = pytest.mark.parametrize(("kind", "block"), VARIANTS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 transforms = pytest.mark.parametrize("rows_of", [_hadamard_rows, _dct_rows, _dft_rows])
@@ -112,8 +112,17 @@ def test_blocks_have_entries_of_their_own(kind):
     assert not torch.equal(blocks[1], blocks[2])
 
 
+def test_blocks_of_hadamard_are_rows_of_its_matrix_with_signs_of_their_own():
+    """Blocks of 3 are rows of the transform of 4 tokens, cut off: every column of S has a norm of 1."""
+    s = sketch_matrix("hadamard", 8, 6, 1, block=3)
+    assert s.shape == (6, 8)
+    assert torch.equal(s != 0, torch.block_diag(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2)).bool())
+    assert torch.allclose(s[s != 0].abs(), torch.tensor(1 / math.sqrt(2), dtype=torch.float64))
+    assert any(not torch.equal(s[:2, :3], s[2:4, 3:6]) for s in (sketch_matrix("hadamard", 8, 6, i, 3) for i in (1, 2)))
+
+
 @pytest.mark.parametrize(("tokens", "rows", "block"), [(5, 4, 2), (65, 64, 4), (10, 9, 3)])
-@pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
+@pytest.mark.parametrize("kind", ["gaussian", "rademacher", "hadamard"])
 def test_blocks_never_keep_more_rows_than_tokens(kind, tokens, rows, block):
     """A row per block too many would cost more than the input itself; then the input itself is kept."""
     assert kept_rows(tokens, rows, block) <= tokens
@@ -253,14 +262,19 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("kind", "block"), [(k, None) for k in KINDS if not has_blocks(k)] + [("gaussian", 64)])
+DENSE = ("gaussian", "rademacher")
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"), [(kind, None) for kind in KINDS if kind not in DENSE] + [("gaussian", 64), ("hadamard", 64)]
+)
 def test_nothing_of_size_tokens_times_rows_is_made(kind, block):
     """Largest tensor: at most two matrices (a transform's two halves), or N · K_b entries of the blocks."""
     tokens, rows, columns = 4096, 1024, 8
     m = torch.randn(tokens, columns)
     with LargestTensor() as largest:
         draw(m, kind, rows, 0, block)
-    limit = 2 * tokens * columns if block is None else tokens * rows * block // tokens
+    limit = tokens * rows * block // tokens if kind in DENSE else 2 * tokens * columns
     assert rows * columns <= largest.numel <= limit
 
 

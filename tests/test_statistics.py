@@ -29,6 +29,7 @@ CASES = [  # kind, N, K, block
     pytest.param("rademacher", 25, 6, 7, id="rademacher-blocks"),
     pytest.param("hadamard", 32, 6, None, id="hadamard"),
     pytest.param("hadamard", 25, 6, None, id="hadamard-padded"),
+    pytest.param("hadamard", 25, 6, 7, id="hadamard-blocks"),
     pytest.param("dct", 24, 6, None, id="dct-even"),
     pytest.param("dct", 25, 6, None, id="dct-odd"),
     pytest.param("dft", 24, 6, None, id="dft-even"),

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.countsketch import COUNTSKETCH
-from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER, block_rows
+from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER
 from rmm_linear.sketches.family import Family, Moments
 from rmm_linear.sketches.masks import TokenMask
 from rmm_linear.sketches.rows import ROWS, random_keys
@@ -90,7 +91,7 @@ def sketch(
         kind: One of :data:`KINDS`.
         seed: int64 with one element, on the device of ``matrix``.
         rows: K, at least 1.
-        block: Tokens per block of a block-diagonal S (gaussian and rademacher); None mixes all tokens.
+        block: Tokens per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens.
         mask: The tokens that count; the others are left out of S. None is all.
         p: Probability of every token, see :func:`probabilities`, which the kinds of :data:`SAMPLERS` draw rows by.
 

@@ -18,25 +18,9 @@ from math import log2, sqrt
 import torch
 from torch import Tensor
 
+from rmm_linear.sketches.blocks import block_rows, even_blocks
 from rmm_linear.sketches.family import Family, Moments
 from rmm_linear.sketches.philox import normal, philox, unpack_signs
-
-
-def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int]:
-    """Return how a block-diagonal sketch is cut.
-
-    Args:
-        tokens: N ≥ 1.
-        rows: Rows asked for, K ≤ N.
-        block: Tokens per block; None is one block.
-
-    Returns:
-        Tokens per block, number of blocks, and rows per block K_b; their product with the number of blocks is the
-        number of rows really kept, at least ``rows``.
-    """
-    block = min(block or tokens, tokens)
-    blocks = -(-tokens // block)
-    return block, blocks, -(-rows // blocks)
 
 
 def _gaussian_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Tensor:
@@ -75,7 +59,7 @@ def _family(name: str, summary: str, entries: Callable[[Tensor, int, int, int], 
                 parts.append(multiply(whole * size, 1, tokens - whole * size))
             result = torch.cat(parts)
         else:
-            index, real = _even_blocks(tokens, size, blocks, count)
+            index, real = even_blocks(tokens, size, blocks, count)
             s = torch.where(real.unsqueeze(-1), made(0, tokens)[index], 0)
             result = torch.bmm(s.transpose(1, 2), matrix[index])
         return result.view(blocks * rows_per_block, columns).mul_(1 / (power * sqrt(rows_per_block)))
@@ -88,18 +72,6 @@ def _family(name: str, summary: str, entries: Callable[[Tensor, int, int, int], 
         return torch.stack([(m.p + m.g - diagonal * m.d) / rows_per_block for m in parts]).sum()
 
     return Family(name, summary, sketch, variance, blocks=True, local=True)
-
-
-def _even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that no block's rows are left without tokens.
-
-    Returns:
-        Index of every block's tokens, shape (blocks, size), and which of them are tokens of the block.
-    """
-    place = torch.arange(size, device=count.device)
-    length = (count + blocks - 1) // blocks
-    index = torch.arange(blocks, device=count.device).unsqueeze(1) * length + place
-    return index.clamp_max(tokens - 1), (place < length) & (index < count)
 
 
 GAUSSIAN = _family("gaussian", "independent normal entries (the published method)", _gaussian_entries, diagonal=0.0)

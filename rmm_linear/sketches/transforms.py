@@ -11,6 +11,10 @@ Hadamard's entries are ±1/√N, so q_ac = 1/N and the last sum vanishes; N is t
 rows are zero). For the cosine transform q_ac − 1/N = ([c=a] + [c=N−1−a])/2N − 1/N², for the Hartley transform
 ([2(a−c)≡0] − [2(a+c)≡0])/2N modulo N: a few mirrored tokens, a relative error of order 1/N if it were left out.
 
+With ``block=b``, hadamard transforms every b consecutive tokens by themselves, and keeps the same K_b = ⌈K·b/N⌉ rows of
+each. Whichever these are, S Sᵀ has ones on its diagonal and the signs decide the rest, so the errors of two blocks are
+uncorrelated, and the variance is the sum over blocks.
+
 dft is the discrete Fourier transform in its real, Hartley form (cos + sin), so that Z stays real.
 
 Cost: O(N·D·log N) by fast transforms; memory for one copy of the matrix while it runs.
@@ -24,6 +28,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
+from rmm_linear.sketches.blocks import block_rows, even_blocks
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
 from rmm_linear.sketches.philox import signs
 from rmm_linear.sketches.rows import sample
@@ -117,26 +122,48 @@ def _family(
     mirrors: Callable[[int], list[tuple[Tensor, float]]] = _no_mirrors,
     uniform: float = 0.0,
     length: Callable[[int], int] = _identity,
+    blocks: bool = False,
 ) -> Family:
     """Make a family; ``mirrors`` and ``uniform`` are N · (q_ac − 1/N) on some pairs and, times 1/N, on all."""
 
     def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
-        tokens = matrix.shape[0]
-        size = length(tokens)
-        dtype = accumulator_dtype(matrix.dtype)
+        tokens, columns = matrix.shape
+        size, blocks, rows_per_block = block_rows(tokens, rows, block)
+        dtype, whole = accumulator_dtype(matrix.dtype), length(size)
         signed = matrix.to(dtype) * signs(seed, tokens).to(dtype).unsqueeze(1)
-        return (transform(signed, sample(seed, size, rows)) * sqrt(size / rows)).to(matrix.dtype)
+        if blocks > 1:  # side by side, so that one transform does all
+            signed = _side_by_side(signed, size, blocks, count)
+        result = transform(signed, sample(seed, whole, rows_per_block)) * sqrt(whole / rows_per_block)
+        result = result.view(rows_per_block, blocks, columns).transpose(0, 1)
+        return result.reshape(blocks * rows_per_block, columns).to(matrix.dtype)
 
     def variance(x: Tensor, y: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
-        size, m = length(x.shape[0]), Moments.of(x, y)
-        total = m.signed + uniform / size * (m.p + 2 * m.g - 2 * m.d)
+        size, blocks, rows_per_block = block_rows(x.shape[0], rows, block)
+        whole, total = length(size), x.new_zeros((), dtype=torch.float64)
+        cut = size if count is None or blocks == 1 else -(-int(count) // blocks)
+        for part in zip(x.split(cut), y.split(cut), strict=True):
+            m = Moments.of(*part)
+            total = total + m.signed + uniform / whole * (m.p + 2 * m.g - 2 * m.d)
         for mirror, weight in mirrors(x.shape[0]):
             total = total + weight * _mirrored(x, y, mirror)
-        return (size - rows) / (rows * max(size - 1, 1)) * total
+        return (whole - rows_per_block) / (rows_per_block * max(whole - 1, 1)) * total
 
-    return Family(name, summary, sketch, variance)
+    return Family(name, summary, sketch, variance, blocks=blocks)
 
 
-HADAMARD = _family("hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two)
+def _side_by_side(matrix: Tensor, size: int, blocks: int, count: Tensor | None) -> Tensor:
+    """Shape (size, blocks · D): every block's tokens one below the other, zero rows where it has fewer."""
+    tokens, columns = matrix.shape
+    if count is None:
+        parts = torch.nn.functional.pad(matrix, (0, 0, 0, blocks * size - tokens)).view(blocks, size, columns)
+    else:
+        index, real = even_blocks(tokens, size, blocks, count)
+        parts = torch.where(real.unsqueeze(-1), matrix[index], 0)
+    return parts.transpose(0, 1).reshape(size, blocks * columns)
+
+
+HADAMARD = _family(
+    "hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two, blocks=True
+)
 DCT = _family("dct", "subsampled cosine transform", _dct_rows, _dct_mirrors, uniform=-1.0)
 DFT = _family("dft", "subsampled Fourier transform in its real, Hartley form", _dft_rows, _dft_mirrors)

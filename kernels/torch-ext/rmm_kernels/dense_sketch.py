@@ -1,4 +1,4 @@
-"""dense_sketch: Gaussian, Rademacher (block-diagonal) and Hadamard. Tiles of S are made in registers, never stored."""
+"""dense_sketch: Gaussian, Rademacher and Hadamard, block-diagonal. Tiles of S are made in registers, never stored."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def _dense_sketch_kernel(
     """One tile of one block's rows, (B_R, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), rows that count first. p_count: int64
-    (1,). p_index: int64 (K,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_ranges: see
+    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_ranges: see
     store_packed. block: tokens per block. factor: 1/√n_rows.
     """
     i_b = tl.program_id(0).to(tl.int64)
@@ -75,7 +75,9 @@ def _dense_sketch_kernel(
             b_m = tl.load(p_in, mask=m_t[:, None] & m_d[None, :], other=0.0)
             if KIND == 2:
                 o_index = tl.load(p_index + o_r, mask=m_r, other=0)
-                b_s = (1.0 - 2.0 * parity(o_t[:, None] & o_index[None, :]).to(tl.float32)) * signs(seed, o_t)[:, None]
+                b_s = (1.0 - 2.0 * parity((o_t - first)[:, None] & o_index[None, :]).to(tl.float32)) * signs(seed, o_t)[
+                    :, None
+                ]
             else:
                 b_s = _entries(seed, o_t, i_r, n_rows, KIND, B_T, B_R)
             b_s = b_s.to(b_m.dtype)
@@ -104,7 +106,7 @@ def dense_sketch(
         matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
         seed: int64, shape (1,), on the device of ``matrix``.
         kind: "gaussian", "rademacher" or "hadamard".
-        block: Tokens per block; N is one block, as Hadamard needs.
+        block: Tokens per block; N is one block.
         rows: Rows per block.
         index: The rows of the Hadamard matrix that are kept, int64, shape (rows,).
         order: Rows of M, int64, shape (N,): those that count first; None is all in order.

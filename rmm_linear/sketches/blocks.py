@@ -1,0 +1,41 @@
+"""How the tokens of a block-diagonal sketch are cut into blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int]:
+    """Return how a block-diagonal sketch is cut.
+
+    Args:
+        tokens: N ≥ 1.
+        rows: Rows asked for, K ≤ N.
+        block: Tokens per block; None is one block.
+
+    Returns:
+        Tokens per block, number of blocks, and rows per block K_b; their product with the number of blocks is the
+        number of rows really kept, at least ``rows``.
+    """
+    block = min(block or tokens, tokens)
+    blocks = -(-tokens // block)
+    return block, blocks, -(-rows // blocks)
+
+
+def even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that no block's rows are left without tokens.
+
+    Args:
+        tokens: N.
+        size: Tokens per block, if all counted.
+        blocks: Number of blocks.
+        count: n, int64, shape (1,).
+
+    Returns:
+        Index of every block's tokens, shape (blocks, size), and which of them are tokens of the block.
+    """
+    place = torch.arange(size, device=count.device)
+    length = (count + blocks - 1) // blocks
+    index = torch.arange(blocks, device=count.device).unsqueeze(1) * length + place
+    return index.clamp_max(tokens - 1), (place < length) & (index < count)
