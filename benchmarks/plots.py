@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def plot_linear(rows: Sequence[Row]) -> Any:
     lines = Counter(provider for provider, _ in points)
     few = max(lines.values()) == 1
     providers = [p for p in dict.fromkeys(row.provider for row in rows) if lines[p] > 1 or (few and lines[p])]
-    styles = dict(zip(providers, cycle(_STYLES), strict=False))
+    styles = {provider: _style(number) for number, provider in enumerate(providers)}
     for (dtype, case), axis in zip(panels, axes, strict=False):
         here = [row for row in rows if (row.dtype, row.case) == (dtype, case)]
         for provider in providers:
@@ -105,7 +104,8 @@ def plot_model(rows: Sequence[Row]) -> Any:
     for (dtype, case), axis in zip(panels, axes, strict=False):
         here = [r for r in rows if (r.dtype, r.case) == (dtype, case) and r.kept_bytes is not None and r.median]
         base = next((r.median for r in here if r.provider == "exact"), None) or 1.0
-        for row, (marker, _, color) in zip(here, cycle(_STYLES), strict=False):
+        for number, row in enumerate(here):
+            marker, _, color = _style(number)
             low, middle, high = ((value or 0) / base for value in (row.lower, row.median, row.upper))
             kept = (row.kept_bytes or 0) / _MIB
             axis.errorbar(
@@ -136,7 +136,7 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
     panels = [p for p in panels if len({r.case for r in rows if (r.dtype, r.case.split(" x ")[1]) == p}) > 1] or panels
     figure, axes = _figure(1, len(panels), width=5.4, height=4.4)
     providers = [p for p in dict.fromkeys(row.provider for row in rows) if p != "copy"]
-    styles = dict(zip(providers, cycle(_STYLES), strict=False))
+    styles = {provider: _style(number) for number, provider in enumerate(providers)}
     for (dtype, columns), axis in zip(panels, axes, strict=False):
         here = [row for row in rows if (row.dtype, row.case.split(" x ")[1]) == (dtype, columns)]
         points: dict[str, list[tuple[float, float | None]]] = {}
@@ -166,6 +166,12 @@ def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> 
         raise ImportError("Pictures need matplotlib: pip install 'rmm_linear[glue]'.") from error
     figure = Figure(figsize=(width * across + 0.6, height * down + 1.2), layout="constrained")
     return figure, list(figure.subplots(down, across, squeeze=False).flat)
+
+
+def _style(number: int) -> tuple[str, str, str]:
+    """Marker, line and colour; after the last marker the first comes again, with another line and colour."""
+    marker, again = _STYLES[number % len(_STYLES)][0], 3 * (number // len(_STYLES))
+    return marker, *_STYLES[(number + again) % len(_STYLES)][1:]
 
 
 def _line(axis: Any, styles: dict[str, Any], provider: str, points: Sequence[tuple[float, float | None]]) -> None:

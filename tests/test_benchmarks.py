@@ -25,9 +25,9 @@ from benchmarks import bandwidth, gate, gpu, linear, models, parity, readme
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.checks import Check
-from benchmarks.plots import plot_all
+from benchmarks.plots import plot_all, plot_linear
 from benchmarks.processes import ProcessError, call
-from benchmarks.records import COLUMNS, Row, read_rows, write_rows
+from benchmarks.records import COLUMNS, RESULTS, Row, read_rows, write_rows
 from benchmarks.runner import run_cases
 from benchmarks.suites import SUITES, setup
 from benchmarks.timing import interleaved, quartiles
@@ -351,6 +351,13 @@ def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 20_000
+
+
+def test_no_two_lines_of_a_picture_look_the_same():
+    rows = [row for row in read_rows(RESULTS / "linear-cpu.csv") if row.ratio == 0.1 and row.median is not None]
+    legend = plot_linear(rows).legends[0].legend_handles
+    looks = [(line.get_marker(), line.get_color()) for line in legend[:-2]]  # without the limit and nn.Linear
+    assert len(set(looks)) == len(looks) == len({row.provider for row in rows}) - 1
 
 
 def test_no_results_make_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
