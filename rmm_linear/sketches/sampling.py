@@ -73,13 +73,13 @@ def _none(tails: Tensor, rows: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=tails.device)
 
 
-def _least_noise(tails: Tensor, rows: int) -> Tensor:
+def _least_chance_per_row(tails: Tensor, rows: int) -> Tensor:
     left = torch.arange(rows, 0, -1, device=tails.device)
     return (tails[:rows] / left[: len(tails)]).argmin().view(1)
 
 
 NORM_ROWS = Sampler("norm_rows", "rows drawn by their expected share of the gradient", _none)
-WTA = Sampler("wta", "the largest expected shares kept as they are, the rest drawn", _least_noise)
+WTA = Sampler("wta", "the largest expected shares kept as they are, the rest drawn", _least_chance_per_row)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
