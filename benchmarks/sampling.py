@@ -226,7 +226,8 @@ def markdown(path: Path = CSV) -> str:
         both = [cells[kind, "", task] for task in tasks for _ in SAMPLERS]
         lines.append([f"for comparison, `{kind}`", *both])
     first = rows[0]
-    source = f"{first['layers']} layers, mean of {first['seeds']} seeds, commit `{first['commit']}`:"
+    seeds = "one seed" if first["seeds"] == "1" else f"mean of {first['seeds']} seeds"
+    source = f"{first['layers']} layers, {seeds}, commit `{first['commit']}`:"
     return source + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -96,9 +96,8 @@ class SketchedLayer(nn.Module):
             dtype = autocast_dtype(input) or input.dtype
             x = input.detach().reshape(call.tokens, -1)
             self.rmm_choice.observe(x, config, dtype.itemsize, call.mask)
-        expected = None
-        if self.rmm_estimator is not None:
-            expected = functools.partial(self._expected, call)
+        # Asked without an estimator too: siblings may have one.
+        expected = functools.partial(self._expected, call) if recipe.draws(call.tokens) else None
         on_backward = functools.partial(self._on_backward, call)
         if scope is None:
             return Plan(recipe, draw_seed(), call.mask, expected=expected, on_backward=on_backward)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import tiny_model, token_ids
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rmm_linear
@@ -25,6 +26,7 @@ from rmm_linear.estimators import (
     register_norm_estimator,
     with_sample_index,
 )
+from rmm_linear.kept import keep
 from rmm_linear.sketches import TokenMask
 
 CPU = torch.device("cpu")
@@ -77,7 +79,7 @@ def test_the_size_of_the_loss_does_not_matter(factor):
         for step in range(4):
             estimator.observe(call, norms.roll(step) * scale)
         found.append(estimator.predict(call))
-    torch.testing.assert_close(found[1], found[0] * factor)
+    torch.testing.assert_close(found[1], found[0] * factor, rtol=1e-5, atol=0)
 
 
 def test_what_was_never_seen_has_the_mean_of_all():
@@ -164,6 +166,24 @@ def test_an_empty_or_unknown_call_is_harmless(name):
     assert estimator.predict(LayerCall((6,), CPU)) is None
 
 
+def run_on_fakes(estimator):
+    """Predict and learn with tensors that have no numbers: whoever asks for one would wait for an accelerator."""
+    with FakeTensorMode():
+        index = torch.zeros(4, dtype=torch.int64)
+        call = LayerCall((4, 16), CPU, torch.zeros(64, dtype=torch.int64), index, TokenMask.of(torch.ones(64)))
+        for _ in range(2):
+            estimator.predict(call)
+            estimator.observe(call, torch.ones(64))
+        return estimator.predict(call)
+
+
+@pytest.mark.parametrize("name", ["position", "token", "position_token"])
+def test_running_means_never_wait_for_the_device(name):
+    assert run_on_fakes(make_norm_estimator(name)).shape == (64,)
+    with pytest.raises(DataDependentOutputException):
+        run_on_fakes(SampleCache())  # which does, and says so
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -200,6 +220,13 @@ def test_examples_that_are_not_known_have_the_mean_of_the_others():
     torch.testing.assert_close(known, torch.tensor([5.0, 5, 9, 1]).sqrt(), rtol=2**-7, atol=0)
 
 
+def test_the_mean_for_unknown_examples_is_that_of_tokens_that_count():
+    cache = SampleCache()
+    cache.observe(call_of(1, 4, index=[1], mask=[[1, 1, 0, 0]]), torch.tensor([3.0, 1.0, 0, 0]))
+    known = cache.predict(call_of(2, 6, index=[1, 7], mask=[[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]))
+    torch.testing.assert_close(known[[0, 1, 6, 7, 8]], torch.tensor([9.0, 1, 5, 5, 5]).sqrt(), rtol=2**-7, atol=0)
+
+
 def test_a_cache_follows_tokens_through_padding_of_any_side_and_width():
     cache = SampleCache()
     cache.observe(call_of(1, 4, index=[2], mask=[[0, 0, 1, 1]]), torch.tensor([9.0, 9, 4, 2]))
@@ -219,8 +246,9 @@ def test_a_sequence_cache_has_one_number_for_each():
 def test_a_cache_is_bounded_and_says_so():
     cache = SampleCache(max_bytes=2 * 3 * 4)  # 4 examples of 3 tokens
     norms = torch.tensor([1.0, 2, 3, 3, 2, 1])
-    with pytest.warns(RuntimeWarning, match="of 10 examples, those from number 4 on are not remembered"):
+    with pytest.warns(RuntimeWarning, match="sees example 9: those from number 4 on are not remembered"):
         cache.observe(call_of(2, 3, index=[9, 3]), norms)
+    cache.observe(call_of(2, 3, index=[11, 3]), norms)  # once is enough; warnings are errors here
     assert cache.bytes == 2 * 3 * 4 + 8
     assert cache.predict(call_of(1, 3, index=[9])) is None
     torch.testing.assert_close(cache.predict(call_of(1, 3, index=[3])), norms[3:], rtol=2**-6, atol=0)
@@ -255,7 +283,9 @@ class Constant(NormEstimator):
         self.seen.append((call, norms.clone()))
 
 
-register_norm_estimator("constant", Constant)
+@pytest.fixture(autouse=True)
+def _constant():
+    register_norm_estimator("constant", Constant)
 
 
 def test_ones_own_estimator_has_a_name():
@@ -316,7 +346,8 @@ def test_layers_tell_their_estimators_the_norms_of_their_own_call(reentrant):
     batch = batch_of()
     model(**batch, sample_index=[7, 1, 3, 0]).loss.backward()
     ((call, norms),) = constants(model)[name]
-    torch.testing.assert_close(norms, gradients[0].reshape(80, -1).norm(dim=1))
+    torch.testing.assert_close(norms, gradients[0].reshape(80, -1).norm(dim=1), rtol=1e-5, atol=0)
+    assert (norms > 0).any()
     assert call.shape == (4, 20)
     assert torch.equal(call.input_ids, batch["input_ids"].reshape(-1))
     assert call.sample_index.tolist() == [7, 1, 3, 0]
@@ -352,21 +383,24 @@ class Tagger(nn.Module):
 @checkpoints
 @pytest.mark.parametrize("name", ["position", "token", "position_token", "sample_cache", "sequence_cache"])
 def test_gradients_stay_unbiased_while_estimators_learn(name, reentrant):
-    """Projection of the estimate on the exact gradient: 1 at z = 4, where a draw of another S would give 0."""
+    """Projection of the estimate on the exact gradient: 1 at z = 4, where a draw of another S would give 0.
+
+    Half of the rows: 30 draws then say as much as a hundred of a quarter, and estimators have learned after one.
+    """
     torch.manual_seed(1)
     model, batch = Tagger(reentrant), {k: v for k, v in batch_of(8).items() if k != "labels"}
     model(**batch).backward()
     exact = model.layer.weight.grad.clone()
-    convert(model, norm_estimator=name, **WTA)
+    convert(model, norm_estimator=name, **{**WTA, "ratio": 0.5})
     values = []
-    for _ in range(100):
+    for _ in range(30):
         model.zero_grad()
         model(**batch, sample_index=torch.arange(8)).backward()
         values.append(float((model.layer.weight.grad * exact).sum() / exact.square().sum()))
     values = torch.tensor(values)
     error = float(values.std()) / math.sqrt(len(values))
     assert abs(float(values.mean()) - 1) < 4 * error
-    assert error < 0.1
+    assert error < 0.02
     assert model.layer.rmm_estimator.bytes > 8
 
 
@@ -399,8 +433,9 @@ def test_siblings_expect_the_root_of_their_squares():
     call = call_of(4, 20, mask=batch["attention_mask"].tolist())
     alone = [layer.rmm_estimator.predict(call) for layer in (attention.query, attention.key, attention.value)]
     joint = report.scope.expected(attention.key.rmm_index, call)
-    torch.testing.assert_close(joint, sum(norms.square() for norms in alone).sqrt())
-    assert not torch.allclose(joint, alone[0])
+    together = sum(norms.double().square() for norms in alone).sqrt().float()  # the norms are tiny here
+    torch.testing.assert_close(joint, together, rtol=1e-5, atol=0)
+    assert not torch.allclose(joint, alone[0], rtol=1e-2, atol=0)
 
 
 def test_what_is_expected_reaches_the_draw():
@@ -419,6 +454,22 @@ def test_what_is_expected_reaches_the_draw():
         layer.zero_grad()
         layer(x).backward(y)
         torch.testing.assert_close(layer.weight.grad, y.T @ x)
+
+
+def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypatch):
+    """The first of the group makes the sketch for all of them."""
+    model = tiny_model("roberta", dropout=0.0, layers=1).train()
+    overrides = {"query": {"norm_estimator": "none"}}
+    convert(model, norm_estimator="position", target_modules=["query", "key"], overrides=overrides, **WTA)
+    attention = model.roberta.encoder.layer[0].attention.self
+    assert attention.query.rmm_estimator is None
+    batch, expected = batch_of(), []
+    model(**batch).loss.backward()
+    known = attention.key.rmm_estimator.predict(call_of(4, 20, mask=batch["attention_mask"].tolist()))
+    monkeypatch.setattr("rmm_linear.functional.keep", lambda *args: (expected.append(args[4]), keep(*args))[1])
+    model(**batch).loss.backward()
+    (found,) = expected
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=0)
 
 
 def test_a_layer_by_itself_learns_by_position():
@@ -504,8 +555,12 @@ def test_numbers_pass_by_a_collator_that_does_not_know_them():
     for batch in loader:
         assert torch.equal(batch["x"][:, 0].long(), batch["sample_index"])
     assert "sample_index" not in with_sample_index(collate)([{"x": torch.ones(2)}])
-    with pytest.raises(TypeError, match="Examples must be dictionaries, got tuple"):
+    with pytest.raises(TypeError, match="An example must be a dictionary, got tuple"):
         IndexedDataset([(1, 2)])[0]
+    with pytest.raises(TypeError, match="An example must be a dictionary, got tuple"):
+        with_sample_index(collate)([(1, 2)])
+    with pytest.raises(TypeError, match="The collator's batch must be a dictionary, got list"):
+        with_sample_index(list)([data[0]])
     with pytest.raises(TypeError, match="dataset must have a length"):
         IndexedDataset(iter([]))
     with pytest.raises(TypeError, match="collator must make a batch"):

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from peft import LoraConfig, PeftModel, get_peft_model
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
+WTA = {**ROUGH, "kind": "wta"}
 TARGETS = {
     "roberta": ["query", "value", "output.dense"],
     "bert": ["query", "value", "output.dense"],
@@ -88,11 +89,58 @@ def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
     assert not frozen & kept.by_module.keys()
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-def test_lora_a_has_an_unbiased_gradient(reentrant):
+@pytest.mark.parametrize("name", ["none", "position_token", "sample_cache"])
+def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
+    """As PEFT makes it, B is zero at first: then A has no gradient to learn from, and B has."""
+    model = lora("roberta")
+    for part, parameter in model.named_parameters():
+        if "lora_B" in part:
+            nn.init.zeros_(parameter)
+    convert(model, norm_estimator=name, **WTA)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ids, labels, numbers = token_ids(), torch.tensor([0, 1, 1, 0]), torch.tensor([6, 2, 0, 3])
+    for _ in range(3):
+        optimizer.zero_grad()
+        with track_saved(model) as kept:
+            loss = model(input_ids=ids, labels=labels, sample_index=numbers).loss
+        loss.backward()
+        optimizer.step()
+    stem = "base_model.model.roberta.encoder.layer.0.attention.self"
+    linears = {part: size for part, size in kept.by_module.items() if part.startswith(f"{stem}.")}
+    assert linears == {  # K rows, and 8 bytes for the number and the scale of each; query and value share A's
+        f"{stem}.query.lora_A.default": ROWS * (HIDDEN * 4 + 8),
+        f"{stem}.query.lora_B.default": ROWS * (RANK * 4 + 8),
+        f"{stem}.value.lora_B.default": ROWS * (RANK * 4 + 8),
+    }
+    layers = {part: m for part, m in model.named_modules() if isinstance(m, RMMLinear) and part.startswith(stem)}
+    assert len([part for part in layers if "lora_" in part]) == 4
+    assert all(m.weight.grad.abs().sum() > 0 for part, m in layers.items() if "lora_" in part)
+    for part, layer in layers.items():
+        if name == "none":
+            assert layer.rmm_estimator is None
+        elif "lora_" not in part:
+            assert layer.rmm_estimator.bytes == 0, part  # frozen
+        else:
+            tensors = layer.rmm_estimator.tensors()
+            assert float(tensors["unit"][1]) == pytest.approx(1.9 if "lora_A" in part else 2.71), part
+            if name == "sample_cache":
+                assert tensors["cache"].isnan().all(1).tolist() == [n not in (6, 2, 0, 3) for n in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reentrant"),
+    [
+        pytest.param(ROUGH, None, id="plain"),
+        pytest.param(ROUGH, True, id="reentrant"),
+        pytest.param(ROUGH, False, id="non-reentrant"),
+        pytest.param({**WTA, "norm_estimator": "position_token"}, None, id="wta"),
+        pytest.param({**WTA, "norm_estimator": "position_token"}, False, id="wta, non-reentrant"),
+    ],
+)
+def test_lora_a_has_an_unbiased_gradient(setting, reentrant):
     """z = 4 on the projection over 50 draws; noise of another S would be 0, many errors away."""
     exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
-    convert(model, **ROUGH)
+    convert(model, **setting)
     if reentrant is not None:
         model.enable_input_require_grads()
         model.base_model.activation_checkpointing_enable({"use_reentrant": reentrant})

@@ -6,10 +6,21 @@ import sys
 import pytest
 import torch
 from helpers import chances
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, ops, packing, sketched_linear
-from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities, row_norms, sketch, sketch_parts
+from rmm_linear.sketches import (
+    SAMPLERS,
+    TokenMask,
+    draw,
+    gather,
+    probabilities,
+    random_keys,
+    row_norms,
+    sketch,
+    sketch_parts,
+)
 
 SEED = torch.tensor([77])
 every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
@@ -64,6 +75,18 @@ def test_drawn_rows_are_those_of_the_sketch(kind, mask, backend, monkeypatch):
     codes, ranges = ops.packed_rows(x, SEED, index, scale, 8)
     restored = packing.unpack(codes, ranges, SEED, 8, 70, x.dtype)
     torch.testing.assert_close(restored, z, rtol=0, atol=float(z.abs().max()) / 40)
+
+
+@every_sampler
+def test_a_draw_never_waits_for_the_device(kind):
+    """Fake tensors have no numbers: a draw that asked for one would wait for an accelerator, and raises here."""
+    with FakeTensorMode():
+        x, mask = torch.randn(64, 5), TokenMask.of(torch.ones(64))
+        p = probabilities(row_norms(x), 0.1, torch.ones(64), mask)
+        drawn = draw(p, random_keys(torch.zeros(1, dtype=torch.int64), 7), SAMPLERS[kind], mask)
+        assert gather(x, drawn).shape == (7, 5)
+        with pytest.raises(DataDependentOutputException):
+            bool(mask.count > 7)
 
 
 def test_expected_norms_and_the_mix_decide_what_is_drawn():

@@ -43,12 +43,13 @@ def test_readme_has_the_table_of_the_results():
     assert inserted(text, sampling.markdown(), sampling.BEGIN, sampling.END) == text
 
 
-def test_a_file_and_a_table_for_a_small_run(tmp_path):
+@pytest.mark.parametrize(("seeds", "said"), [(3, "mean of 3 seeds"), (1, "one seed")])
+def test_a_file_and_a_table_for_a_small_run(tmp_path, seeds, said):
     noises = [
-        sampling.Noise("cola", kind, name, 1.5, 1.0, 2.0, 3, 36, 0.5)
+        sampling.Noise("cola", kind, name, 1.5, 1.0, 2.0, seeds, 36, 0.5)
         for kind, name in [("rows", ""), ("countsketch", ""), ("wta", "none"), ("norm_rows", "none")]
     ]
     sampling.write_noises(tmp_path / "s.csv", noises, {"commit": "abc", "seed": "0 1 2"})
     lines = sampling.markdown(tmp_path / "s.csv").splitlines()
-    assert lines[0] == "36 layers, mean of 3 seeds, commit `abc`:"
+    assert lines[0] == f"36 layers, {said}, commit `abc`:"
     assert lines[-1] == "| for comparison, `countsketch` | 1.50 | 1.50 |"

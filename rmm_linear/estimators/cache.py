@@ -37,6 +37,7 @@ class SampleCache(RelativeEstimator):
         check_integer("max_bytes", max_bytes)
         self.per_token, self.max_bytes = per_token, max_bytes
         self._squares: Tensor | None = None  # (examples, width); NaN where nothing is known
+        self._warned = False
 
     def _recall(self, call: LayerCall) -> Tensor | None:
         index = self._index(call)
@@ -48,7 +49,8 @@ class SampleCache(RelativeEstimator):
             return None
         found = found.to(call.device, torch.float32).gather(1, self._columns(call).clamp_max(found.shape[1] - 1))
         known = ~found.isnan()
-        mean = found.nansum() / known.sum().clamp_min(1)
+        counted = known & call.real.view(len(index), -1) if self.per_token else known
+        mean = torch.where(counted, found, 0).sum() / counted.sum().clamp_min(1)
         return torch.where(known, found, mean).expand(len(index), call.tokens // len(index)).reshape(-1)
 
     def _learn(self, call: LayerCall, squares: Tensor, weights: Tensor, fade: Tensor) -> None:
@@ -86,11 +88,12 @@ class SampleCache(RelativeEstimator):
         old = torch.empty(0, 0, dtype=torch.bfloat16, device="cpu") if self._squares is None else self._squares
         width = max(width, old.shape[1])
         most = self.max_bytes // (old.element_size() * width)
-        if rows > most:
+        if rows > most and not self._warned:
+            self._warned = True  # the largest number grows with every batch, and the text with it
             warnings.warn(
-                f"The sample cache has {self.max_bytes} bytes for each layer: of {rows} examples, those from number "
-                f"{most} on are not remembered. Give max_bytes more, remember sequences (per_token=False), or use the "
-                "norm estimator position_token.",
+                f"The sample cache has {self.max_bytes} bytes for each layer, and sees example {rows - 1}: those from "
+                f"number {most} on are not remembered. Give max_bytes more, remember sequences (per_token=False), or "
+                "use the norm estimator position_token.",
                 RuntimeWarning,
                 stacklevel=2,
             )

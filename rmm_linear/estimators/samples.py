@@ -5,7 +5,7 @@ A converted model takes ``sample_index`` out of the keyword arguments of its out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -55,11 +55,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
             TypeError: If the example is no dictionary.
         """
         example = self.dataset[index]
-        if not isinstance(example, Mapping):
-            raise TypeError(
-                f"Examples must be dictionaries, got {type(example).__name__}. "
-                "With others, pass sample_index=... to the model yourself."
-            )
+        _check_dictionary("An example", example, Mapping)
         return {**example, SAMPLE_INDEX: index}
 
 
@@ -105,8 +101,19 @@ class _Collator:
         self.collator = collator
 
     def __call__(self, examples: list[Any]) -> Any:
+        for example in examples:
+            _check_dictionary("An example", example, Mapping)
         numbers = [example.get(SAMPLE_INDEX) for example in examples]
         batch = self.collator([{k: v for k, v in example.items() if k != SAMPLE_INDEX} for example in examples])
         if None not in numbers:
+            _check_dictionary("The collator's batch", batch, MutableMapping)
             batch[SAMPLE_INDEX] = torch.tensor(numbers, dtype=torch.int64)
         return batch
+
+
+def _check_dictionary(what: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{what} must be a dictionary, got {type(value).__name__}. "
+            "With others, pass sample_index=... to the model yourself."
+        )

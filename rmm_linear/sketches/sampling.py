@@ -73,13 +73,13 @@ def _none(tails: Tensor, rows: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=tails.device)
 
 
-def _least_noise(tails: Tensor, rows: int) -> Tensor:
+def _least_chance_per_row(tails: Tensor, rows: int) -> Tensor:
     left = torch.arange(rows, 0, -1, device=tails.device)
     return (tails[:rows] / left[: len(tails)]).argmin().view(1)
 
 
 NORM_ROWS = Sampler("norm_rows", "rows drawn by their expected share of the gradient", _none)
-WTA = Sampler("wta", "the largest expected shares kept as they are, the rest drawn", _least_noise)
+WTA = Sampler("wta", "the largest expected shares kept as they are, the rest drawn", _least_chance_per_row)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def draw(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) 
     """Draw K rows by the inverse of the cumulative distribution.
 
     Args:
-        p: Probability of every token, float64, shape (N,), N > K; 0 for those that do not count.
+        p: Probability of every token, float64, shape (N,), N > K; 0 for those that do not count, or are never drawn.
         keys: 63-bit random keys, int64, shape (..., K): one sample for every vector of K.
         kind: norm_rows or wta.
         mask: The tokens that count, or None for all.
@@ -152,7 +152,8 @@ def draw(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) 
     # Summed from the smallest on: neither is a small token lost in rounding nor one of probability 0 ever found.
     rank = len(p) - 1 - torch.searchsorted(tails.flip(0), chance, right=True)
     index = order[torch.where(place < kept, place, torch.maximum(rank, kept))]
-    scale = torch.where(place < kept, 1, (mass / ((rows - kept) * p[index])).sqrt())
+    drawn = torch.where(mass > 0, (mass / ((rows - kept) * p[index])).sqrt(), 0)  # or the winners are all there is
+    scale = torch.where(place < kept, 1, drawn)
     if mask is not None:
         fits = mask.count <= rows
         index = torch.where(fits, mask.order[:rows], index)
@@ -188,7 +189,7 @@ def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tenso
         x: Layer input, shape (N, I).
         y: Gradient by the layer output, shape (N, O).
         p: Probability of every token, shape (N,).
-        rows: K, less than the tokens of positive probability.
+        rows: K, less than N.
         kind: norm_rows or wta.
 
     Returns:
@@ -199,6 +200,7 @@ def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tenso
     a, b, p = x[rest].double(), y[rest].double(), p[rest].double()
     d = a.square().sum(1) * b.square().sum(1)
     shares = torch.where(d == 0, d, d / p).sum()
-    drawn = (tails[kept] * shares - (a.T @ b).square().sum()).squeeze()
+    weighed = torch.where(tails[kept] > 0, tails[kept] * shares, shares)  # 0 times infinity is what is never drawn
+    drawn = (weighed - (a.T @ b).square().sum()).squeeze()
     # Where one token is all there is, rounding must not make a variance below zero.
     return drawn.clamp_min(0) / (rows - kept.squeeze())

@@ -171,11 +171,11 @@ class Call:
 
 def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
     """ŷ as the layer had it in the call that has just been made."""
-    if not isinstance(module, SketchedLayer) or module.rmm_estimator is None:
+    if not isinstance(module, SketchedLayer):
         return None
     shape, scope = tuple(x.shape[:-1]), module.rmm_scope
     if scope is None:
-        return module.rmm_estimator.predict(LayerCall(shape, x.device))
+        return None if module.rmm_estimator is None else module.rmm_estimator.predict(LayerCall(shape, x.device))
     return scope.expected(module.rmm_index, scope.known_call(shape, x.device, module.rmm_config.mask_padding))
 
 
