@@ -261,6 +261,7 @@ def test_the_glue_command_prints_a_table_and_draws_it(
     assert "cola: 16 x " in out
     assert "12 layers, 16-bit input" in out
     assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
+    assert f"cola: picture of noise against memory: {tmp_path / 'noise-cola.png'}" in out
     assert (tmp_path / "noise-cola.png").read_bytes().startswith(b"\x89PNG")
     sys.modules["matplotlib.pyplot"].close("all")
     assert PAPER in out
@@ -290,7 +291,10 @@ def test_the_command_measures_a_text_file(
     sys.modules["matplotlib.pyplot"].close("all")
 
 
-def test_the_command_measures_saved_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_saved_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     tiny_model("gpt2").save_pretrained(tmp_path / "model")
     batch = {"input_ids": token_ids(8, 16), "labels": token_ids(8, 16)}
     torch.save([batch, batch], tmp_path / "batches.pt")
@@ -298,6 +302,9 @@ def test_the_command_measures_saved_batches(tmp_path: Path, capsys: pytest.Captu
     assert command([*argv, "--kinds", *KINDS, "--modules", ".*mlp.c_fc", "--layers"]) == 0
     out, layers = capsys.readouterr().out.split("quietest of a layer")
     assert re.findall(r"transformer\.h\.(\d)\.mlp\.c_fc .*\w+, \d+ bits: \d+\.\d{3}", layers) == ["0", "1"]
+    assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
+    assert layers.endswith("\npicture of noise against memory: noise.png\n")
+    sys.modules["matplotlib.pyplot"].close("all")
     assert "8 x 16 tokens, 0 % padding, 2 layers" in out
     assert all(f"{kind}, 4 bits" in out for kind in KINDS)
     assert AUTO not in out
@@ -348,6 +355,15 @@ def test_the_command_refuses_bad_batches_in_one_line(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("rmm_linear.variance: error: ")
     assert message in line
+
+
+def test_the_command_refuses_a_picture_without_a_folder_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["no model", "no batch", "--plot", str(tmp_path / "none" / "noise.png")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"--plot must be a file in a folder that is there, got {tmp_path / 'none' / 'noise.png'}" in err
 
 
 @pytest.mark.parametrize(("flag", "least"), [("--size", 1), ("--max_seq_length", 1), ("--steps", 0)])
