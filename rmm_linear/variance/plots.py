@@ -115,8 +115,9 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
 
     Returns:
         The Axes. From left to right the memory kept, in per cent of the input's bytes, and at each memory the widths,
-        from wide to narrow; a line for each kind. The published method, which has one width, is drawn beside all. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a
-        line at 1 is the minibatch's own noise. Noise below 0.001, none included, is drawn at 0.001.
+        from wide to narrow; a line for each kind. The published method, which has one width, is drawn beside all.
+        Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a line at 1 is the minibatch's own noise.
+        Noise below 0.001, none included, is drawn at 0.001.
 
     Raises:
         ValueError: If there is nothing to draw.
