@@ -54,6 +54,18 @@ def test_noise_over_training_shows_the_median_layer():
     assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
 
 
+def test_noise_that_hardly_changes_is_drawn_on_a_decade():
+    frame = pd.DataFrame({"step": [0, 1], "noise": [1.9, 2.0]})
+    ax = plot_noise_over_training(frame)
+    low, high = ax.get_ylim()
+    assert high / low == pytest.approx(10)
+    assert low < 1 < 2 < high
+    assert len([tick for tick in ax.get_yticks() if low <= tick <= high]) >= 3
+    wide = plot_noise_over_training(frame.assign(noise=[0.1, 50.0])).get_ylim()
+    assert wide[0] < 0.1
+    assert wide[1] > 50
+
+
 def test_noise_by_layer_has_every_layer_at_its_place():
     ax = plot_noise_by_layer(probe_table())
     grid = np.ma.filled(ax.images[0].get_array(), np.nan)

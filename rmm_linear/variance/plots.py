@@ -209,7 +209,8 @@ def _pyplot() -> Any:
 def _style(setting: str) -> dict[str, Any]:
     if setting == PAPER:
         return {"color": "black", "linestyle": ":", "marker": "x"}
-    shade = _pyplot().get_cmap("viridis")(0.85 * KINDS.index(setting) / (len(KINDS) - 1))
+    place = 4 * KINDS.index(setting) % len(KINDS)  # kinds that are often drawn together differ the most
+    shade = _pyplot().get_cmap("viridis")(0.85 * place / (len(KINDS) - 1))
     return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
 
 
@@ -235,6 +236,10 @@ def _noise_axis(ax: Axes) -> Axes:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.tick_params(axis="y", which="minor", left=False)
     ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
+    low, high = ax.get_ylim()
+    if high < 10 * low:  # a decade at least: enough ticks, and small differences look small
+        middle = math.sqrt(low * high)
+        ax.set_ylim(middle / math.sqrt(10), middle * math.sqrt(10))
     ax.set_ylabel(_NOISE)
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
