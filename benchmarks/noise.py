@@ -2,7 +2,7 @@
 
 MiniLM as RoBERTa is fine-tuned for a few exact steps on a GLUE task; then D²_sketch / D²_SGD (samples are sequences) is
 computed for all encoder linears on the next batch, for every kind and width at equal memory. Printed is the median over
-the layers; ``--plot`` draws all of it. For data in a file of your own, ``python -m rmm_linear.variance`` does the same.
+the layers; a picture shows all of it. For data in a file of your own, ``python -m rmm_linear.variance`` does the same.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     parser.add_argument("--model_name_or_path", help="model folder, or model of the hub; default: MiniLM, made anew")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write the pictures of noise against memory")
+    pictures = "where to write the pictures of noise against memory (out/noise)"
+    parser.add_argument("--plot", type=Path, default=Path("out/noise"), metavar="FOLDER", help=pictures)
     arguments = parser.parse_args(argv)
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
     for task in arguments.tasks:
@@ -97,10 +98,11 @@ def main(argv: list[str] | None = None) -> int:
         records, choices = train_and_record(model, batches, **shape)
         noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
         print(f"{task}: {describe(records, noises, arguments.itemsize)}", flush=True)
-        if arguments.plot is not None:
-            arguments.plot.mkdir(parents=True, exist_ok=True)
-            figure: Any = plot_noise_against_memory(noises)[0].figure
-            figure.savefig(arguments.plot / f"noise-{task}.png", dpi=150)
+        arguments.plot.mkdir(parents=True, exist_ok=True)
+        figure: Any = plot_noise_against_memory(noises).figure
+        picture = arguments.plot / f"noise-{task}.png"
+        figure.savefig(picture, dpi=150)
+        print(f"{task}: picture of noise against memory: {picture}", flush=True)
     return 0
 
 

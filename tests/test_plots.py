@@ -16,7 +16,7 @@ from rmm_linear.variance.plots import (
     plot_noise_by_layer,
     plot_noise_over_training,
 )
-from rmm_linear.variance.survey import PAPER
+from rmm_linear.variance.survey import AUTO, PAPER
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "variance.py"
 
@@ -52,6 +52,18 @@ def test_noise_over_training_shows_the_median_layer():
     np.testing.assert_allclose(curve(ax, "median layer").get_xydata(), [[0, 0.4], [50, 0.8]])
     assert ax.get_yscale() == "log"
     assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
+
+
+def test_noise_that_hardly_changes_is_drawn_on_a_decade():
+    frame = pd.DataFrame({"step": [0, 1], "noise": [1.9, 2.0]})
+    ax = plot_noise_over_training(frame)
+    low, high = ax.get_ylim()
+    assert high / low == pytest.approx(10)
+    assert low < 1 < 2 < high
+    assert len([tick for tick in ax.get_yticks() if low <= tick <= high]) >= 3
+    wide = plot_noise_over_training(frame.assign(noise=[0.1, 50.0])).get_ylim()
+    assert wide[0] < 0.1
+    assert wide[1] > 50
 
 
 def test_noise_by_layer_has_every_layer_at_its_place():
@@ -129,21 +141,40 @@ def test_noise_by_tokens_is_not_drawn_among_noise_by_sequences():
     assert tokens.get_ylabel().endswith("by tokens")
 
 
-def test_noise_against_memory_has_an_axes_per_width_and_the_paper_in_all():
+def test_noise_against_memory_has_every_kind_and_width_at_its_place(pictures):
     noises = [
         MemoryNoise(layer, setting, bits, memory, factor * base / memory)
         for layer, factor in (("a", 1), ("b", 2), ("c", 9))
-        for setting, bits, base in (("rows", 16, 0.1), ("rows", 4, 0.0), (PAPER, 16, 0.5))
+        for setting, bits, base in (("rows", 16, 0.1), ("rows", 4, 0.0), ("wta", 16, 0.2), (PAPER, 16, 0.5))
         for memory in (0.2, 0.1)
     ]
-    wide, narrow = plot_noise_against_memory(noises)
-    assert [wide.get_title(), narrow.get_title()] == ["16 bits", "4 bits"]
-    np.testing.assert_allclose(curve(wide, "rows").get_xydata(), [[10, 2.0], [20, 1.0]])
-    np.testing.assert_allclose(curve(narrow, "rows").get_ydata(), [1e-3, 1e-3])  # none at all
-    for ax in (wide, narrow):
-        np.testing.assert_allclose(curve(ax, PAPER).get_ydata(), [10, 5])
+    _, given = pictures.subplots()
+    ax = plot_noise_against_memory([*noises, MemoryNoise("a", AUTO, 4, 0.1, 7.0)], given)
+    assert ax is given
+    gap, none = (math.nan, math.nan), 1e-3
+    for setting, expected in {
+        "rows": [(0, 2.0), (1, none), gap, (3, 1.0), (4, none), gap],
+        "wta": [(0, 4.0), (1, math.nan), gap, (3, 2.0), (4, math.nan), gap],
+        PAPER: [(0, 10), (1, 10), gap, (3, 5), (4, 5), gap],  # beside every width
+    }.items():
+        np.testing.assert_allclose(curve(ax, setting).get_xydata(), expected)
+    assert AUTO not in [line.get_label() for line in ax.lines]
+    for minor, expected in ((True, {0: "16", 1: "4", 3: "16", 4: "4"}), (False, {0.5: "10 %", 3.5: "20 %"})):
+        labels = [tick.get_text().strip() for tick in ax.get_xticklabels(minor=minor)]
+        assert dict(zip(ax.get_xticks(minor=minor), labels, strict=True)) == expected
+    assert ax.get_ylim()[0] < none < 1 < ax.get_ylim()[1]
+    assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
+    own = plot_noise_against_memory(noises)
+    assert own.figure is not given.figure
     with pytest.raises(ValueError, match="needs the noise of at least one layer, got none"):
         plot_noise_against_memory([])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_noise_against_memory_of_nothing_ordinary(value):
+    noises = [MemoryNoise("a", "rows", 4, memory, value) for memory in (0.1, 0.2)]
+    drawn = curve(plot_noise_against_memory(noises), "rows").get_ydata()
+    np.testing.assert_array_equal(drawn, [max(value, 1e-3), math.nan] * 2)
 
 
 def test_bound_is_scaled_to_the_ratio_that_is_drawn(pictures):

@@ -57,6 +57,13 @@ def test_a_models_weights_are_the_same_to_the_bit(converted):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def bytes_alive():
+    """Of all tensors that Python can reach, whoever holds them."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def test_between_looks_a_model_keeps_what_it_keeps_without_a_probe():
     """Of all inputs of its layers those live on that live on without a probe, and so do the bytes of all tensors."""
     model, batch = tiny_model("roberta", dropout=0.0).train(), padded_batch()
@@ -69,14 +76,14 @@ def test_between_looks_a_model_keeps_what_it_keeps_without_a_probe():
             )
 
     def step():
-        """Which inputs are alive between the two passes and after them, and the bytes of a whole step."""
+        """Which inputs are alive between the two passes and after them, the peak of the step, and what stays of it."""
         inputs.clear()
         with peak("cpu") as highest:
             loss = model(**batch).loss
             between = [not ref.expired() for ref in inputs]
             loss.backward()
         del loss
-        return between, [not ref.expired() for ref in inputs], highest.bytes
+        return between, [not ref.expired() for ref in inputs], highest.bytes, bytes_alive()
 
     step()  # makes the gradients, which stay
     without = step()
@@ -88,6 +95,7 @@ def test_between_looks_a_model_keeps_what_it_keeps_without_a_probe():
     assert not all(without[0])
     assert look[2] > without[2]
     assert not any(look[1])
+    assert look[3] == without[3]  # nor does a copy stay, of X or of Y
 
 
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])

@@ -155,6 +155,12 @@ def test_sketch_variance_with_padding_heavy(kind, bits):
     check_sketch(kind, bits, None, draws=100_000, roundings=2_000, widest=0.005)
 
 
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if has_blocks(kind)])
+def test_sketch_variance_of_blocks_with_padding_heavy(kind):
+    check_sketch(kind, None, 9, draws=100_000, roundings=1, widest=0.007)
+
+
 @pytest.mark.parametrize("samples", [None, (10, 4), RAGGED[:TOKENS]], ids=str)
 def test_sgd_variance_is_that_of_drawn_batches(samples):
     x, y, _ = padded()

@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0, or 2 for bad input.
     """
     arguments = _parser().parse_args(argv)
+    if not arguments.plot.absolute().parent.is_dir():
+        return _fail(f"--plot must be a file in a folder that is there, got {arguments.plot}. Make the folder first.")
     torch.manual_seed(arguments.seed)
     try:
         if arguments.batch.suffix == ".pt":
@@ -55,10 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         print(describe(records, noises, arguments.itemsize))
         if arguments.layers:
             print(f"\n{describe_layers(noises)}")
-        if arguments.plot is not None:
-            figure: Any = plot_noise_against_memory(noises)[0].figure
-            with replacing(arguments.plot) as file:
-                figure.savefig(file, dpi=150)
+        figure: Any = plot_noise_against_memory(noises).figure
+        with replacing(arguments.plot) as file:
+            figure.savefig(file, dpi=150)
+        print(f"\npicture of noise against memory: {arguments.plot}")
     except IndexError as error:
         return _fail(f"a number of a token or a label is none of the model's: {error}")
     except EOFError:
@@ -93,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
     parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
     parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture of noise against memory")
+    picture = "where to write the picture of noise against memory (noise.png)"
+    parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=picture)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of sketches (all)")
     parser.add_argument("--layers", action="store_true", help="print the quietest kind and width of every layer too")
     memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES), "help": "fractions of the input's bytes"}

@@ -106,45 +106,50 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
     return ax
 
 
-def plot_noise_against_memory(noises: Sequence[MemoryNoise]) -> list[Axes]:
-    """Draw the median noise over the layers against the memory kept, for every kind and width.
+def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = None) -> Axes:
+    """Draw the median noise over the layers for every kind and width, side by side at equal memory.
 
     Args:
         noises: See :func:`rmm_linear.variance.noise_at_memory`.
+        ax: Axes to draw on; None makes new ones.
 
     Returns:
-        The Axes, one for each width. Memory in per cent of the input's bytes, noise as D²_sketch / D²_SGD, both axes
-        logarithmic; a line at 1 is the minibatch's own noise. Noise below 0.001, none included, is drawn at 0.001.
+        The Axes. From left to right the memory kept, in per cent of the input's bytes, and at each memory the widths,
+        from wide to narrow; a line for each kind. The published method, which has one width, is drawn beside all.
+        Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a line at 1 is the minibatch's own noise.
+        Noise below 0.001, none included, is drawn at 0.001.
 
     Raises:
         ValueError: If there is nothing to draw.
     """
     if not noises:
         raise ValueError("The picture needs the noise of at least one layer, got none. See noise_at_memory.")
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    found: dict[str, dict[tuple[float, int], list[float]]] = {}
     for entry in noises:
-        if entry.setting != AUTO:  # it is one of the other lines at each memory
-            found.setdefault((entry.setting, entry.bits), {}).setdefault(entry.memory, []).append(entry.noise)
-    widths = sorted({bits for _, bits in found}, reverse=True)
-    ticks = sorted({100 * entry.memory for entry in noises})
-    figure, grid = _pyplot().subplots(
-        1, len(widths), figsize=(2 + 2.6 * len(widths), 4.2), sharey=True, squeeze=False, layout="constrained"
+        if entry.setting != AUTO:  # it is one of the other points at each memory
+            found.setdefault(entry.setting, {}).setdefault((entry.memory, entry.bits), []).append(entry.noise)
+    memories = sorted({entry.memory for entry in noises})
+    widths = sorted({entry.bits for entry in noises}, reverse=True)
+    groups = [[place * (len(widths) + 1) + i for i in range(len(widths))] for place in range(len(memories))]
+    ax = ax or _new_axes(max(7.0, 4.5 + 0.3 * len(groups) * (len(widths) + 1)))
+    for setting, values in found.items():
+        points: list[tuple[float, float]] = []
+        for memory, places in zip(memories, groups, strict=True):
+            for place, bits in zip(places, widths, strict=True):
+                # The published method has one width; all are compared with it.
+                cell = values.get((memory, max(b for _, b in values) if setting == PAPER else bits), [math.nan])
+                points.append((place, max(median(cell), _FLOOR)))
+            points.append((math.nan, math.nan))  # no line from one memory to the next
+        ax.plot(*zip(*points, strict=True), label=setting, **_style(setting))
+    _noise_axis(ax)
+    ax.set_xticks(
+        [place for places in groups for place in places], [str(bits) for bits in widths] * len(groups), minor=True
     )
-    axes = list(grid[0])
-    for ax, width in zip(axes, widths, strict=True):
-        for (setting, bits), by_memory in found.items():
-            if bits == width or setting == PAPER:  # the published method is what all are compared with
-                values = [max(median(by_memory[memory]), _FLOOR) for memory in sorted(by_memory)]
-                ax.plot([100 * memory for memory in sorted(by_memory)], values, label=setting, **_style(setting))
-        _noise_axis(ax)
-        ax.set_title(f"{width} bits", fontsize=10)
-        ax.set_xscale("log")
-        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        ax.minorticks_off()
-        ax.label_outer()
-    figure.supxlabel("memory kept (% of the input's bytes)", fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
-    return axes
+    ax.set_xticks([sum(places) / len(places) for places in groups], [f"\n{100 * memory:g} %" for memory in memories])
+    ax.tick_params(axis="x", which="major", length=0)
+    ax.set_xlabel("bits of an element, and memory kept (% of the input's bytes)")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    return ax
 
 
 def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
@@ -204,7 +209,8 @@ def _pyplot() -> Any:
 def _style(setting: str) -> dict[str, Any]:
     if setting == PAPER:
         return {"color": "black", "linestyle": ":", "marker": "x"}
-    shade = _pyplot().get_cmap("viridis")(0.85 * KINDS.index(setting) / (len(KINDS) - 1))
+    place = 4 * KINDS.index(setting) % len(KINDS)  # kinds that are often drawn together differ the most
+    shade = _pyplot().get_cmap("viridis")(0.85 * place / (len(KINDS) - 1))
     return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
 
 
@@ -230,6 +236,10 @@ def _noise_axis(ax: Axes) -> Axes:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.tick_params(axis="y", which="minor", left=False)
     ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
+    low, high = ax.get_ylim()
+    if high < 10 * low:  # a decade at least: enough ticks, and small differences look small
+        middle = math.sqrt(low * high)
+        ax.set_ylim(middle / math.sqrt(10), middle * math.sqrt(10))
     ax.set_ylabel(_NOISE)
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)

@@ -24,7 +24,7 @@ from rmm_linear.sketches import FAMILIES, TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
 from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities
 
-_GROUP = 50
+_GROUP, _GROUPS = 50, 40  # draws in a group at most, and groups at least: their spread must be known
 _ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
 _READ_THEIR_SEED = {name for name, family in FAMILIES.items() if family.reads_seed}
 
@@ -111,7 +111,7 @@ def simulate_variance(
         block: Tokens per block, or None.
         mask: True for tokens that count, shape (N,); None is all.
         probabilities: As for :func:`sketch_variance`, shape (N,).
-        draws: M, rounded up to whole groups of 50, at least two.
+        draws: M, 40 at least, rounded up to whole groups.
         seed: Of the first draw; the others follow.
 
     Returns:
@@ -145,11 +145,12 @@ def simulate_variance(
         errors = (b.double().T @ a.double() - exact for a, b in zip(z, y, strict=True))
         return [error.square().sum() for error in errors]
 
-    def group(first: int) -> Tensor:
-        parts = torch.arange(first, first + _GROUP, device=x.device).split(at_once)
-        return torch.stack([square for seeds in parts for square in squares(seeds)])
+    def group(seeds: Tensor) -> Tensor:
+        return torch.stack([square for part in seeds.split(at_once) for square in squares(part)])
 
-    return Simulation.of([group(seed + first) for first in _firsts(draws)])
+    size, count = _groups(draws)
+    groups = torch.arange(seed, seed + size * count, device=x.device).split(size)
+    return Simulation.of([group(seeds) for seeds in groups])
 
 
 def draw_sketches(
@@ -201,7 +202,7 @@ def simulate_sgd_variance(
         x: Layer input, shape (N, I).
         grad_output: Gradient by the layer's output, shape (N, O).
         samples: As for :func:`sgd_variance`.
-        draws: M, rounded up to whole groups of 50, at least two.
+        draws: M, 40 at least, rounded up to whole groups.
         seed: Of the drawing.
 
     Returns:
@@ -229,11 +230,14 @@ def simulate_sgd_variance(
         weight = (drawn - 1)[owners].to(x)
         return (y.T @ (x * weight.unsqueeze(1))).square().sum() * count / (count - 1)
 
-    return Simulation.of([torch.stack([square() for _ in range(_GROUP)]) for _ in _firsts(draws)])
+    size, groups = _groups(draws)
+    return Simulation.of([torch.stack([square() for _ in range(size)]) for _ in range(groups)])
 
 
-def _firsts(draws: int) -> range:
-    return range(0, max(draws, 2 * _GROUP), _GROUP)
+def _groups(draws: int) -> tuple[int, int]:
+    """Size and number of the groups."""
+    size = min(_GROUP, max(1, draws // _GROUPS))
+    return size, max(_GROUPS, -(-draws // size))
 
 
 def _check_single(x: Tensor, grad_output: Tensor) -> None:
