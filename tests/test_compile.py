@@ -62,7 +62,10 @@ def batch(length, sequences=4):
 
 def step(model, inputs):
     model.zero_grad()
-    loss = model(**inputs).logits.square().mean()
+    logits = model(**inputs).logits
+    if logits.dim() == 3:  # of every token; padding has no part in a loss
+        logits = logits * inputs["attention_mask"].unsqueeze(-1)
+    loss = logits.square().mean()
     loss.backward()
     return loss.detach(), gradients(model)
 

@@ -78,7 +78,7 @@ def test_tensor_parallel_is_refused(ranks):
 LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--multi_cpu"),
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
         *("--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"),
     ],
 }
