@@ -9,8 +9,9 @@ OUT ?= out/demo
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
 
+# Two processes of one thread each: twice as fast on two cores as one process of two.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-heavy: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m montecarlo

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--suite", choices=tuple(SUITES), nargs="+", default=list(SUITES), help="all by default")
     run.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the CPU")
     run.add_argument("--seed", type=int, default=0, help="seed of the sketches in the timed runs")
+    run.add_argument("--ratios", type=float, nargs="+", help="only cases of these ratios; all by default")
 
     plot = commands.add_parser("plot", help="draw the csv files")
     plot.set_defaults(command=_plot)
@@ -82,11 +83,13 @@ def _run(arguments: argparse.Namespace) -> int:
         begin = time.monotonic()
         about = environment(arguments.device, arguments.commit or None)
         rows: list[Row] = []
-        for found in run_cases(SUITES[suite].cases(arguments.device, tiny=arguments.tiny), seed=arguments.seed):
-            rows += [dataclasses.replace(row, **about) for row in found]  # pyright: ignore[reportArgumentType]
-            print(_shown(found), flush=True)
         path = arguments.out / f"{suite}-{arguments.device}.csv"
-        write_rows(path, rows)
+        cases = SUITES[suite].cases(arguments.device, tiny=arguments.tiny)
+        cases = [case for case in cases if not arguments.ratios or case.ratio in arguments.ratios]
+        for found in run_cases(cases, seed=arguments.seed):
+            rows += [dataclasses.replace(row, **about) for row in found]  # pyright: ignore[reportArgumentType]
+            write_rows(path, rows)  # what is measured outlives an interruption
+            print(_shown(found), flush=True)
         failed = failed or any(row.status != "ok" for row in rows)
         print(f"{suite}: {len(rows)} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
     return 1 if failed else 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.linear import BLOCK
-from rmm_linear import packing
+from rmm_linear import ops, packing
 from rmm_linear._triton import kernels
 from rmm_linear.sketches import kept_rows, sketch
 from rmm_linear.sketches.dense import block_rows
@@ -148,7 +148,7 @@ def _packed_sketch(case: Case, provider: str) -> Setup:
         rows = _rows(case, len(matrix))
         if case.backend == "triton":
             return kernels().sparse_sketch(matrix, seed, rows, bits=BITS)
-        return packing.pack(sketch(matrix, kind="countsketch", seed=seed, rows=rows), BITS, seed)
+        return ops.packed_sketch(matrix, seed, "countsketch", rows, BITS)
 
     def expected(number: int) -> Outcome:
         rows = _rows(case, case.check)

@@ -48,7 +48,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             "float32" if device == "cpu" else "bfloat16",
             (batch, length),
             check=batch if device == "cuda" or tiny else 2,
-            rounds=2 if tiny else 4,
+            rounds=2 if tiny else 5,
             tiny=tiny,
         )
         for name, (batch, length) in sizes.items()
@@ -66,14 +66,25 @@ def providers(case: Case) -> list[str]:
         The reference first. Checkpointed are all layers, half of them, and as many as leave the kept bytes no fewer
         than those of the sketched model: that one may be compared with it.
     """
-    base = _base(case)[0]
-    layers = len(_layers(base))
+    layers = len(_layers(_base(case)[0]))
+    counts = [count for count in dict.fromkeys((matched_layers(case), layers // 2, layers)) if count]
+    return [REFERENCE, *(f"{CHECKPOINT} {count} of {layers}" for count in sorted(counts)), SKETCHED, DEFAULT]
+
+
+def matched_layers(case: Case) -> int:
+    """Count the layers that may be recomputed so that no fewer bytes are kept than by the sketched model.
+
+    Args:
+        case: The case.
+
+    Returns:
+        0 up to the number of layers.
+    """
+    layers = len(_layers(_base(case)[0]))
     exact, full, ours = (
         _kept(case, provider) for provider in (REFERENCE, f"{CHECKPOINT} {layers} of {layers}", SKETCHED)
     )
-    matched = min(layers, max(0, int((exact - ours) / (exact - full) * layers)))
-    counts = [count for count in dict.fromkeys((matched, layers // 2, layers)) if count]
-    return [REFERENCE, *(f"{CHECKPOINT} {count} of {layers}" for count in sorted(counts)), SKETCHED, DEFAULT]
+    return min(layers, max(0, int((exact - ours) / (exact - full) * layers)))
 
 
 def setup(case: Case, provider: str) -> Setup:
@@ -124,7 +135,7 @@ def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _roberta(tiny: bool) -> nn.Module:
-    sizes = {"hidden": 32, "layers": 2, "heads": 2, "inner": 64} if tiny else {}
+    sizes = {"hidden": 32, "layers": 4, "heads": 2, "inner": 64} if tiny else {}
     sizes = {"hidden": 768, "layers": 12, "heads": 12, "inner": 3072} | sizes
     vocabulary = 50 if tiny else 50265
     if importlib.util.find_spec("transformers") is None:
@@ -147,7 +158,7 @@ def _roberta(tiny: bool) -> nn.Module:
 
 
 def _llama(tiny: bool) -> nn.Module:
-    sizes = {"hidden": 32, "layers": 2, "heads": 2, "inner": 64} if tiny else {}
+    sizes = {"hidden": 32, "layers": 4, "heads": 2, "inner": 64} if tiny else {}
     sizes = {"hidden": 4096, "layers": 2, "heads": 32, "inner": 11008} | sizes
     if importlib.util.find_spec("transformers") is None:
         return Decoder(**sizes)

@@ -2,7 +2,7 @@
 
 MiniLM as RoBERTa is fine-tuned for a few exact steps on a GLUE task; then D²_sketch / D²_SGD (samples are sequences) is
 computed for all encoder linears on the next batch, for every kind and width at equal memory. Printed is the median over
-the layers. For another model or data, ``python -m rmm_linear.variance`` does the same.
+the layers; ``--plot`` draws all of it. For data in a file of your own, ``python -m rmm_linear.variance`` does the same.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from glue_finetune.minilm import save_minilm
 from glue_finetune.tasks import get_task
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import MEMORIES, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.batches import make_batch
+from rmm_linear.variance.plots import plot_noise_against_memory
 
 
 def load_glue(
-    task_name: str, data_dir: Path, *, batch: int, steps: int, max_length: int, seed: int
+    task_name: str, data_dir: Path, model_name: str | None = None, *, batch: int, steps: int, max_length: int, seed: int
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Load MiniLM with a fresh head, and batches of a task in random order.
+    """Load a model with a fresh head, and batches of a task in random order.
 
     Args:
         task_name: A GLUE task.
         data_dir: Folder with the official GLUE files.
+        model_name: A folder written by save_pretrained, or a model of the hub; None is MiniLM as RoBERTa.
         batch: Sentences per batch.
         steps: Batches to train on; one more is returned.
         max_length: Tokens per sentence at most.
@@ -44,19 +47,17 @@ def load_glue(
     task = get_task(task_name)
     rows = load_task(task, str(data_dir)).train
     with tempfile.TemporaryDirectory() as folder:
-        save_minilm(Path(folder))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        labels = 1 if task.is_regression else len(task.labels)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=labels).train()
-    order = torch.randperm(len(rows))
-    batches = []
-    for places in order[: (steps + 1) * batch].split(batch):
-        chosen = rows.select(places.tolist())
-        texts = [chosen["text"][:], *([chosen["text_pair"][:]] if "text_pair" in chosen.column_names else [])]
-        inputs = dict(tokenizer(*texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt"))
+        if model_name is None:
+            save_minilm(Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(model_name or folder)
+        outputs = 1 if task.is_regression else len(task.labels)
+        model = AutoModelForSequenceClassification.from_pretrained(model_name or folder, num_labels=outputs).train()
+    texts = [rows[name][:] for name in ("text", "text_pair") if name in rows.column_names]
+    labels = torch.tensor(rows["label"][:], dtype=torch.float32 if task.is_regression else torch.int64)
+    places = torch.randperm(len(rows))[: (steps + 1) * batch].split(batch)
+    batches = [make_batch(tokenizer, texts, labels, chosen, max_length=max_length) for chosen in places]
+    for inputs in batches:
         inputs.pop("token_type_ids", None)
-        dtype = torch.float32 if task.is_regression else torch.int64
-        batches.append({**inputs, "labels": torch.tensor(chosen["label"][:], dtype=dtype)})
     return model, batches
 
 
@@ -72,19 +73,22 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with the official GLUE files")
     parser.add_argument("--tasks", nargs="+", default=["sst2", "cola", "stsb"], help="GLUE tasks")
-    parser.add_argument("--kinds", nargs="+", default=["countsketch"], choices=KINDS, help="kinds of sketches")
+    parser.add_argument("--kinds", nargs="+", default=["countsketch", "rows"], choices=KINDS, help="kinds of sketches")
     parser.add_argument("--batch", type=int, default=64, help="sentences per batch")
     parser.add_argument("--steps", type=int, default=25, help="exact training steps before")
     parser.add_argument("--max_seq_length", type=int, default=128, help="tokens per sentence at most")
     parser.add_argument("--memory", type=float, nargs="+", default=MEMORIES, help="fractions of the input's bytes")
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
+    parser.add_argument("--model_name_or_path", help="model folder, or model of the hub; default: MiniLM, made anew")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write the pictures of noise against memory")
     arguments = parser.parse_args(argv)
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
     for task in arguments.tasks:
         model, batches = load_glue(
             task,
             arguments.data_dir,
+            arguments.model_name_or_path,
             batch=arguments.batch,
             steps=arguments.steps,
             max_length=arguments.max_seq_length,
@@ -92,7 +96,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         records, choices = train_and_record(model, batches, **shape)
         noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
-        print(f"{task}: {describe(records, noises, arguments.itemsize)}")
+        print(f"{task}: {describe(records, noises, arguments.itemsize)}", flush=True)
+        if arguments.plot is not None:
+            arguments.plot.mkdir(parents=True, exist_ok=True)
+            figure: Any = plot_noise_against_memory(noises)[0].figure
+            figure.savefig(arguments.plot / f"noise-{task}.png", dpi=150)
     return 0
 
 

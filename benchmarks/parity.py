@@ -58,15 +58,29 @@ def gathered(device: str, shape: tuple[int, int, int], mask: str) -> list[Check]
     return [close("SᵀX", found, sketch(x, kind="rows", seed=make.seed, rows=rows, mask=ranks))]
 
 
-def scaled_rows(device: str) -> list[Check]:
+def short_group(device: str, bits: int) -> list[Check]:
+    """Compare a last group of few, nearly equal columns: steps so small that a zero beside them is very far away."""
+    make = Inputs(device)
+    z = make.matrix(150, 69)
+    z[:, 64:] = 1 + 1e-5 * z[:, 64:]
+    codes, ranges = kernels().pack(z, bits, make.seed)
+    expected_codes, expected_ranges = packing.pack(z, bits, make.seed)
+    tail = 64 * bits // 8
+    return [
+        same("ranges", ranges[:, 1], expected_ranges[:, 1]),
+        same("codes", codes[:, tail:], expected_codes[:, tail:], limit=0.002),
+    ]
+
+
+def scaled_rows(device: str, bits: int) -> list[Check]:
     """Compare rows gathered more than once and with scales of their own, as sampling with replacement makes them."""
     make = Inputs(device)
     x = make.matrix(50, 130)
     index = torch.tensor([3, 3, 0, 49, 17, 3, 8] * 5, device=device)
     scale = make.matrix(len(index), 1).view(-1)
     expected = x[index] * scale.unsqueeze(1)
-    codes, ranges = kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale, bits=4)
-    expected_codes, expected_ranges = kernels().pack(expected, 4, make.seed)
+    codes, ranges = kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale, bits=bits)
+    expected_codes, expected_ranges = kernels().pack(expected, bits, make.seed)
     return [
         close("SᵀX", kernels().sparse_sketch(x, make.seed, len(index), index=index, scale=scale), expected),
         same("codes", codes, expected_codes, limit=0.002),
@@ -263,13 +277,17 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for bits in packing.WIDTHS:
         for columns in (64, 130, 5, 191):
             add(pack_and_unpack, bits, columns)
+        add(pack_and_unpack, bits, 65, torch.float32, 150)
+        add(short_group, bits)
+        add(scaled_rows, bits)
         for dtype in half:
             add(pack_and_unpack, bits, 70, dtype)
-        for kind in ("countsketch", "rademacher", "hadamard"):
+        for kind in ("countsketch", "gaussian", "rademacher", "hadamard"):
             for mask in ("all", "some"):
                 add(packed_as_made, kind, bits, mask)
         add(packed_as_made, "gaussian", bits, "few", 16)
-        add(packed_as_made, "countsketch", bits, "none")
+        for kind, mask in (("countsketch", "none"), ("rademacher", "none"), ("hadamard", "few")):
+            add(packed_as_made, kind, bits, mask)
     for kind in ("countsketch", "rademacher"):
         add(masked_rows_unread, kind)
     for view in VIEWS:
@@ -280,7 +298,6 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
     for columns in (64, 130, 5):
         for dtype in DTYPES:
             add(turn_back, columns, dtype)
-    add(scaled_rows)
     for kind in SAMPLERS:
         for mask in MASKS:
             add(drawn, kind, mask, None)
@@ -292,8 +309,10 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
         add(random_keys, count)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
-            add(layer, kind, None, mask)
-            add(layer, kind, 4, mask)
+            for bits in (None, 4):
+                add(layer, kind, bits, mask)
+        for bits in (8, 2):
+            add(layer, kind, bits, "some")
     return found
 
 

@@ -5,6 +5,7 @@ Providers differ by marker and line, not by colour alone, so that a grey print c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -40,7 +41,10 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
     pictures = []
     for suite, make in makers.items():
         for path in sorted(results.glob(f"{suite}-*.csv")):
-            figure = make([row for row in read_rows(path) if row.median is not None])
+            rows = [row for row in read_rows(path) if row.median is not None]
+            if not rows:
+                raise ValueError(f"plot needs times, and {path} has none: every provider failed.")
+            figure = make(rows)
             pictures.append(path.with_suffix(".png"))
             figure.savefig(pictures[-1], dpi=150)
     if not pictures:
@@ -61,7 +65,11 @@ def plot_linear(rows: Sequence[Row]) -> Any:
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure, axes = _figure(down, across)
-    providers = [p for p in dict.fromkeys(row.provider for row in rows) if p != "nn.Linear"]
+    points = {(row.provider, row.ratio) for row in rows if row.provider != "nn.Linear"}
+    # What was measured at one ratio only stands in the table.
+    lines = Counter(provider for provider, _ in points)
+    few = max(lines.values()) == 1
+    providers = [p for p in dict.fromkeys(row.provider for row in rows) if lines[p] > 1 or (few and lines[p])]
     styles = dict(zip(providers, cycle(_STYLES), strict=False))
     for (dtype, case), axis in zip(panels, axes, strict=False):
         here = [row for row in rows if (row.dtype, row.case) == (dtype, case)]
@@ -104,7 +112,9 @@ def plot_model(rows: Sequence[Row]) -> Any:
                 [middle], [kept], xerr=[[middle - low], [high - middle]], color=color, marker=marker, markersize=9,
                 capsize=3, label=row.provider,
             )  # fmt: skip
-        axis.axvline(1, color="black", linewidth=1)
+        axis.axvline(1, color="black", linewidth=1, label="time of the exact step: no slower than this")
+        free = min((row.kept_bytes or 0) for row in here if not row.provider.startswith("torch checkpoint")) / _MIB
+        axis.axhline(free, color="0.4", linewidth=4, alpha=0.5, label="fewest bytes without recomputing")
         axis.set(title=f"{case}, {dtype}", xlabel="training step, time by exact's (median, quartiles)")
         axis.set_ylabel("kept for the backward pass, MiB")
         axis.set_ylim(bottom=0)

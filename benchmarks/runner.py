@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,6 +14,7 @@ from benchmarks.processes import ProcessError, call
 from benchmarks.records import Row
 from benchmarks.suites import SUITES, setup
 from benchmarks.timing import interleaved, quartiles
+from rmm_linear.bits import STEPS
 from rmm_linear.memory import peak, track_saved
 
 logger = logging.getLogger("benchmarks")
@@ -80,8 +80,27 @@ def run_cases(
         yield _with_ratios(rows, suite.REFERENCE, moved)
 
 
+def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, int] | str]:
+    """Measure what providers keep; meant for a process of its own.
+
+    Args:
+        case: The case.
+        providers: The providers.
+
+    Returns:
+        Title to the result of :func:`memory_of`, or to the error.
+    """
+    found: dict[str, tuple[int, int] | str] = {}
+    for title in providers:
+        try:
+            found[title] = memory_of(case, title)
+        except Exception as error:
+            found[title] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
 def memory_of(case: Case, provider: str) -> tuple[int, int]:
-    """Measure what one provider keeps; meant for a process of its own.
+    """Measure what one provider keeps.
 
     Args:
         case: The case.
@@ -96,7 +115,8 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     candidate = setup(case, provider)
     if candidate.module is None or candidate.forward is None:
         raise ValueError(f"memory_of measures layers and models, got a case of the suite {case.suite}.")
-    candidate.run()
+    for _ in range(STEPS + 1 if provider.startswith("default") else 1):
+        candidate.run()  # bits="auto" has chosen
     with track_saved(candidate.module) as ledger:
         alive = candidate.forward()
     kept = ledger.total
@@ -138,17 +158,16 @@ def _with_ratios(rows: list[Row], reference: str, moved: dict[str, int]) -> list
 
 def _with_memory(case: Case, rows: list[Row]) -> list[Row]:
     """Add kept and peak bytes to the rows that have times."""
+    titles = [row.provider for row in rows if row.status == "ok"]
+    try:
+        found = call(memories_of, case, titles)
+    except ProcessError as error:
+        found = dict.fromkeys(titles, str(error).splitlines()[-1])
+    return [_with_bytes(row, found[row.provider]) if row.provider in found else row for row in rows]
 
-    def measured(row: Row) -> Row:
-        if row.status != "ok":
-            return row
-        try:
-            kept, most = call(memory_of, case, row.provider)
-        except ProcessError as error:
-            logger.error("%s: memory of %s: %s", case.name, row.provider, error)
-            return dataclasses.replace(row, status=f"memory: {str(error).splitlines()[-1]}")
-        return dataclasses.replace(row, kept_bytes=kept, peak_bytes=most)
 
-    # Counts are those of a process, so processes may run at once where memory suffices.
-    with ThreadPoolExecutor(1 if case.device == "cpu" else 4) as pool:
-        return list(pool.map(measured, rows))
+def _with_bytes(row: Row, found: tuple[int, int] | str) -> Row:
+    if isinstance(found, str):
+        logger.error("%s: memory of %s: %s", row.case, row.provider, found)
+        return dataclasses.replace(row, status=f"memory: {found}")
+    return dataclasses.replace(row, kept_bytes=found[0], peak_bytes=found[1])

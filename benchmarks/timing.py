@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,13 +25,9 @@ def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: i
     """
     measure = _on_cpu if device == "cpu" else _on_cuda
     times: dict[str, list[float]] = {title: [] for title in runs}
-    calls = dict.fromkeys(runs, 1)
     for number in range(rounds):
         for title in list(runs)[:: -1 if number % 2 else 1]:
-            found = measure(runs[title], calls[title])
-            times[title] += found
-            if number == 0:
-                calls[title] = max(1, math.ceil(_SHORTEST / found[0]))
+            times[title] += measure(runs[title])
     return times
 
 
@@ -51,12 +46,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return lower, median, upper
 
 
-def _on_cpu(run: Callable[[], object], calls: int) -> list[float]:
+def _on_cpu(run: Callable[[], object]) -> list[float]:
+    """One measurement, of as many calls as take long enough; a first one, which decides how many, is left out."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return [timer.timeit(calls).median]
+    return [timer.blocked_autorange(min_run_time=_SHORTEST).median]
 
 
-def _on_cuda(run: Callable[[], object], calls: int) -> list[float]:
+def _on_cuda(run: Callable[[], object]) -> list[float]:
     from triton.testing import do_bench
 
     milliseconds = do_bench(run, warmup=_WARMUP_MS, rep=_REPEAT_MS, return_mode="all")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,8 +43,16 @@ def applies_to(tensor: Tensor, kind: str | None = None) -> bool:
 
     Returns:
         False where plain PyTorch does it.
+
+    Raises:
+        RuntimeError: If the kernels are asked for on CPU, and Triton does not interpret them.
     """
     requested = requested_backend()
+    if requested == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "RMM_BACKEND=triton runs on CPU in Triton's interpreter only, and TRITON_INTERPRET=1 is not set. "
+            "Set it before Python starts, or use RMM_BACKEND=auto."
+        )
     if tensor.dtype not in DTYPES or not (kind is None or kind in KINDS):
         return False
     return requested == "triton" or (requested == "auto" and tensor.device.type in _ACCELERATORS and _is_installed())

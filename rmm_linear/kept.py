@@ -100,13 +100,21 @@ def keep(
 
 def _on_device(seed: int, device: torch.device) -> Tensor:
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
-    if _is_capturing(device):
+    if is_capturing(device):
         # A number would be the same in every replay of the graph; the device's generator is not.
         seeds ^= torch.randint(2**63 - 1, (1,), device=device)
     return seeds
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being captured, when nothing may be read from the device.
+
+    Args:
+        device: Any device.
+
+    Returns:
+        False on all but CUDA's.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -13,6 +13,7 @@ from rmm_linear.bits import BitsChoice
 from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
+from rmm_linear.kept import is_capturing
 from rmm_linear.scope import ForwardScope, in_backward
 from rmm_linear.seeds import draw_seed
 from rmm_linear.sketches import TokenMask
@@ -90,7 +91,8 @@ class SketchedLayer(nn.Module):
             call = LayerCall(shape, input.device)
         else:
             call = scope.call_of(index, shape, input.device, config.mask_padding)
-        if config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None and not in_backward():
+        is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None
+        if is_choosing and not in_backward() and not is_capturing(input.device):
             dtype = autocast_dtype(input) or input.dtype
             x = input.detach().reshape(call.tokens, -1)
             self.rmm_choice.observe(x, config, dtype.itemsize, call.mask)
@@ -134,7 +136,7 @@ class SketchedLayer(nn.Module):
             self.rmm_estimator.observe(call, torch.where(norms.isfinite().all(), norms, 0))
 
     def _check_padding(self, y: Tensor, mask: TokenMask | None) -> None:
-        if mask is None or self.rmm_mask_checked:
+        if mask is None or self.rmm_mask_checked or is_capturing(y.device):
             return
         padding = y[mask.order[int(mask.count) :]]
         finite = padding.isfinite()

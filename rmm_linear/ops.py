@@ -184,7 +184,7 @@ def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, order=None,
 
 
 def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
-    """Multiplications and additions, each one, as PyTorch counts a matrix product."""
+    """Multiplications and additions, each one, as PyTorch counts a matrix product; of the transforms the fast form."""
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
         return 0

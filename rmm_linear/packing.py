@@ -110,10 +110,12 @@ def pack_parts(
         if native.applies_to(values, codes):
             whole = values.to(torch.float32)
             whole = whole if whole.stride(1) == 1 else whole.contiguous()
-            native.pack(whole, bits, draws.signs, draws.rows[place], draws.columns, codes[place], found)
+            finite = native.pack(whole, bits, draws.signs, draws.rows[place], draws.columns, codes[place], found)
         else:
             pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
-        _spoil_infinite(found)
+            finite = False  # not known
+        if not finite:
+            _spoil_infinite(found)
     return codes, ranges
 
 
@@ -137,8 +139,8 @@ def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Ten
     codes, ranges = empty_packed(rows, matrix.shape[1], bits, seed)
     draws = Draws.of(seed, rows, matrix.shape[1])
     hashing = signs_and_shifts(seed, matrix.shape[0], rows)
-    native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing)
-    _spoil_infinite(ranges)
+    if not native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing):
+        _spoil_infinite(ranges)
     return codes, ranges
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rmm_linear import native
 from rmm_linear.sketches.philox import philox, unpack_signs
 
 GROUP = 64
@@ -38,6 +39,8 @@ class Draws:
     @classmethod
     def of(cls, seed: Tensor, rows: int, columns: int) -> Draws:
         """Draw for a matrix of ``rows`` and ``columns``."""
+        if native.applies_to(seed):
+            return cls(*native.draws(seed, _STREAM, rows, columns))
         a, c, words, _ = philox(seed, torch.arange(max(rows, columns, 2), device=seed.device), _STREAM)
         signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)
         a, c = ((word >> 9).to(torch.int32) for word in (a[:rows], c[:columns]))

@@ -249,7 +249,7 @@ class ForwardScope:
                 choice.settle()
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
-        """Parameters of the module's forward, as known since the scope was attached: compilers can trace this."""
+        """Parameters of the module's forward, when the scope was attached; compilers can trace this."""
         for kind in type(module).__mro__:  # FSDP makes subclasses of a model's classes
             if kind in self._signatures:
                 return self._signatures[kind]

@@ -55,21 +55,34 @@ def cases() -> Any:
             dtype,
             {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed, "p_seed": None},
         )
-    plain = {"HASHED": True, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **hashed, **gathered}
+    packed = {"B_K": 32, "B_D": 64}
+    plain = {"HASHED": True, "MASKED": False, "BITS": 4, **packed, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
-    drawn = {"HASHED": False, "MASKED": False, "BITS": 4, "B_K": 32, "B_D": 64, **gathered, **unhashed}
-    yield "sparse_sketch gathered packed", sparse, "*bf16", drawn
+    yield (
+        "sparse_sketch packed masked",
+        sparse,
+        "*fp16",
+        {"HASHED": True, "MASKED": True, "BITS": 2, **packed, **hashed},
+    )
+    taken = {"HASHED": False, "MASKED": False, "BITS": 8, **packed, **gathered, **unhashed}
+    yield "sparse_sketch packed gathered", sparse, "*fp32", taken
     keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
-    for kind, bits in ((0, 0), (1, 0), (2, 0), (1, 2)):
-        tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": True}
+    for kind, bits, dtype, is_masked in (
+        (0, 0, "*bf16", True), (1, 0, "*bf16", True), (2, 0, "*bf16", True), (1, 2, "*bf16", True),
+        (0, 4, "*fp32", True), (2, 4, "*fp32", True), (1, 8, "*fp16", False), (1, 0, "*fp32", False),
+    ):  # fmt: skip
+        tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": is_masked}
         absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_ranges": None})
-        yield f"dense_sketch {kind} {bits}", dense, "*bf16", {"KIND": kind, "BITS": bits, **tile, **absent}
-    for bits in (8, 2):
+        absent |= {} if is_masked else gathered
+        name = f"dense_sketch {kind} {bits} {dtype}{' masked' if is_masked else ''}"
+        yield name, dense, dtype, {"KIND": kind, "BITS": bits, **tile, **absent}
+    for bits in (8, 4, 2):
         yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
     yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
     yield "turn_back", module["packing"]._turn_back_kernel, "*bf16", {"B_K": 32}
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
-    yield "unpack", module["packing"]._unpack_kernel, "*bf16", {"BITS": 4, "B_K": 32}
+    for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
+        yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
 
 

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 
+from rmm_linear.estimators import registry
+
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
@@ -23,6 +25,12 @@ settings.load_profile("repeatable")
 # interruption need it as it is in the foreground.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _own_norm_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 @pytest.fixture(scope="session")

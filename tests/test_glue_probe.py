@@ -39,8 +39,6 @@ def test_a_run_writes_its_noise(probed, model, cola, tmp_path):
     assert main(flags(model, cola, tmp_path / "without", **SKETCH)) == 0
     assert same_weights(probed, tmp_path / "without")
     assert not (tmp_path / "without" / "variance.csv").exists()
-    kept = [results_of(folder)["memory"]["bytes_kept_for_backward"] for folder in (probed, tmp_path / "without")]
-    assert kept[0] == kept[1]
 
 
 def test_a_resumed_run_has_the_whole_table(probed, model, cola, tmp_path, monkeypatch):

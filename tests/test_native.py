@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rmm_linear import RMMLinear, native, ops, packing
+from rmm_linear.rounding import Draws
 from rmm_linear.sketches import sketch, sketch_parts
+from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox
 
 SEED = torch.tensor([-123456789012345678])
@@ -54,6 +56,23 @@ def test_random_numbers_are_the_same_to_the_bit(stream, plainly):
     strided = torch.arange(40)[::3]
     assert torch.equal(philox(SEED, strided)[1], plainly(lambda: philox(SEED, strided)[1]))
     assert philox(SEED, torch.arange(0))[0].shape == (0,)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4096, 410), (100, 64), (33, 1), (32, 32), (65, 7), (1, 5), (0, 3)])
+def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows, plainly):
+    expected = plainly(lambda: signs_and_shifts(SEED, tokens, rows))
+    for found, plain in zip(signs_and_shifts(SEED, tokens, rows), expected, strict=True):
+        assert found.dtype == plain.dtype
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(100, 70), (3, 200), (0, 64), (5, 0), (1, 1)])
+def test_the_draws_of_packing_are_the_same_to_the_bit(rows, columns, plainly):
+    expected = plainly(lambda: Draws.of(SEED, rows, columns))
+    for name, found in vars(Draws.of(SEED, rows, columns)).items():
+        plain = getattr(expected, name)
+        assert found.dtype == plain.dtype
+        assert torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)

@@ -6,11 +6,13 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import Checkpointed, tiny_model, token_ids
+from helpers import Checkpointed, heavy_tailed, tiny_model, token_ids
 from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.noise import load_glue, main
 from glue_finetune.acceptability import make_corpus, write_corpus
@@ -18,6 +20,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.bits import STEPS
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import (
+    LayerRecord,
     noise_at_memory,
     quietest,
     recommend,
@@ -27,6 +30,7 @@ from rmm_linear.variance import (
     train_and_record,
 )
 from rmm_linear.variance.__main__ import main as command
+from rmm_linear.variance.batches import load_texts, read_labels
 from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise, medians
 
 
@@ -189,17 +193,76 @@ def test_training_before_the_record_is_plain_adamw_and_widths_need_enough_batche
         train_and_record(model, [])
 
 
+@pytest.mark.parametrize("tokens", [40, 200, 1_000])
+def test_small_batches_keep_no_more_than_the_memory(tokens: int) -> None:
+    """Below 64 rows too, where a conversion keeps min_rows: all lines of a table have the memory of its column."""
+    x, y = heavy_tailed(tokens, 64, 8)
+    record = LayerRecord("layer", x, y, (tokens // 10, 10), None)
+    sgd = float(sgd_variance(x, y, samples=record.samples))
+    for entry in noise_at_memory([record], kinds=["countsketch"], widths=[None, 4], memories=[0.05], draws=2):
+        kind = "gaussian" if entry.setting == PAPER else entry.setting
+        bits, row_bytes = (4, 36) if entry.bits == 4 else (None, 128)
+        rows = int(0.05 * tokens * 128 / row_bytes)
+        expected = sketch_variance(x, y, kind=kind, rows=rows, bits=bits, draws=2) / sgd
+        assert entry.noise == pytest.approx(float(expected), rel=1e-9)
+        assert entry.noise > 0.1
+
+
+class Flattened(nn.Module):
+    """Its first layer sees tokens flattened, its head one row per sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        tokens = self.layer(x.flatten(0, 1)).view(*x.shape[:2], 3)
+        return self.head((tokens if attention_mask is None else tokens * attention_mask.unsqueeze(2)).sum(1)).sum()
+
+
+def test_the_attention_mask_tells_the_sequences_of_flattened_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    mask = torch.ones(4, 10)
+    mask[1, 5:] = 0
+    batch = {"x": torch.randn(4, 10, 6), "attention_mask": mask}
+    layer, head = record_layers(Flattened(), batch)
+    assert (layer.samples, head.samples) == ((4, 10), None)
+    assert layer.mask is not None
+    assert torch.equal(layer.mask, mask.flatten().bool())
+    (record,), _ = train_and_record(Flattened(), [batch])
+    assert record.name == "layer"
+    assert caplog.text == ""  # a head is no layer that sees tokens
+
+
+def test_layers_whose_sequences_are_not_known_are_left_out_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    class Model(Flattened):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(self.first(x))
+
+    records, _ = train_and_record(Model(), [{"x": torch.randn(4, 10, 6)}])
+    assert [record.name for record in records] == ["first"]
+    assert "1 layers are left out, layer among them" in caplog.text
+
+
 def test_medians_are_over_the_layers() -> None:
     noises = [MemoryNoise(str(layer), "rows", 4, 0.1, noise) for layer, noise in enumerate((5.0, 1.0, 2.0))]
     assert medians(noises) == {"rows, 4 bits": {0.1: 2.0}}
 
 
-def test_the_glue_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_glue_command_prints_a_table_and_draws_it(
+    corpus: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["--data_dir", str(corpus), "--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16"]
-    assert main([*argv, "--memory", "0.2"]) == 0
+    assert main([*argv, "--memory", "0.2", "--model_name_or_path", str(model), "--plot", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "cola: 16 x " in out
-    assert "36 layers, 16-bit input" in out
+    assert "12 layers, 16-bit input" in out
+    assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
+    assert (tmp_path / "noise-cola.png").read_bytes().startswith(b"\x89PNG")
+    sys.modules["matplotlib.pyplot"].close("all")
     assert PAPER in out
     assert AUTO not in out  # it chooses on more batches
 
@@ -238,6 +301,62 @@ def test_the_command_measures_saved_batches(tmp_path: Path, capsys: pytest.Captu
     assert "8 x 16 tokens, 0 % padding, 2 layers" in out
     assert all(f"{kind}, 4 bits" in out for kind in KINDS)
     assert AUTO not in out
+
+
+def test_numbers_of_classes_stay_and_names_are_the_models() -> None:
+    twelve = [str(number) for number in range(12)]
+    assert read_labels(twelve, {}).tolist() == list(range(12))
+    assert read_labels(["1", "2", "2"], {"LABEL_0": 0, "LABEL_1": 1}).tolist() == [1, 2, 2]
+    assert read_labels(["yes", "no", "yes"], {"no": 1, "yes": 0, "maybe": 2}).tolist() == [0, 1, 0]
+    assert read_labels(["yes", "no", "yes"], {"LABEL_0": 0, "LABEL_1": 1}).tolist() == [1, 0, 1]
+    torch.testing.assert_close(read_labels(["1", "2.5"], {}), torch.tensor([1.0, 2.5]))
+    with pytest.raises(ValueError, match=r"names that the model knows \(no, yes\), got maybe among them"):
+        read_labels(["yes", "maybe"], {"no": 0, "yes": 1})
+    with pytest.raises(ValueError, match="must count from 0, got -1"):
+        read_labels(["-1", "1"], {})
+
+
+def test_the_head_has_the_classes_of_the_model_or_the_file_whichever_are_more(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "labels.tsv"
+    for labels, classes in ((["0", "1"], 2), (["0", "4"], 5)):
+        path.write_text("".join(f"a cat\t{label}\n" for label in labels), encoding="utf-8")
+        loaded, _ = load_texts(str(model), path, batch=2, steps=0, max_length=8)
+        assert loaded.config.num_labels == classes
+    config = AutoConfig.from_pretrained(model, num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "three")
+    path.write_text("a cat\t0\na dog\t1\n", encoding="utf-8")
+    assert load_texts(str(tmp_path / "three"), path, batch=2, steps=0, max_length=8)[0].config.num_labels == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ends before its first batch. Save one with torch.save"),
+        ({"input_ids": torch.full((4, 8), 10**6), "labels": torch.zeros(4, dtype=torch.int64)}, "none of the model's"),
+        ({"input_ids": token_ids(4, 8), "labels": torch.full((4,), 7)}, "none of the model's: Target 7 is out of"),
+    ],
+    ids=["empty", "token", "label"],
+)
+def test_the_command_refuses_bad_batches_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, message: str
+) -> None:
+    tiny_model("roberta").save_pretrained(tmp_path / "model")
+    path = tmp_path / "batch.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    assert command([str(tmp_path / "model"), str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("rmm_linear.variance: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(("flag", "least"), [("--size", 1), ("--max_seq_length", 1), ("--steps", 0)])
+def test_the_command_refuses_counts_that_are_too_small(
+    capsys: pytest.CaptureFixture[str], flag: str, least: int
+) -> None:
+    with pytest.raises(SystemExit):
+        command(["model", "texts.tsv", flag, str(least - 1)])
+    assert f"must be at least {least}, got {least - 1}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,67 @@ def test_noise_by_layer_has_every_layer_at_its_place():
 def test_noise_by_layer_of_a_single_layer_without_a_number():
     ax = plot_noise_by_layer(pd.DataFrame({"module": ["head"], "noise": [0.0]}))
     assert ax.images[0].get_array().shape == (1, 1)
-    assert [text.get_text() for text in ax.texts] == ["0.001"]
+    assert [text.get_text() for text in ax.texts] == ["exact"]
+
+
+def heat_map(noises):
+    """Labels of the columns, text of every cell by place, and the scale's ends."""
+    ax = plot_noise_by_layer(pd.DataFrame({"module": list(noises), "noise": list(noises.values())}))
+    cells = {(int(y), int(x)): text.get_text() for text in ax.texts for x, y in [text.get_position()]}
+    norm = ax.images[0].norm
+    return [tick.get_text() for tick in ax.get_xticklabels()], cells, (norm.vmin, norm.vmax)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("model.{}.layers.0.fc1", ["encoder.fc1", "decoder.fc1"]),
+        (
+            "{}.block.0.layer.1.SelfAttention.q",
+            ["encoder.layer.1.SelfAttention.q", "decoder.layer.1.SelfAttention.q"],
+        ),
+        ("{}_model.0.q", ["encoder_model.q", "decoder_model.q"]),
+    ],
+)
+def test_noise_by_layer_keeps_encoder_and_decoder_apart(name, columns):
+    found, cells, _ = heat_map({name.format("encoder"): 9.0, name.format("decoder"): 1.0, "head": 2.0})
+    assert found == [*columns, "head"]
+    assert cells == {(1, 0): "9", (1, 1): "1", (0, 2): "2"}
+
+
+def test_noise_by_layer_says_in_words_what_is_no_number_and_scales_by_the_rest():
+    noises = {"layer.0.a": 0.7, "layer.1.a": 5.0, "layer.0.b": 0.0, "layer.1.b": math.inf, "head": math.nan}
+    _, cells, scale = heat_map(noises)
+    assert cells == {(1, 0): "0.7", (2, 0): "5", (1, 1): "exact", (2, 1): "infinite", (0, 2): "no value"}
+    assert scale == (0.7, 5.0)
+    _, cells, scale = heat_map(noises | {"layer.2.a": 1e-9})
+    assert (cells[3, 0], scale) == ("≤ 0.001", (0.7, 5.0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1e-9])
+def test_pictures_of_tables_without_any_ordinary_number(value):
+    frame = pd.DataFrame({"step": [1, 1], "module": ["layer.0.a", "layer.1.a"], "noise": [value] * 2})
+    words = {0.0: "exact", 1e-9: "≤ 0.001", math.inf: "infinite"}
+    assert [text.get_text() for text in plot_noise_by_layer(frame).texts] == [words.get(value, "no value")] * 2
+    plot_noise_over_training(frame)
+
+
+def test_noise_by_tokens_is_not_drawn_among_noise_by_sequences():
+    frame = pd.DataFrame(
+        {
+            "step": [1, 1, 1, 1],
+            "module": ["layer.0.a", "layer.1.a", "pooler", "head"],
+            "noise": [2.0, 2.0, 90.0, 0.0],
+            "samples": ["sequences", "sequences", "tokens", "tokens"],
+        }
+    )
+    over_training, by_layer = plot_noise_over_training(frame), plot_noise_by_layer(frame)
+    np.testing.assert_allclose(curve(over_training, "median layer").get_ydata(), [2.0])
+    assert [tick.get_text() for tick in by_layer.get_xticklabels()] == ["a", "head"]
+    assert "tokens" not in over_training.get_ylabel()
+    tokens = plot_noise_over_training(frame[frame["module"] == "pooler"])
+    np.testing.assert_allclose(curve(tokens, "median layer").get_ydata(), [90.0])
+    assert tokens.get_ylabel().endswith("by tokens")
 
 
 def test_noise_against_memory_has_an_axes_per_width_and_the_paper_in_all():
@@ -109,11 +169,14 @@ def test_the_notebook_runs_in_its_short_form(monkeypatch, capsys, pictures):
     monkeypatch.setenv("RMM_NOTEBOOK", "short")
     names = runpy.run_path(str(NOTEBOOK))
     study = names["study"]
-    assert list(study["step"]) == [1, 2]
+    assert list(study["step"]) == [0, 1, 2]  # before training, and after each pass over the same two batches
+    assert len(names["batches"]) == 2
     alpha = study["alpha"]
     factor = (1 - alpha) / (1 + alpha)  # (P − g) by (P + g)
     np.testing.assert_allclose(study["paper_variance"], study["sketch_variance"] * factor)
-    assert len(names["table"]) == 2 * 12  # six linears in each of two layers, twice
+    assert len(names["table"]) == 3 * 12  # six linears in each of two layers, three times
+    (band,) = [patch for patch in names["ax"].patches if "published" in patch.get_label()]
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.97, 1.01))
     assert all(0 < ratio <= 1 or ratio == math.inf for row in names["targets"].values() for ratio in row.values())
     assert "at noise 1, a batch of 16 acts like 8" in capsys.readouterr().out
     assert len(pictures.get_fignums()) == 4

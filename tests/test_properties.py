@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, sketched_linear
-from rmm_linear.sketches import FAMILIES, KINDS, SAMPLERS
+from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -31,7 +31,7 @@ def configs(draw):
         "bits": draw(st.sampled_from([None, 8, 4, 2, "auto"])),
         "min_rows": draw(st.integers(1, 12)),
     }
-    if kind in FAMILIES and FAMILIES[kind].blocks and draw(st.booleans()):
+    if has_blocks(kind) and draw(st.booleans()):
         fields["block"] = draw(st.integers(1, 50))
     return RMMConfig(**fields)
 

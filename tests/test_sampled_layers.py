@@ -201,8 +201,12 @@ def test_gradients_accumulate(kind):
 @every_width
 @every_sampler
 def test_tokens_that_fit_are_exact_but_for_rounding(kind, bits):
-    """8 tokens count and 10 rows are kept: the two rows too many are nothing, whatever padding holds."""
-    x, y = heavy_tailed(40, 5, 3)
+    """8 tokens count and 10 rows are kept: the two rows too many are nothing, whatever padding holds.
+
+    Light tails: with heavy ones, the error of an element is so rare that 200 draws may never see it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, size, generator=generator, dtype=torch.float64) for size in (5, 3))
     mask = torch.arange(40) % 5 == 2
     y, ranks = y * mask.unsqueeze(1), TokenMask.of(mask)
     x[~mask] = math.nan

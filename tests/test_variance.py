@@ -4,8 +4,8 @@ The band of a variance: simulated draws come in groups of 50, and the mean of th
 own standard error of the closed form (p = 3e-4 by chance for the 40 groups of a light check, 6e-5 for the 2,000 of a
 heavy one). The standard error is asserted too, so that a wrong formula could not hide behind a wide band. At this small
 size the rounding term differs by half from seed to seed. In 4 bits it is below a tenth of the variance, so that the
-mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a standard error. tests/test_masks.py
-compares 8 and 2 bits seed by seed.
+mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a standard error.
+tests/test_variance_packed.py compares all widths seed by seed.
 """
 
 import math
@@ -79,6 +79,24 @@ def test_sgd_variance_over_sequences_is_that_of_per_example_gradients():
     owners = torch.arange(6).repeat_interleave(7)[keep]
     ragged = sgd_variance(x.flatten(0, 1)[keep], y[keep], samples=owners)
     torch.testing.assert_close(ragged, brute, rtol=1e-10, atol=0)
+
+
+def test_rows_without_a_gradient_count_as_tokens_and_not_in_sequences():
+    x, y = counterexample()
+    padded_x, padded_y = torch.cat((x, torch.ones(4, 1))), torch.cat((y, torch.zeros(4, 1)))
+    assert sgd_variance(x, y) == 0
+    assert float(sgd_variance(padded_x, padded_y)) == pytest.approx(1.6)
+    owners = torch.tensor([0, 1, 0, 0, 1, 1])
+    assert sgd_variance(padded_x, padded_y, samples=owners) == sgd_variance(x, y, samples=owners[:2]) == 0
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_layer_with_few_outputs_is_summed_without_a_loop_over_its_tokens(outputs):
+    x, y = heavy_tailed(2_000, 6, outputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = sgd_variance(x, y)
+    assert sum(event.count for event in profile.key_averages()) < 200
+    torch.testing.assert_close(found, brute_sgd(x, y, torch.arange(2_000)), rtol=1e-10, atol=0)
 
 
 def test_one_gradient_for_all_samples_is_no_noise_at_all():
@@ -314,6 +332,29 @@ def test_required_ratio_says_when_no_ratio_suffices():
     assert required_ratio(x, y, kind="gaussian", bits=None, target=1.0) == 1  # no minibatch noise to hide behind
     with pytest.raises(ValueError, match="target must be positive, got 0"):
         required_ratio(x, y, kind="rows", bits=None, target=0)
+
+
+@pytest.mark.parametrize(("kind", "masked"), [("rademacher", True), ("hadamard", False), ("countsketch", False)])
+def test_required_ratio_finds_a_quiet_ratio_below_rows_that_are_stored_as_they_are(kind, masked):
+    """In 2 bits the noise is not monotone: where tokens are long in X and Y at once, storing all of them is louder."""
+    generator = torch.Generator().manual_seed(20)
+    length = torch.exp(1.2 * torch.randn(64, 1, generator=generator, dtype=torch.float64))
+    x = torch.randn(64, 64, generator=generator, dtype=torch.float64) * length
+    y = torch.randn(64, 4, generator=generator, dtype=torch.float64) * length
+    mask = torch.arange(64) % 4 > 0 if masked else torch.ones(64, dtype=torch.bool)
+    y *= mask.unsqueeze(1)
+    given = {"kind": kind, "bits": 2, "mask": mask if masked else None}
+    sgd = float(sgd_variance(x, y, samples=(16, 4)))
+    noises = [float(sketch_variance(x, y, rows=rows, **given)) / sgd for rows in range(1, 129)]
+    for share in (0.3, 0.7, 1.5):
+        target = min(noises) + share * (noises[-1] - min(noises))
+        quiet = [rows for rows, noise in enumerate(noises, start=1) if noise <= target]
+        found = round(64 * float(required_ratio(x, y, target=target, samples=(16, 4), **given)))
+        assert found in quiet
+        assert found - 1 not in quiet
+        assert found <= quiet[0] + 8  # the rounding term of a few seeds wavers from K to K
+    if kind != "countsketch":  # most rows of which hold few tokens long before
+        assert min(noises) < 0.7 * noises[-1]
 
 
 def test_effective_batch_has_the_noise_of_both_together():

@@ -40,7 +40,8 @@ class ProbeCallback(TrainerCallback):
     """Looks at one optimizer step in n with a :class:`~rmm_linear.variance.GradientProbe` and remembers what it saw.
 
     Steps are the Trainer's: with gradient accumulation, the first forward pass of the step is looked at. The rows are
-    kept in ``state.log_history`` too, which checkpoints carry, so a resumed run has those from before.
+    kept in ``state.log_history`` too, which checkpoints carry, so a resumed run has those from before. The Trainer says
+    nothing to its callbacks when training fails; the probe's hook then stays on the model until training begins anew.
 
     Args:
         every: Look at the steps n, 2n, 3n, …
@@ -127,7 +128,7 @@ class ProbeCallback(TrainerCallback):
         self._leave()
 
     def _rows_of(self, step: int) -> list[ProbeRow]:
-        return [row for row in self.results.rows if row.step == step]
+        return self.results.of_step(step)  # asked after every step
 
     def _leave(self) -> None:
         if self._probe is not None:
@@ -141,9 +142,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α, and the
     same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. ``rmm/kept_bytes``, the bytes that one forward
     pass keeps for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`, are measured
-    on the first forward and backward pass of the step before, which the probe does not disturb (with ``every=1``, on
-    the same step). On CUDA this sets the allocator's peak statistics back; elsewhere, where every operator has to be
-    watched, it is done once, before the first look.
+    on the first forward and backward pass of the step before, which the probe does not disturb (with ``every=1``, and
+    where a run is resumed one step before, on the same step). On CUDA this sets the allocator's peak statistics back;
+    elsewhere, where every operator has to be watched, it is done once, before the first look.
 
     It saves and restores what the sketches have learned, as :class:`SketchStateCallback` does by itself.
 
@@ -228,7 +229,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             **kwargs: Unused.
         """
         super().on_step_begin(args, state, control, **kwargs)
-        is_due = (state.global_step + 1 + (self.every > 1)) % self.every == 0
+        step = state.global_step + 1
+        is_due = (step + 1) % self.every == 0 or (step % self.every == 0 and not self._measured)
         if self._probe is not None and is_due and (args.device.type == "cuda" or not self._measured):
             self._measured = True
             self._measure_next_pass(self._probe.model, args.device)
@@ -256,9 +258,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
-                "Step %d: the sketches' noise is %.3g times that of the minibatch (median over %d layers), more than "
+                "Step %d: the sketches' noise is %.3g times that of the minibatch (median over the layers), more than "
                 "the limit of %g. Keep more: a larger ratio or memory, or fewer bits at the same memory.",
-                state.global_step, medians["noise"], len(rows), self.limit,
+                state.global_step, medians["noise"], self.limit,
             )  # fmt: skip
 
     def _measure_next_pass(self, model: torch.nn.Module, device: torch.device) -> None:

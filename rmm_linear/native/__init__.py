@@ -74,6 +74,42 @@ def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, T
     return first, second, third, fourth
 
 
+def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return what :func:`rmm_linear.sketches.countsketch.signs_and_shifts` does.
+
+    Args:
+        seed: int64 with one element.
+        tokens: N.
+        rows: K.
+
+    Returns:
+        Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
+    """
+    signs = seed.new_empty(tokens, dtype=torch.int8)
+    shifts = seed.new_empty(-(-tokens // rows))
+    _function("rmm_signs_and_shifts")(_long(int(seed)), _long(tokens), _long(rows), _pointer(signs), _pointer(shifts))
+    return signs, shifts
+
+
+def draws(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :class:`rmm_linear.rounding.Draws` holds.
+
+    Args:
+        seed: int64 with one element.
+        stream: Number of the stream.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+
+    Returns:
+        Signs of the turn, float32, shape (64,); int32 of shape (rows,) and of shape (columns,).
+    """
+    signs = seed.new_empty(64, dtype=torch.float32)
+    a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
+    sizes = (_long(stream), _long(rows), _long(columns))
+    _function("rmm_draws")(_long(int(seed)), *sizes, _pointer(signs), _pointer(a), _pointer(c))
+    return signs, a, c
+
+
 def pack(
     matrix: Tensor,
     bits: int,
@@ -83,7 +119,7 @@ def pack(
     codes: Tensor,
     ranges: Tensor,
     hashing: tuple[Tensor, Tensor] | None = None,
-) -> None:
+) -> bool:
     """Round rows to ``bits`` per element; :mod:`rmm_linear.packing` says how.
 
     Args:
@@ -96,18 +132,22 @@ def pack(
         ranges: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the sketch is packed row by row.
 
+    Returns:
+        Whether all ranges are finite.
+
     Raises:
         MemoryError: If there is none for a row of the sketch.
     """
     token_signs, shifts = hashing or (signs, signs)
     segments = len(shifts) if hashing else 1
-    failed = _function("rmm_pack", ctypes.c_int)(
+    result = _function("rmm_pack", ctypes.c_int)(
         *_matrix(matrix), _long(len(rows)), _long(segments), _pointer(shifts), _pointer(token_signs),
         ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges),
         _threads(matrix),
     )  # fmt: skip
-    if failed:
+    if result > 1:
         raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
+    return result == 0
 
 
 def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:

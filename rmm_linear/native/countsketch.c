@@ -2,7 +2,11 @@
 #include "variants.h"
 
 VARIANTS static void hash_rows(const hashed *h, int64_t from, int64_t begin, int64_t end, float *z) {
-    for (int64_t row = begin; row < end; row++) hashed_row(h, from + row, z + row * h->columns);
+    for (int64_t row = begin; row < end; row++) {
+        float *room = z + row * h->columns;
+        const float *made = hashed_row(h, from + row, room);
+        if (made != room) memcpy(room, made, h->columns * sizeof(float));
+    }
 }
 
 /* z: the `count` rows of the sketch from row `from` on, contiguous; there are more tokens than rows. */

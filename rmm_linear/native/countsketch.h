@@ -11,17 +11,16 @@ typedef struct {
     const int8_t *signs;
 } hashed;
 
-/* A row of the sketch: made in `room`, which holds `columns` numbers, or where it lies. */
+/* A row of the sketch: made in `room`, which holds `columns` numbers, or, where one token is all of it, in m. */
 static inline __attribute__((always_inline)) const float *hashed_row(const hashed *h, int64_t row, float *room) {
-    const float *first = h->m + row * h->stride;
-    if (h->segments < 2) return first;
-    memcpy(room, first, h->columns * sizeof(float));
+    const float *sum = h->m + row * h->stride;
     for (int64_t segment = 1; segment < h->segments; segment++) {
         int64_t place = row - h->shifts[segment];
         int64_t token = segment * h->rows + (place < 0 ? place + h->rows : place);
         if (token >= h->tokens) continue;
         const float *added = h->m + token * h->stride, sign = h->signs[token];
-        for (int64_t i = 0; i < h->columns; i++) room[i] += sign * added[i];
+        for (int64_t i = 0; i < h->columns; i++) room[i] = sum[i] + sign * added[i];
+        sum = room;
     }
-    return room;
+    return sum;
 }

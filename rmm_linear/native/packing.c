@@ -10,46 +10,49 @@
 #include "variants.h"
 
 #define GROUP 64
-#define LANES 8
+#define LANES 16
+#define PARTS (GROUP / LANES)
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
-
+typedef float stored_lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef int32_t stored_ints __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4), may_alias));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef uint8_t stored_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* The lanes i ^ 1, i ^ 2 and i ^ 4 of v. */
-#define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6)
-#define SWAP_2(v) __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5)
-#define SWAP_4(v) __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3)
+#define LOAD(pointer) (*(const stored_lanes *)(pointer))
+#define STORE(pointer, v) (*(stored_lanes *)(pointer) = (v))
 
-static const lanes SIGN_1 = {1, -1, 1, -1, 1, -1, 1, -1};
-static const lanes SIGN_2 = {1, 1, -1, -1, 1, 1, -1, -1};
-static const lanes SIGN_4 = {1, 1, 1, 1, -1, -1, -1, -1};
+/* The lanes i ^ 1, i ^ 2, i ^ 4 and i ^ 8 of v. */
+#define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#define SWAP_2(v) __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define SWAP_4(v) __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define SWAP_8(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+
+static const lanes SIGN_1 = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1};
+static const lanes SIGN_2 = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1};
+static const lanes SIGN_4 = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1};
+static const lanes SIGN_8 = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
 
 #define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
 #define MIN(a, b) PICK((a) < (b), a, b)
 #define MAX(a, b) PICK((a) > (b), a, b)
 
-/* t becomes H (t · before) · after, H being the orthonormal Hadamard matrix. */
-static inline __attribute__((always_inline)) void turn(float *t, const float *before, const float *after) {
-    lanes v[GROUP / LANES], s;
-    for (int k = 0; k < GROUP / LANES; k++) {
-        memcpy(&v[k], t + k * LANES, sizeof(lanes));
-        if (before) memcpy(&s, before + k * LANES, sizeof(lanes)), v[k] *= s;
+/* v becomes H v, H being the orthonormal Hadamard matrix. */
+static inline __attribute__((always_inline)) void turn(lanes v[PARTS]) {
+    for (int k = 0; k < PARTS; k++) {
         v[k] = SWAP_1(v[k]) + v[k] * SIGN_1;
         v[k] = SWAP_2(v[k]) + v[k] * SIGN_2;
         v[k] = SWAP_4(v[k]) + v[k] * SIGN_4;
+        v[k] = SWAP_8(v[k]) + v[k] * SIGN_8;
     }
-    for (int h = 1; h < GROUP / LANES; h *= 2)
-        for (int k = 0; k < GROUP / LANES; k++)
+    for (int h = 1; h < PARTS; h *= 2)
+        for (int k = 0; k < PARTS; k++)
             if (!(k & h)) {
                 lanes sum = v[k] + v[k + h];
                 v[k + h] = v[k] - v[k + h], v[k] = sum;
             }
-    for (int k = 0; k < GROUP / LANES; k++) {
-        v[k] *= 0.125f;
-        if (after) memcpy(&s, after + k * LANES, sizeof(lanes)), v[k] *= s;
-    }
-    memcpy(t, v, sizeof(v));
+    for (int k = 0; k < PARTS; k++) v[k] *= 0.125f;
 }
 
 /* The largest bfloat16 number that is not above a float32 number. */
@@ -74,12 +77,12 @@ static inline float from_bfloat16(uint16_t value) {
     return result;
 }
 
-static inline __attribute__((always_inline)) void pack_group(
-    float *t, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *range) {
-    lanes v[GROUP / LANES];
-    memcpy(v, t, sizeof(v));
+/* Offset and scale of a group into `range`; the offset, the reciprocal of the scale, and whether they are not finite. */
+static inline __attribute__((always_inline)) float find_range(
+    const lanes v[PARTS], int bits, uint16_t *range, float *inverse, int *is_odd) {
     lanes low = v[0], high = v[0], odd = v[0] * 0.0f; /* NaN for a NaN and for an infinity */
-    for (int k = 1; k < GROUP / LANES; k++) low = MIN(v[k], low), high = MAX(v[k], high), odd += v[k] * 0.0f;
+    for (int k = 1; k < PARTS; k++) low = MIN(v[k], low), high = MAX(v[k], high), odd += v[k] * 0.0f;
+    low = MIN(low, SWAP_8(low)), high = MAX(high, SWAP_8(high)), odd += SWAP_8(odd);
     low = MIN(low, SWAP_4(low)), high = MAX(high, SWAP_4(high)), odd += SWAP_4(odd);
     low = MIN(low, SWAP_2(low)), high = MAX(high, SWAP_2(high)), odd += SWAP_2(odd);
     low = MIN(low, SWAP_1(low)), high = MAX(high, SWAP_1(high)), odd += SWAP_1(odd);
@@ -87,56 +90,82 @@ static inline __attribute__((always_inline)) void pack_group(
     float share = (float)((1 + 0x1p-18) / ((1 << bits) - 1));
     float scale = -round_down((offset - high[0]) * share);
     range[0] = bfloat16(offset), range[1] = bfloat16(scale);
-    float inverse = scale < 0x1p-126f ? 0 : 1 / scale;
-    int32_t code[GROUP];
-    for (int i = 0; i < GROUP; i++) {
-        int32_t word = a ^ c[i];
-        float chance;
-        memcpy(&chance, &word, 4);
-        float above = (t[i] - offset) * inverse + chance;
-        code[i] = (int32_t)(above >= 1 ? above : 1) - 1; /* 0 for NaN */
-    }
-    if (size == GROUP && bits == 4) {
-        for (int i = 0; i < 32; i++) codes[i] = (uint8_t)(code[i] | code[i + 32] << 4);
-    } else if (size == GROUP && bits == 2) {
-        for (int i = 0; i < 16; i++)
-            codes[i] = (uint8_t)(code[i] | code[i + 16] << 2 | code[i + 32] << 4 | code[i + 48] << 6);
-    } else if (size == GROUP) {
-        for (int i = 0; i < 64; i++) codes[i] = (uint8_t)code[i];
-    } else {
-        int bytes = (size * bits + 7) / 8;
-        memset(codes, 0, bytes);
-        for (int i = 0; i < size; i++) codes[i % bytes] |= (uint8_t)((code[i] & ((1 << bits) - 1)) << i / bytes * bits);
+    *inverse = scale < 0x1p-126f ? 0 : 1 / scale;
+    *is_odd |= !(scale * 0.0f == 0);
+    return offset;
+}
+
+/* The codes of a part: steps above the offset plus a chance in [1, 2), cut to an integer, minus 1; 0 for NaN. */
+static inline __attribute__((always_inline)) ints round_part(lanes v, float offset, float inverse, ints chance) {
+    lanes above = (v - offset) * inverse + (lanes)chance, one = {0};
+    one += 1.0f;
+    return __builtin_convertvector(PICK(above >= one, above, one), ints) - 1;
+}
+
+static inline __attribute__((always_inline)) void pack_group(
+    const lanes v[PARTS], int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *range, int *is_odd) {
+    float inverse, offset = find_range(v, bits, range, &inverse, is_odd);
+    ints code[PARTS];
+    for (int k = 0; k < PARTS; k++)
+        code[k] = round_part(v[k], offset, inverse, *(const stored_ints *)(c + k * LANES) ^ a);
+    int joined = 8 / bits, places = PARTS / joined; /* byte i holds the elements i, i + 64 / joined, … */
+    for (int k = 0; k < places; k++) {
+        ints byte = code[k];
+        for (int j = 1; j < joined; j++) byte |= code[k + j * places] << (j * bits);
+        *(stored_bytes *)(codes + k * LANES) = __builtin_convertvector(byte, bytes);
     }
 }
 
-VARIANTS static void pack_rows(
+/* The last group, if it has fewer columns: its last element again changes no range. */
+static void pack_short_group(
+    const float *from, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *range, int *is_odd) {
+    lanes v[PARTS];
+    for (int i = 0; i < GROUP; i++) v[i / LANES][i % LANES] = from[i < size ? i : size - 1];
+    float inverse, offset = find_range(v, bits, range, &inverse, is_odd);
+    int length = (size * bits + 7) / 8;
+    memset(codes, 0, length);
+    for (int i = 0; i < size; i++) {
+        int32_t word = a ^ c[i];
+        float chance;
+        memcpy(&chance, &word, 4);
+        float above = (from[i] - offset) * inverse + chance;
+        int32_t code = (int32_t)(above >= 1 ? above : 1) - 1;
+        codes[i % length] |= (uint8_t)(code << i / length * bits);
+    }
+}
+
+static inline __attribute__((always_inline)) void pack_whole_groups(
+    const float *z, int64_t groups, int bits, const lanes signs[PARTS], int32_t a, const int32_t *c, uint8_t *codes,
+    uint16_t *ranges, int *is_odd) {
+    for (int64_t group = 0; group < groups; group++) {
+        lanes v[PARTS];
+        for (int k = 0; k < PARTS; k++) v[k] = LOAD(z + group * GROUP + k * LANES) * signs[k];
+        turn(v);
+        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, ranges + group * 2, is_odd);
+    }
+}
+
+VARIANTS static int pack_rows(
     const hashed *m, float *room, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
     const int32_t *c, uint8_t *codes, uint16_t *ranges) {
-    int64_t columns = m->columns, groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
+    int64_t columns = m->columns, whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP;
+    int64_t length = (columns * bits + 7) / 8;
+    int is_odd = 0;
+    lanes sign[PARTS];
+    for (int k = 0; k < PARTS; k++) sign[k] = LOAD(signs + k * LANES);
     for (int64_t row = begin; row < end; row++) {
         const float *z = hashed_row(m, row, room);
-        for (int64_t group = 0; group < groups; group++) {
-            float t[GROUP];
-            int32_t chance[GROUP];
-            int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
-            const float *from = z + group * GROUP;
-            uint8_t *to = codes + row * bytes + group * 8 * bits;
-            uint16_t *range = ranges + (row * groups + group) * 2;
-            if (size == GROUP) {
-                memcpy(t, from, sizeof(t));
-                turn(t, signs, 0);
-                pack_group(t, GROUP, bits, a[row], c + group * GROUP, to, range);
-            } else {
-                for (int i = 0; i < GROUP; i++) { /* the last element again changes no range */
-                    int place = i < size ? i : size - 1;
-                    t[i] = from[place];
-                    chance[i] = c[group * GROUP + place];
-                }
-                pack_group(t, size, bits, a[row], chance, to, range);
-            }
-        }
+        uint8_t *to = codes + row * length;
+        uint16_t *range = ranges + row * groups * 2;
+        if (bits == 4) pack_whole_groups(z, whole, 4, sign, a[row], c, to, range, &is_odd); /* constants, for the compiler */
+        else if (bits == 2) pack_whole_groups(z, whole, 2, sign, a[row], c, to, range, &is_odd);
+        else pack_whole_groups(z, whole, 8, sign, a[row], c, to, range, &is_odd);
+        if (whole < groups)
+            pack_short_group(
+                z + whole * GROUP, (int)(columns - whole * GROUP), bits, a[row], c + whole * GROUP,
+                to + whole * 8 * bits, range + whole * 2, &is_odd);
     }
+    return is_odd;
 }
 
 VARIANTS static void unpack_rows(
@@ -163,25 +192,31 @@ VARIANTS static void unpack_rows(
 
 VARIANTS static void turn_rows_back(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
     for (int64_t row = begin; row < end; row++)
-        for (int64_t group = 0; group < columns / GROUP; group++) turn(m + row * columns + group * GROUP, 0, signs);
+        for (int64_t group = 0; group < columns / GROUP; group++) {
+            float *place = m + row * columns + group * GROUP;
+            lanes v[PARTS];
+            for (int k = 0; k < PARTS; k++) v[k] = LOAD(place + k * LANES);
+            turn(v);
+            for (int k = 0; k < PARTS; k++) STORE(place + k * LANES, v[k] * LOAD(signs + k * LANES));
+        }
 }
 
 /* m: what is packed, as it is or hashed to `rows` rows. signs: 64, of the turn. a: rows. c: columns. codes, ranges:
- * contiguous. Returns 0, or 1 where there was no memory. */
+ * contiguous. Returns 0; 1 where a range is not finite; 2 where there was no memory. */
 int rmm_pack(
     const float *m, int64_t tokens, int64_t columns, int64_t stride, int64_t rows, int64_t segments,
     const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a, const int32_t *c,
     uint8_t *codes, uint16_t *ranges, int threads) {
     hashed source = {m, tokens, columns, stride, rows, segments, shifts, token_signs};
-    int failed = 0;
-#pragma omp parallel num_threads(threads)
+    int result = 0;
+#pragma omp parallel num_threads(threads) reduction(| : result)
     {
         float *room = segments > 1 ? malloc(columns * sizeof(float) + 1) : 0;
-        if (segments > 1 && !room) failed = 1;
-        else pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, ranges);
+        if (segments > 1 && !room) result = 2;
+        else result = pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, ranges);
         free(room);
     }
-    return failed;
+    return result;
 }
 
 /* codes, ranges: contiguous. z: contiguous; its whole groups stay turned. */

@@ -1,4 +1,4 @@
-/* Philox 4x32-10: rmm_linear/sketches/philox.py in compiled form, bit for bit.
+/* Philox 4x32-10 and what is drawn from it: rmm_linear/sketches/philox.py in compiled form, bit for bit.
  *
  * Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
  */
@@ -6,18 +6,47 @@
 
 #include "variants.h"
 
+static inline __attribute__((always_inline)) void philox(int64_t seed, int64_t stream, uint64_t counter, uint64_t c[4]) {
+    uint64_t c0 = (uint32_t)counter, c1 = counter >> 32, c2 = (uint32_t)stream, c3 = 0;
+    uint32_t key_a = (uint32_t)seed, key_b = (uint32_t)((uint64_t)seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = c0 * 0xD2511F53u, b = c2 * 0xCD9E8D57u;
+        c0 = (b >> 32) ^ c1 ^ key_a, c1 = (uint32_t)b;
+        c2 = (a >> 32) ^ c3 ^ key_b, c3 = (uint32_t)a;
+        key_a += 0x9E3779B9u, key_b += 0xBB67AE85u;
+    }
+    c[0] = c0, c[1] = c1, c[2] = c2, c[3] = c3;
+}
+
 /* counters: n. words: (4, n), each in [0, 2**32). */
 VARIANTS void rmm_philox(int64_t seed, int64_t stream, int64_t n, const int64_t *counters, int64_t *words) {
     for (int64_t i = 0; i < n; i++) {
-        uint64_t counter = (uint64_t)counters[i], c0 = (uint32_t)counter, c1 = counter >> 32, c2 = (uint32_t)stream, c3 = 0;
-        uint32_t key_a = (uint32_t)seed, key_b = (uint32_t)((uint64_t)seed >> 32);
-        for (int round = 0; round < 10; round++) {
-            uint64_t a = c0 * 0xD2511F53u, b = c2 * 0xCD9E8D57u;
-            c0 = (b >> 32) ^ c1 ^ key_a, c1 = (uint32_t)b;
-            c2 = (a >> 32) ^ c3 ^ key_b, c3 = (uint32_t)a;
-            key_a += 0x9E3779B9u, key_b += 0xBB67AE85u;
-        }
-        words[i] = (int64_t)c0, words[n + i] = (int64_t)c1;
-        words[2 * n + i] = (int64_t)c2, words[3 * n + i] = (int64_t)c3;
+        uint64_t c[4];
+        philox(seed, stream, (uint64_t)counters[i], c);
+        for (int word = 0; word < 4; word++) words[word * n + i] = (int64_t)c[word];
+    }
+}
+
+/* Of a CountSketch, rmm_linear/sketches/countsketch.py. signs: of `tokens`. shifts: of ⌈tokens / rows⌉ segments. */
+VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
+    int64_t segments = (tokens + rows - 1) / rows, words = (tokens + 31) / 32;
+    for (int64_t i = 0; i < (words > segments ? words : segments); i++) {
+        uint64_t c[4];
+        philox(seed, 0, (uint64_t)i, c);
+        for (int64_t token = i * 32; token < (i + 1) * 32 && token < tokens; token++)
+            signs[token] = token < rows ? 1 : (int8_t)(1 - 2 * (int)(c[0] >> (token - i * 32) & 1));
+        if (i < segments) shifts[i] = i ? (int64_t)(c[1] * (uint64_t)rows >> 32) : 0;
+    }
+}
+
+/* Of packing, rmm_linear/rounding.py. signs: 64, of the turn. a: rows. c: columns. */
+VARIANTS void rmm_draws(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
+    int64_t count = rows > columns ? rows : columns;
+    for (int64_t i = 0; i < (count > 2 ? count : 2); i++) {
+        uint64_t word[4];
+        philox(seed, stream, (uint64_t)i, word);
+        if (i < rows) a[i] = (int32_t)(word[0] >> 9) | 0x3F800000;
+        if (i < columns) c[i] = (int32_t)(word[1] >> 9);
+        for (int bit = 0; i < 2 && bit < 32; bit++) signs[i * 32 + bit] = 1 - 2 * (float)(word[2] >> bit & 1);
     }
 }

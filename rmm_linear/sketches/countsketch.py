@@ -42,6 +42,8 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     Returns:
         Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
     """
+    if native.applies_to(seed):
+        return native.signs_and_shifts(seed, tokens, rows)
     segments, words = -(-tokens // rows), -(-tokens // 32)
     first, second, *_ = philox(seed, torch.arange(max(segments, words), device=seed.device))
     signs, shifts = unpack_signs(first[:words]).view(-1)[:tokens], (second[:segments] * rows) >> 32
@@ -149,5 +151,11 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
 
 
 COUNTSKETCH = Family(
-    "countsketch", "balanced hashing with signs: one pass over X (default)", sketch, variance, local=True, part=part
+    "countsketch",
+    "balanced hashing with signs: one pass over X (default)",
+    sketch,
+    variance,
+    local=True,
+    part=part,
+    reads_seed=True,
 )

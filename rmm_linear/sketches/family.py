@@ -25,6 +25,8 @@ class Family:
             Then zero rows at the end can be cut off without a change.
         part: ``part(matrix, seed, rows)`` returns what makes the rows of SᵀM from one number up to another, on CPU; or
             None, where they can only be made all at once.
+        reads_seed: Whether the map on CPU follows from what its seed is on the host, where ``torch.vmap`` over seeds
+            cannot follow.
 
     ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and belong to no
     token.
@@ -37,6 +39,7 @@ class Family:
     blocks: bool = False
     local: bool = False
     part: Callable[[Tensor, Tensor, int], Callable[[int, int], Tensor]] | None = None
+    reads_seed: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def probabilities(
     top = torch.where(real & finite, weights, 0).amax()
     heaviest = torch.where(top > 0, top, 1)  # by which is divided, or the sum may be infinite
     weights = torch.where(real, torch.where(finite, weights, heaviest) / heaviest, 0)
-    total, uniform = weights.sum(), real / real.sum()
+    total, uniform = weights.sum(), real.double() / real.sum()
     return torch.where(total > 0, (1 - uniform_mix) * weights / total + uniform_mix * uniform, uniform)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -58,10 +59,18 @@ def main(argv: list[str] | None = None) -> int:
             figure: Any = plot_noise_against_memory(noises)[0].figure
             with replacing(arguments.plot) as file:
                 figure.savefig(file, dpi=150)
+    except IndexError as error:
+        return _fail(f"a number of a token or a label is none of the model's: {error}")
+    except EOFError:
+        return _fail(f"{arguments.batch} ends before its first batch. Save one with torch.save.")
     except (OSError, ValueError, TypeError, ImportError, RuntimeError, UnpicklingError) as error:
-        print(f"rmm_linear.variance: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _fail(str(error))
     return 0
+
+
+def _fail(message: str) -> int:
+    print(f"rmm_linear.variance: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,11 +80,14 @@ def _parser() -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
         return value
 
-    def count(text: str) -> int:
-        value = int(text)
-        if value < 0:
-            raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-        return value
+    def count(least: int) -> Callable[[str], int]:
+        def integer(text: str) -> int:
+            value = int(text)
+            if value < least:
+                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+            return value
+
+        return integer
 
     usage = (__doc__ or "").split("\n\n", 1)[1]
     parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
@@ -88,9 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", **memory)
     parser.add_argument("--modules", default="all-linear", help="regular expression for the layers' whole names")
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
-    parser.add_argument("--size", type=count, default=64, help="examples per batch of a text file")
-    parser.add_argument("--steps", type=count, default=25, help="training steps before, of a text file")
-    parser.add_argument("--max_seq_length", type=count, default=128, help="tokens per example at most, of a text file")
+    parser.add_argument("--size", type=count(1), default=64, help="examples per batch of a text file")
+    parser.add_argument("--steps", type=count(0), default=25, help="training steps before, of a text file")
+    parser.add_argument(
+        "--max_seq_length", type=count(1), default=128, help="tokens per example at most, of a text file"
+    )
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="of the training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     return parser

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -44,7 +45,9 @@ def load_texts(
     Args:
         model_name: A folder written by save_pretrained, or a model of the hub.
         path: Text file without header, one example per line: text, tab, label; or text, tab, second text, tab, label.
-            Labels are classes; where all are numbers and one has a decimal point, the task is a regression.
+            Labels are the numbers of classes, or their names, as the model's ``label2id`` has them or, where it knows
+            none of them, in the order of the alphabet. Where all are numbers and one has a decimal point, the task is a
+            regression.
         batch: Examples per batch.
         steps: Batches to train on; one more is returned.
         max_length: Tokens per example at most.
@@ -53,7 +56,7 @@ def load_texts(
         The model in training mode, and the batches. The file is read again from its start if it is too short.
 
     Raises:
-        ValueError: If the file is no such file.
+        ValueError: If the file is no such file, or has labels that are none of the model's.
     """
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not rows or {len(row) for row in rows} not in ({2}, {3}):
@@ -61,29 +64,71 @@ def load_texts(
             f"{path} must have lines of text, tab, label, or of text, tab, second text, tab, label, got "
             f"{len(rows)} lines with {sorted({len(row) for row in rows})} fields. Or give a .pt file."
         )
-    labels, is_regression = _read_labels([row[-1].strip() for row in rows])
     transformers = _transformers()
-    outputs = 1 if is_regression else int(labels.max()) + 1
+    config = transformers.AutoConfig.from_pretrained(model_name)
+    labels = read_labels([row[-1].strip() for row in rows], config.label2id or {})
+    outputs = 1 if labels.is_floating_point() else max(int(labels.max()) + 1, config.num_labels)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=outputs).train()
     places = torch.cat([torch.randperm(len(rows)) for _ in range(-(-(steps + 1) * batch // len(rows)))])
-    batches = []
-    for chosen in places[: (steps + 1) * batch].split(batch):
-        texts = [[rows[place][part] for place in chosen.tolist()] for part in range(len(rows[0]) - 1)]
-        inputs = tokenizer(*texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
-        batches.append({**inputs, "labels": labels[chosen]})
-    return model, batches
+    texts = [[row[part] for row in rows] for part in range(len(rows[0]) - 1)]
+    chosen = places[: (steps + 1) * batch].split(batch)
+    return model, [make_batch(tokenizer, texts, labels, part, max_length=max_length) for part in chosen]
 
 
-def _read_labels(texts: list[str]) -> tuple[torch.Tensor, bool]:
+def make_batch(
+    tokenizer: Any, texts: Sequence[Sequence[str]], labels: Tensor, places: Tensor, *, max_length: int
+) -> dict[str, Any]:
+    """Make a training batch of some examples.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        texts: The first texts of all examples, and their second ones where there are such.
+        labels: Of all examples, shape (examples,).
+        places: Which examples, int64.
+        max_length: Tokens per example at most.
+
+    Returns:
+        The model's keyword arguments.
+    """
+    chosen = [[part[place] for place in places.tolist()] for part in texts]
+    inputs = tokenizer(*chosen, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+    return {**inputs, "labels": labels[places]}
+
+
+def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
+    """Turn labels into numbers.
+
+    Args:
+        texts: The labels as they are written.
+        known: Name of a class to its number, as the model has it.
+
+    Returns:
+        int64 numbers of classes, or float32 of a regression, shape (examples,).
+
+    Raises:
+        ValueError: If a number of a class is negative, or only a part of the names is known.
+    """
     try:
         numbers = [float(text) for text in texts]
     except ValueError:
         numbers = []
     if numbers and any("." in text for text in texts):
-        return torch.tensor(numbers), True
-    classes = sorted(set(texts))
-    return torch.tensor([classes.index(text) for text in texts]), False
+        return torch.tensor(numbers)
+    try:
+        classes = [int(text) for text in texts]
+    except ValueError:
+        names = sorted(set(texts))
+        unknown = [name for name in names if name not in known]
+        if unknown and len(unknown) < len(names):
+            raise ValueError(
+                f"Labels must be names that the model knows ({', '.join(known)}), got {', '.join(unknown)} among them."
+            ) from None
+        place = dict(known) if not unknown else {name: number for number, name in enumerate(names)}
+        classes = [place[text] for text in texts]
+    if min(classes) < 0:
+        raise ValueError(f"Labels of classes must count from 0, got {min(classes)}. Numbers with a point are targets.")
+    return torch.tensor(classes)
 
 
 def _transformers() -> Any:

@@ -26,7 +26,7 @@ from rmm_linear.linear import SketchedLayer
 from rmm_linear.sketches import TokenMask, kept_rows, probabilities, row_norms
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
-from rmm_linear.variance.results import ProbeRow
+from rmm_linear.variance.results import SEQUENCES, TOKENS, ProbeRow
 
 _SAMPLE = 64
 
@@ -40,10 +40,12 @@ class Call:
         module: Name of the layer.
         kind: Family of the layer's sketch.
         recipe: How the layer keeps X; None where it keeps X itself.
+        mask_padding: Whether what it keeps leaves padding out.
         bits: Width of what it keeps.
         shape: Shape of X.
         mask: Token mask, shape (batch, sequence), or None.
         expected: ŷ, what the layer's norm estimator expected of ‖yᵢ‖, shape (N,); None without.
+        missed: Whether the layer was run again with another X of this shape.
         sample: A few elements of X, where X itself is seen in a recomputation.
         handle: The hook on the output; None while there is no output to hook.
         x: X, from when it is seen until Y is there.
@@ -55,10 +57,12 @@ class Call:
     module: str
     kind: str
     recipe: Recipe | None
+    mask_padding: bool
     bits: int
     shape: torch.Size
     mask: Tensor | None
     expected: Tensor | None = None
+    missed: bool = False
     sample: Tensor | None = None
     handle: RemovableHandle | None = None
     x: Tensor | None = None
@@ -95,7 +99,8 @@ class Call:
         width = None if recipe is None else recipe.bits
         itemsize = (autocast_dtype(x) or x.dtype).itemsize
         expected = _expected(module, x) if recipe is not None and recipe.draws(x.shape[:-1].numel()) else None
-        return cls(step, name, config.kind, recipe, width or 8 * itemsize, x.shape, mask, expected)
+        width = width or 8 * itemsize
+        return cls(step, name, config.kind, recipe, config.mask_padding, width, x.shape, mask, expected)
 
     def see(self, x: Tensor) -> None:
         """Hold X until Y is there.
@@ -146,11 +151,14 @@ class Call:
         """
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            alpha, sgd, sketched = noise(x, y, self.recipe, self.samples, self.mask, self.expected)
+            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding, self.expected)
         tokens = x.shape[0]
         rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
+        samples = TOKENS if self.samples is None else SEQUENCES
+        sketched, sgd, sgd_tokens = found.sketch, found.sgd, found.sgd_tokens
         ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
-        return ProbeRow(self.step, self.module, self.kind, rows, self.bits, tokens, alpha, sgd, sketched, ratio)
+        layer = (self.step, self.module, self.kind, rows, self.bits)
+        return ProbeRow(*layer, tokens, samples, found.alpha, sgd, sgd_tokens, sketched, ratio)
 
     @property
     def samples(self) -> tuple[int, int] | None:
@@ -171,14 +179,25 @@ def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
     return scope.expected(module.rmm_index, scope.known_call(shape, x.device, module.rmm_config.mask_padding))
 
 
-def noise(
+@dataclass(frozen=True)
+class Noises:
+    """The numbers of one layer and batch, as in :class:`~rmm_linear.variance.ProbeRow`; NaN for what does not exist."""
+
+    alpha: float
+    sgd: float
+    sgd_tokens: float
+    sketch: float
+
+
+def noises(
     x: Tensor,
     y: Tensor,
     recipe: Recipe | None,
     samples: tuple[int, int] | None,
     mask: Tensor | None,
+    mask_padding: bool = True,
     expected: Tensor | None = None,
-) -> tuple[float, float, float]:
+) -> Noises:
     """Compute α, D²_SGD and D²_sketch of one layer and batch.
 
     Args:
@@ -187,29 +206,40 @@ def noise(
         recipe: How the layer keeps X; None where it keeps X itself, without noise.
         samples: (batch, sequence), or None for a variance over tokens.
         mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
+        mask_padding: Whether the sketch leaves out what is masked.
         expected: ŷ, what was expected of ‖yᵢ‖, shape (N,), for kinds that draw rows by it; None where nothing is known.
 
     Returns:
-        α, D²_SGD and D²_sketch; NaN where X or Y is not finite, or there are fewer than two samples.
+        The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
     """
     alpha = _correlation(x, y)
     if math.isnan(alpha):
         # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
         finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
-        return (math.nan, 0.0, 0.0) if finite else (math.nan, math.nan, math.nan)
-    sgd = float(sgd_variance(x, y, samples=samples)) if x.shape[0] > 1 else math.nan
-    if recipe is None:
-        return alpha, sgd, 0.0
+        return Noises(math.nan, *[0.0 if finite else math.nan] * 3)
     real = None if mask is None else mask.reshape(-1).bool()
     if real is not None and bool(y[real.logical_not()].any()):
         real = None
-    p = None
+    tokens = _between_tokens(x, y, alpha, x.shape[0] if real is None else int(real.sum()))
+    sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
+    if recipe is None:
+        return Noises(alpha, sgd, tokens, 0.0)
+    real, p = real if mask_padding else None, None
     if recipe.draws(x.shape[0]):
         ranks = None if real is None else TokenMask.of(real)
         p = probabilities(row_norms(x), recipe.uniform_mix, expected, ranks)
-    shape = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
+    shape: dict[str, Any] = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
     sketched = sketch_variance(x, y, **shape, mask=real, probabilities=p, draws=1)
-    return alpha, sgd, float(sketched)
+    return Noises(alpha, sgd, tokens, float(sketched))
+
+
+def _between_tokens(x: Tensor, y: Tensor, alpha: float, count: int) -> float:
+    """D²_SGD over ``count`` tokens, the others having no gradient, from α instead of one more product."""
+    if count < 2:
+        return math.nan
+    a, b = x.double().square().sum(1), y.double().square().sum(1)
+    p, d = float(a.sum() * b.sum()), float(a @ b)
+    return max(0.0, count * d - alpha * p) / (count - 1)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:

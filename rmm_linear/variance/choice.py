@@ -11,6 +11,8 @@ from torch import Tensor
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.pairs import over_layers
 
+_LOOKS = 16
+
 Number = TypeVar("Number", float, Tensor)
 
 
@@ -28,12 +30,14 @@ def required_ratio(
 ) -> Tensor:
     """Return the smallest ratio K/N with D²_sketch ≤ target · D²_SGD on this batch.
 
-    K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. The variance falls with
-    K for all kinds; for countsketch and wta it falls but for small steps, where the segments move or one token more is
-    kept as it is, so that a little smaller K may do by luck. With ``bits``, see :func:`sketch_variance` about its
-    rounding term.
+    K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. Without ``bits`` the
+    variance falls with K for all kinds; for countsketch and wta it falls but for small steps, where the segments move
+    or one token more is kept as it is, so that a little smaller K may do by luck. With ``bits`` it falls until all
+    tokens are stored, and may be larger there: the rounding of a token that is stored by itself meets its own gradient,
+    where a mixture of many spreads it. So where storing all tokens is not quiet enough, 16 evenly spaced K below are
+    looked at too. :func:`sketch_variance` says how its rounding term is computed.
 
-    Cost: log₂ N evaluations of :func:`sketch_variance`.
+    Cost: log₂ N evaluations of :func:`sketch_variance`, and at most 16 more.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
@@ -47,8 +51,8 @@ def required_ratio(
         probabilities: As for :func:`sketch_variance`.
 
     Returns:
-        float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf where even N rows are not quiet
-        enough, which rounding alone can cause: take more bits. NaN where X or Y has a NaN.
+        float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf where no K that was looked at is
+        quiet enough, which rounding alone can cause: take more bits. NaN where X or Y has a NaN.
 
     Raises:
         ValueError: If ``target`` is not positive.
@@ -72,7 +76,12 @@ def required_ratio(
             return limit
         too_few, enough = 0, a.shape[0]
         if not is_quiet(enough):
-            return torch.full_like(limit, math.inf)
+            tokens = enough if mask is None else int(mask.bool().sum())  # from here on, K makes no difference
+            grid = sorted({max(1, tokens * part // _LOOKS) for part in range(1, _LOOKS)} | {max(1, tokens - 1)})
+            enough = next(filter(is_quiet, grid), 0)
+            if not enough:
+                return torch.full_like(limit, math.inf)
+            too_few = max((rows for rows in grid if rows < enough), default=0)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
             too_few, enough = (too_few, middle) if is_quiet(middle) else (middle, enough)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer, check_kind
+from rmm_linear.checks import check_integer
 from rmm_linear.packing import rounding_variance
-from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, has_blocks, sketch, variance
-from rmm_linear.variance.pairs import check_pair, over_layers, sampling_probabilities
+from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, sketch, variance
+from rmm_linear.variance.pairs import check_pair, check_sketch, over_layers, sampling_probabilities
 
 _ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
 
@@ -54,7 +54,8 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
     """Return D²_SGD, the variance of the weight gradient that minibatch sampling causes.
 
     An estimate from the batch itself, unbiased where its samples are independent. Rows without a gradient, as padding
-    has, add nothing.
+    has, add nothing to a sequence. Where samples are tokens they are tokens with a gradient of 0, and do count: leave
+    padding out there, ``x[mask]`` and ``grad_output[mask]``.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
@@ -131,6 +132,9 @@ def _sequences(samples: tuple[int, int] | Tensor, rows: int) -> list[Tensor]:
 def _squared_gradients(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Σ_s ‖G_s‖² over samples of one length, given by their rows, shape (samples, T)."""
     length, inputs, outputs = index.shape[1], x.shape[1], y.shape[1]
+    if length == 1:  # ‖G_s‖² is a product of two norms
+        (rows,) = index.unbind(1)
+        return x[rows].double().square().sum(1) @ y[rows].double().square().sum(1)
     if length * (inputs + outputs) > inputs * outputs:
         parts = [(x[rows].double().T @ y[rows].double()).square().sum() for rows in index]
     else:
@@ -192,14 +196,8 @@ def sketch_variance(
         tensor(6.2500, dtype=torch.float64)
     """
     check_pair(x, grad_output)
-    check_kind(kind)
-    for name, value in (("rows", rows), ("draws", draws)):
-        check_integer(name, value)
-    check_integer("block", block, optional=True)
-    if block is not None and not has_blocks(kind):
-        raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
-    if mask is not None and mask.shape != x.shape[-2:-1]:
-        raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
+    check_sketch(x, kind=kind, rows=rows, block=block, mask=mask)
+    check_integer("draws", draws)
     if probabilities is not None and probabilities.shape != x.shape[:-1]:
         rows_of_x, given = tuple(x.shape[:-1]), tuple(probabilities.shape)
         raise ValueError(f"probabilities must have the shape {rows_of_x} of the rows of x, got {given}.")

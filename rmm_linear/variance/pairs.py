@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities, row_norms
+from rmm_linear.checks import check_integer, check_kind
+from rmm_linear.sketches import SAMPLERS, TokenMask, has_blocks, probabilities, row_norms
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
@@ -68,6 +69,29 @@ def sampling_probabilities(
             "probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask."
         )
     return p / p.sum()
+
+
+def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Tensor | None) -> None:
+    """Refuse what says no sketch of x: formulas and simulations take the same.
+
+    Args:
+        x: Layer input, shape (N, I) or (L, N, I).
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        rows: K.
+        block: Tokens per block, or None.
+        mask: True for tokens that count, shape (N,), or None.
+
+    Raises:
+        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, or ``mask`` has another
+            shape than (N,).
+    """
+    check_kind(kind)
+    check_integer("rows", rows)
+    check_integer("block", block, optional=True)
+    if block is not None and not has_blocks(kind):
+        raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
+    if mask is not None and mask.shape != x.shape[-2:-1]:
+        raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
 
 
 def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:

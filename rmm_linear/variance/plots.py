@@ -7,12 +7,15 @@ picture is drawn.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear.sketches import KINDS
+from rmm_linear.variance.published import bound_of
+from rmm_linear.variance.results import SEQUENCES
 from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NOISE = "sketch noise / minibatch noise"
+_BY_TOKENS = ", by tokens"
 _FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
 _MARKERS = dict(zip(KINDS, "osv^D<>P*", strict=True))
 
@@ -28,19 +32,23 @@ def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) ->
     """Draw the median noise over the layers against the training step, with the band of the quartiles.
 
     Args:
-        table: The probe's table: columns step, module and noise are read.
+        table: The probe's table: columns step and noise are read, and samples if it is there.
         ax: Axes to draw on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis.
+        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis. Where noise by sequences is there,
+        noise by tokens, which is another number, is left out.
     """
     ax = _axes(ax, table, "step", "noise")
+    table, form = _one_form(table)
     by_step = table.groupby("step")["noise"]
-    low, middle, high = (by_step.quantile(part).clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
+    # Of two values in the middle the lower one: between a number and infinity nothing can be interpolated.
+    low, middle, high = (by_step.quantile(part, interpolation="lower").clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
     ax.fill_between(middle.index, low, high, color="0.8", label="middle half of the layers")
     ax.plot(middle.index, middle, color="black", marker="o", markersize=4, label="median layer")
-    ax.set_xlabel("training step")
-    _noise_axis(ax).legend(frameon=False)
+    _step_axis(ax)
+    _noise_axis(ax).legend()
+    ax.set_ylabel(_NOISE + form)
     return ax
 
 
@@ -48,39 +56,53 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
     """Draw a heat map of the noise, layers by modules, each the median over the steps.
 
     The layer is the first number in a module's name: ``encoder.layer.3.output.dense`` is ``output.dense`` of layer 3.
+    Where several parts of a model have numbered layers, as an encoder and a decoder, each has columns of its own.
 
     Args:
-        table: The probe's table: columns module and noise are read.
+        table: The probe's table: columns module and noise are read, and samples if it is there.
         ax: Axes to draw on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier.
+        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier. Cells without noise, or without a finite
+        one, say so in words and leave the scale to the others. Where noise by sequences is there, noise by tokens,
+        which is another number unless it is 0, is left out.
     """
-    ax = _axes(ax, table, "module", "noise")
+    _check(table, "module", "noise")
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator
 
+    table, form = _one_form(table, exact_too=True)
     noise = {str(name): float(part["noise"].median()) for name, part in table.groupby("module", sort=False)}
-    places = {name: _place(name) for name in noise}
+    places = _places(list(noise))
     layers = sorted({layer for layer, _ in places.values()})
     modules = list(dict.fromkeys(module for _, module in places.values()))
-    grid = [[float("nan")] * len(modules) for _ in layers]
+    ax = ax or _new_axes(max(7.0, 2 + 0.7 * len(modules)), max(4.2, 2 + 0.25 * len(layers)))
+    grid = [[math.nan] * len(modules) for _ in layers]
+    words: dict[tuple[int, int], str] = {}
     for name, (layer, module) in places.items():
-        grid[layers.index(layer)][modules.index(module)] = max(noise[name], _FLOOR)
-    values = [value for row in grid for value in row if value == value]
-    scale = LogNorm(min(values), max(*values, 1.01 * min(values)))
-    image = ax.imshow(grid, norm=scale, cmap="Greys", aspect="auto")
-    if len(values) <= 200:
+        i, j = layers.index(layer), modules.index(module)
+        if math.isfinite(noise[name]) and noise[name] > 0:
+            grid[i][j] = max(noise[name], _FLOOR)
+        else:
+            words[i, j] = "exact" if noise[name] == 0 else "no value" if math.isnan(noise[name]) else "infinite"
+    values = [value for row in grid for value in row if value > _FLOOR]
+    low, high = min(values, default=0.1), max(values, default=1.0)
+    scale = LogNorm(low, high) if low < high else LogNorm(low / 2, 2 * high)
+    image = ax.imshow(grid, norm=scale, cmap=_greys(), aspect="auto")
+    if len(noise) <= 200:
         for i, row in enumerate(grid):
             for j, value in enumerate(row):
                 if value == value:
-                    shade = "white" if scale(value) > 0.5 else "black"
-                    ax.text(j, i, f"{value:.2g}", ha="center", va="center", color=shade, fontsize=8)
+                    words[i, j] = f"{value:.2g}" if value > _FLOOR else f"≤ {_FLOOR:g}"
+    for (i, j), word in words.items():
+        shade = "white" if grid[i][j] == grid[i][j] and scale(grid[i][j]) > 0.5 else "black"
+        ax.text(j, i, word, ha="center", va="center", color=shade, fontsize=8)
     ax.set_xticks(range(len(modules)), modules, rotation=30, ha="right")
     ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
     ax.set_xlabel("module")
     ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label=_NOISE, ticks=LogLocator(subs=(1, 2, 5)), format="{x:g}").minorticks_off()
+    label = _NOISE + form
+    ax.figure.colorbar(image, ax=ax, label=label, ticks=LogLocator(subs=(1, 2, 5)), format="{x:g}").minorticks_off()
     return ax
 
 
@@ -142,29 +164,33 @@ def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     columns = ("step", "rows", "tokens", "alpha", "sgd_variance", "sketch_variance", "paper_variance")
     ax = _axes(ax, table, *columns)
     table = table.sort_values("step")
-    scale, alpha, step = (table["tokens"] - 1) / table["rows"], table["alpha"], table["step"]
+    scale, step = (table["tokens"] - 1) / table["rows"], table["step"]
     exact, paper = (table[name] / table["sgd_variance"] for name in ("sketch_variance", "paper_variance"))
-    ax.plot(step, scale * (alpha + 1) / alpha, color="0.5", linestyle="-.", marker="s", label="the paper's bound")
+    ax.plot(step, scale * bound_of(table["alpha"]), color="0.5", linestyle="-.", marker="s", label="the paper's bound")
     ax.plot(step, paper, color="0.5", linestyle=":", marker="^", markersize=9, label="the paper's formula, (P − g)/K")
     ax.plot(step, exact, color="black", marker="o", markersize=4, label="exact")
-    ax.set_xlabel("training step")
-    _noise_axis(ax).legend(frameon=False)
-    ax.set_ylabel(f"{_NOISE}, by tokens")
+    _step_axis(ax)
+    _noise_axis(ax).legend()
+    ax.set_ylabel(_NOISE + _BY_TOKENS)
     return ax
 
 
 def _axes(ax: Axes | None, table: pandas.DataFrame, *columns: str) -> Axes:
+    _check(table, *columns)
+    return ax or _new_axes()
+
+
+def _check(table: pandas.DataFrame, *columns: str) -> None:
     missing = [name for name in columns if name not in table.columns]
     if missing or not len(table):
         raise ValueError(
             f"The table must have the columns {', '.join(columns)} and at least one row, got {len(table)} rows of "
             f"{', '.join(map(str, table.columns)) or 'nothing'}."
         )
-    return ax or _new_axes()
 
 
-def _new_axes() -> Axes:
-    return _pyplot().subplots(figsize=(7.0, 4.2), layout="constrained")[1]
+def _new_axes(width: float = 7.0, height: float = 4.2) -> Axes:
+    return _pyplot().subplots(figsize=(width, height), layout="constrained")[1]
 
 
 def _pyplot() -> Any:
@@ -182,6 +208,20 @@ def _style(setting: str) -> dict[str, Any]:
     return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
 
 
+def _greys() -> Any:
+    """Grey from light, not white, as cells without a value are."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("greys", ["0.93", "0.05"])
+
+
+def _step_axis(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlabel("training step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _noise_axis(ax: Axes) -> Axes:
     from matplotlib.ticker import LogLocator
 
@@ -196,7 +236,31 @@ def _noise_axis(ax: Axes) -> Axes:
     return ax
 
 
-def _place(name: str) -> tuple[int, str]:
-    """The layer, −1 where there is none, and the rest of a module's name behind it."""
-    match = re.match(r"(?:.*?\.)?(\d+)(?:\.(.+))?$", name)
-    return (int(match[1]), match[2] or "") if match else (-1, name)
+def _one_form(table: pandas.DataFrame, exact_too: bool = False) -> tuple[pandas.DataFrame, str]:
+    """The rows by sequences, or all where there are none such, and what the axis has to say about it."""
+    if "samples" not in table.columns:
+        return table, ""
+    by_sequences = table["samples"] == SEQUENCES
+    if not by_sequences.any():
+        return table, _BY_TOKENS
+    return table.loc[by_sequences | (exact_too & (table["noise"] == 0))], ""
+
+
+def _places(names: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """A layer's number, −1 where there is none, and its module: the name's rest, with what tells its stem apart."""
+    found = {name: re.match(r"(?:(.*?)\.)?(\d+)(?:\.(.+))?$", name) for name in names}
+    short = _told_apart({match[1] or "" for match in found.values() if match})
+    return {
+        name: (int(match[2]), ".".join(filter(None, (short[match[1] or ""], match[3])))) if match else (-1, name)
+        for name, match in found.items()
+    }
+
+
+def _told_apart(stems: set[str]) -> dict[str, str]:
+    """Without the parts that all begin or end with; a single stem needs no name."""
+    parts = {stem: stem.split(".") for stem in stems}
+    for end in (0, -1):
+        while len(parts) > 1 and all(map(len, parts.values())) and len({part[end] for part in parts.values()}) == 1:
+            for part in parts.values():
+                part.pop(end)
+    return {stem: ".".join(part) if len(parts) > 1 else "" for stem, part in parts.items()}

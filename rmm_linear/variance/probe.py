@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from bisect import insort_left
 from collections.abc import Sequence
@@ -36,14 +37,18 @@ class GradientProbe(ProbeResults):
     hook on the model. What stays after the backward pass are floats, in ``rows``.
 
     For sketched layers the sketch is the layer's own, with its mask and what its norm estimator expects. For other
-    linear layers it is what ``config`` would make of them, with nothing expected. D²_SGD is over sequences where X has
-    the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences are, else over tokens. The rounding
-    term of packed sketches is computed for one S instead of a mean over several. Under loss scaling both variances are
-    in units of the scaled gradient.
+    linear layers it is what ``config`` would make of them, with nothing expected, and in 4 bits where that says
+    ``bits="auto"``: the choice needs inputs of several steps. The rounding term of packed sketches is computed for one
+    S instead of a mean over several. Under loss scaling all variances are in units of the scaled gradient.
+
+    D²_SGD is over sequences where X has the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences
+    are. Elsewhere, and where the batch is one sequence, which has no variance, it is over tokens; ``samples`` says so
+    in every row, and medians keep the two apart. D²_SGD over tokens is there in any case, padding left out.
 
     Time of one look: up to four products like dW in float64 and one sketch, per layer; about as much as a training
-    step on a CPU (``python -m benchmarks.probe`` measures it). Memory: X of the layers looked at, and copies of one
-    layer's X and Y in float64.
+    step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres make products in
+    float64 at 1/32 or 1/64 of their speed in float32: there a look costs many steps, so take fewer of them, or fewer
+    ``modules``. Memory: X of the layers looked at, and copies of one layer's X and Y in float64.
 
     Args:
         model: The model that is called: the outermost module, if one wraps another.
@@ -88,6 +93,7 @@ class GradientProbe(ProbeResults):
         self._order = {name: place for place, name in enumerate(self._modules)}
         self._armed: int | None = None
         self._step: int | None = None  # the number of the pass that is looked at
+        self._warned = False
         self._root: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
         self._scope: ForwardScope | None = None  # of a model that has none
@@ -109,7 +115,6 @@ class GradientProbe(ProbeResults):
         self._unwatch()
         for call in list(self._calls):
             call.close()
-        self._recomputed.clear()
         self._armed = self._step = None
         if exception[:1] == (None,) and not self.passes:
             logger.warning(
@@ -158,7 +163,15 @@ class GradientProbe(ProbeResults):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        missed = next((call.module for call in self._recomputed if call.missed), None)
         self._recomputed.clear()
+        if missed is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: activation checkpointing ran it again with another input, so it is not looked at. With dropout, "
+                "preserve_rng_state must be True.",
+                missed,
+            )
         if self._scope is not None:
             self._scope.detach()
             self._scope = None
@@ -194,7 +207,7 @@ class GradientProbe(ProbeResults):
             config, scope, bits = module.rmm_config, module.rmm_scope, module.rmm_choice.bits
         else:
             config, scope, bits = self._config.for_module(name), self._scope, None
-        mask = None if scope is None or not config.mask_padding else scope.known_mask(x.shape[:-1].numel())
+        mask = None if scope is None else scope.known_mask(x.shape[:-1].numel())
         return Call.of(self._step or 0, name, module, x, mask, config, bits)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> Call | None:
@@ -204,8 +217,12 @@ class GradientProbe(ProbeResults):
             for call in self._recomputed
             if call.module == name and call.x is None and (call.handle is not None) == hooked
         ]
-        best = min(waiting, key=lambda call: call.likeness(x), default=None)
-        return best if best is not None and best.likeness(x) < _ALIKE else None
+        found = [call.likeness(x) for call in waiting]
+        if found and min(found) < _ALIKE:
+            return waiting[found.index(min(found))]
+        for call, likeness in zip(waiting, found, strict=True):
+            call.missed |= likeness < math.inf
+        return None
 
     def _arrive(self, call: Call, y: Tensor) -> None:
         call.y = y.detach()
@@ -230,7 +247,10 @@ def _choose(model: nn.Module, modules: str | Sequence[str] | None, config: RMMCo
     names = {module: name for name, module in model.named_modules() if name}
     linears = {name: module for module, name in names.items() if _can_be_probed(module)}
     if not linears:
-        raise ValueError(f"GradientProbe needs a model with linear layers, got {type(model).__name__} without any.")
+        raise ValueError(
+            f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "
+            "single layer: torch.nn.Sequential(layer), and call that."
+        )
     sketched: dict[str, nn.Module] = {n: module for n, module in linears.items() if isinstance(module, SketchedLayer)}
     if modules is None and sketched:
         return sketched

@@ -8,6 +8,8 @@ Source: Bershatsky et al. 2022, arXiv 2201.13195, the lemma on D²_RMM and the t
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from rmm_linear.checks import check_integer
@@ -67,5 +69,16 @@ def paper_bound(x: Tensor, grad_output: Tensor) -> Tensor:
         >>> paper_bound(x, y)
         tensor(2.5625, dtype=torch.float64)
     """
-    alpha = correlation(x, grad_output)
+    return bound_of(correlation(x, grad_output))
+
+
+def bound_of(alpha: Any) -> Any:
+    """Return (α + 1)/α, see :func:`paper_bound`.
+
+    Args:
+        alpha: α, a number or an array.
+
+    Returns:
+        The published bound, of the same type.
+    """
     return (alpha + 1) / alpha

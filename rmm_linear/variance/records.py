@@ -20,7 +20,8 @@ class LayerRecord:
         name: Of the layer in the model.
         x: Layer input, shape (N, I).
         grad_output: Gradient of the loss by the layer's output, shape (N, O).
-        samples: (batch, sequence), for :func:`rmm_linear.variance.sgd_variance`; None where every row is a sample.
+        samples: (batch, sequence), for :func:`rmm_linear.variance.sgd_variance`; None where the rows are not known to
+            be tokens of sequences, as in a head that sees one row per sequence.
         mask: True for tokens that count, shape (N,); None where nothing is masked, or masked rows have a gradient.
     """
 
@@ -42,7 +43,7 @@ def record_layers(
     Args:
         model: A model that is not converted, and that returns its loss, or an object with ``loss``.
         batch: A mapping of keyword arguments, or a sequence of arguments. A 2-D ``attention_mask`` says what is
-            padding.
+            padding, and what the sequences of a layer are that sees its tokens flattened.
         modules: Which layers, as ``target_modules`` of :class:`rmm_linear.RMMConfig`.
 
     Returns:
@@ -92,8 +93,10 @@ def record_layers(
 
 
 def _record(name: str, x: Tensor, y: Tensor, mask: Tensor | None) -> LayerRecord:
-    batched = x.dim() > 2
-    samples = (x.shape[0], prod(x.shape[1:-1])) if batched else None
+    shape = x.shape[:-1]
+    if len(shape) < 2 and mask is not None and mask.dim() == 2 and mask.numel() == shape.numel():
+        shape = mask.shape
+    samples = (shape[0], prod(shape[1:])) if len(shape) > 1 else None
     if mask is not None:
         mask = mask.reshape(-1).bool() if mask.shape == samples else None
     flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])

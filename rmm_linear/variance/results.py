@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import csv
 import dataclasses
 import io
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+SEQUENCES, TOKENS = "sequences", "tokens"
+
+
 @dataclass(frozen=True)
 class ProbeRow:
     """One layer's noise in one forward pass.
@@ -30,10 +34,13 @@ class ProbeRow:
         rows: K; N where every row is stored.
         bits: Width of a stored element; 16 or 32 is the dtype itself.
         tokens: N.
+        samples: What the minibatch is made of in ``sgd_variance`` and ``noise``: :data:`SEQUENCES`, or :data:`TOKENS`
+            where the rows are not known to be tokens of sequences, as in heads, or there is one sequence only.
         alpha: g/P of this X and Y, in [0, 1]: how correlated they are.
-        sgd_variance: D²_SGD, in squared units of the weight gradient.
+        sgd_variance: D²_SGD over ``samples``, in squared units of the weight gradient.
+        sgd_variance_tokens: D²_SGD over the tokens that are no padding, as in the paper, in the same units.
         sketch_variance: D²_sketch, in the same units.
-        noise: D²_sketch / D²_SGD; below 1, the sketch is the quieter of the two. NaN for 0/0.
+        noise: D²_sketch / D²_SGD over ``samples``; below 1, the sketch is the quieter of the two. NaN for 0/0.
     """
 
     step: int
@@ -42,8 +49,10 @@ class ProbeRow:
     rows: int
     bits: int
     tokens: int
+    samples: str
     alpha: float
     sgd_variance: float
+    sgd_variance_tokens: float
     sketch_variance: float
     noise: float
 
@@ -59,7 +68,9 @@ class ProbeResults:
 
     Example:
         >>> results = ProbeResults()
-        >>> results.rows.append(ProbeRow(50, "encoder.0.dense", "countsketch", 205, 32, 2048, 0.02, 4.0, 1.0, 0.25))
+        >>> sketch, variances = ("countsketch", 205, 32, 2048), {"sgd_variance": 4.0, "sgd_variance_tokens": 2.0}
+        >>> found = {"alpha": 0.02, **variances, "sketch_variance": 1.0, "noise": 0.25}
+        >>> results.rows.append(ProbeRow(50, "encoder.0.dense", *sketch, samples="sequences", **found))
         >>> results.medians(50)
         {'noise': 0.25, 'alpha': 0.02}
     """
@@ -71,15 +82,30 @@ class ProbeResults:
     def medians(self, step: int) -> dict[str, float]:
         """Return the medians over the layers of one step; NaN counts for nothing.
 
+        The noise by tokens is another number than that by sequences. It counts only where no layer has the latter.
+
         Args:
             step: Number of the step.
 
         Returns:
             "noise" and "alpha", each left out if no layer has a value.
         """
-        rows = [row for row in self.rows if row.step == step]
+        rows = self.of_step(step)
+        rows = [row for row in rows if row.samples == SEQUENCES] or rows
         found = {name: _numbers(getattr(row, name) for row in rows) for name in ("noise", "alpha")}
         return {name: statistics.median(values) for name, values in found.items() if values}
+
+    def of_step(self, step: int) -> list[ProbeRow]:
+        """Return the rows of one step.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            The rows, found by bisection, as they are in the order of the steps.
+        """
+        begin, end = (bisect.bisect_left(self.rows, last, key=lambda row: row.step) for last in (step, step + 1))
+        return self.rows[begin:end]
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return the rows as a table.
@@ -114,17 +140,20 @@ class ProbeResults:
         """Return a table of medians with quartiles over steps and layers, for each sort of module and over all.
 
         Returns:
-            Text; layers that differ in numbers of their names only share a row.
+            Text; layers that differ in numbers of their names only share a row, noise by tokens and by sequences do
+            not.
         """
-        groups: dict[str, list[ProbeRow]] = {}
+        groups: dict[tuple[str, str], list[ProbeRow]] = {}
         for row in self.rows:
-            groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module), []).append(row)
+            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module)
+            groups.setdefault((name, row.samples), []).append(row)
         if len(groups) != 1:
-            groups["all"] = self.rows
-        header = ("module", "looks", "noise, median (quartiles)", "alpha, median (quartiles)")
+            for samples in sorted({row.samples for row in self.rows}) or [SEQUENCES]:
+                groups["all", samples] = [row for row in self.rows if row.samples == samples]
+        header = ("module", "looks", "samples", "noise, median (quartiles)", "alpha, median (quartiles)")
         lines = [
-            (name, str(len(rows)), _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
-            for name, rows in groups.items()
+            (name, str(len(rows)), samples, _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
+            for (name, samples), rows in groups.items()
         ]
         return table(header, lines)
 

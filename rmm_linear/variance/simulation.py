@@ -4,8 +4,8 @@ A sketch: K rows of SᵀX and SᵀY are drawn M times and ‖(SᵀY)ᵀ unpack(p
 sequences are drawn with replacement from the n at hand; the squared distance of their gradient to YᵀX has the mean
 (n−1)/n · D²_SGD, as in the bootstrap.
 
-Draws are made in groups, of which each has one seed of the rounding for all of its sketches; groups are independent.
-The interval is that of the mean of the groups' means, by the central limit theorem.
+Draws are made in groups, of which each has one seed of the rounding for the sketches it holds at a time; groups are
+independent. The interval is that of the mean of the groups' means, by the central limit theorem.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from rmm_linear.checks import check_integer
 from rmm_linear.packing import pack, unpack
-from rmm_linear.sketches import TokenMask, sketch
+from rmm_linear.sketches import FAMILIES, TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
-from rmm_linear.variance.pairs import check_pair, sampling_probabilities
+from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities
 
 _GROUP = 50
 _ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
-_READS_ITS_SEED = {"countsketch"}  # on the host, where vmap cannot follow
+_READ_THEIR_SEED = {name for name, family in FAMILIES.items() if family.reads_seed}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def simulate_variance(
 ) -> Simulation:
     """Draw sketches of one layer and batch and average ‖dŴ − dW‖², to check :func:`sketch_variance`.
 
-    Time: ``draws`` sketches of X and Y. Memory: a few million numbers at a time, or one sketch if that is more.
+    Time: ``draws`` sketches of X and Y. Memory: a few million numbers at a time, the transforms of
+    hadamard, dct and dft four times that, or one sketch if it is more.
 
     Args:
         x: Layer input, shape (N, I).
@@ -115,6 +117,9 @@ def simulate_variance(
     Returns:
         The mean, with its standard error and interval.
 
+    Raises:
+        ValueError: As :func:`sketch_variance`.
+
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
         >>> found = simulate_variance(x, y, kind="gaussian", rows=1)  # exact: 10.25
@@ -123,29 +128,61 @@ def simulate_variance(
         True
     """
     _check_single(x, grad_output)
+    check_sketch(x, kind=kind, rows=rows, block=block, mask=mask)
+    check_integer("draws", draws)
     x, grad_output = x.detach(), grad_output.detach()
     ranks = None if mask is None else TokenMask.of(mask)
     p = sampling_probabilities(x, kind, rows, probabilities, ranks)
     both, exact = torch.cat((x, grad_output), dim=1), grad_output.double().T @ x.double()
     at_once = max(1, _ELEMENTS // max(1, both.shape[0] * (both.shape[1] + rows)))
 
-    def one(seed: Tensor) -> Tensor:
-        return sketch(both, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
-
-    def squares(first: int) -> Tensor:
-        seeds = torch.arange(first, first + _GROUP, device=x.device)
-        if kind in _READS_ITS_SEED:
-            sketched = torch.stack([one(value) for value in seeds.split(1)])
-        else:
-            sketched = torch.vmap(one, chunk_size=at_once)(seeds)
+    def squares(seeds: Tensor) -> list[Tensor]:
+        sketched = draw_sketches(both, seeds, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         z, y = sketched.split((x.shape[1], grad_output.shape[1]), dim=2)
         if bits is not None:
             flat = z.reshape(-1, x.shape[1])
             z = unpack(*pack(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
         errors = (b.double().T @ a.double() - exact for a, b in zip(z, y, strict=True))
-        return torch.stack([error.square().sum() for error in errors])
+        return [error.square().sum() for error in errors]
 
-    return Simulation.of([squares(seed + first) for first in _firsts(draws)])
+    def group(first: int) -> Tensor:
+        parts = torch.arange(first, first + _GROUP, device=x.device).split(at_once)
+        return torch.stack([square for seeds in parts for square in squares(seeds)])
+
+    return Simulation.of([group(seed + first) for first in _firsts(draws)])
+
+
+def draw_sketches(
+    matrix: Tensor,
+    seeds: Tensor,
+    *,
+    kind: str,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
+) -> Tensor:
+    """Return SᵀM for several seeds.
+
+    Args:
+        matrix: M, shape (N, D).
+        seeds: int64, shape (M,).
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        rows: K.
+        block: Tokens per block, or None.
+        mask: The tokens that count, or None.
+        p: Probabilities of the rows, for kinds that draw them.
+
+    Returns:
+        Shape (M, K, D), held as a whole.
+    """
+
+    def one(seed: Tensor) -> Tensor:
+        return sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
+
+    if kind in _READ_THEIR_SEED:
+        return torch.stack([one(seed) for seed in seeds.split(1)])
+    return torch.vmap(one)(seeds)
 
 
 def simulate_sgd_variance(
@@ -178,6 +215,7 @@ def simulate_sgd_variance(
         True
     """
     _check_single(x, grad_output)
+    check_integer("draws", draws)
     sequences = [rows for group in rows_by_length(samples, x.shape[0]) for rows in group]
     count = len(sequences)
     owners = torch.empty(x.shape[0], dtype=torch.int64)

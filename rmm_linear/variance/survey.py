@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,6 +20,8 @@ from rmm_linear.tables import table
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.records import LayerRecord, record_layers
 
+logger = logging.getLogger(__name__)
+
 Choices = dict[tuple[str, float], BitsChoice]
 MEMORIES = (0.05, 0.1, 0.2)
 PAPER = "gaussian with padding (the paper)"
@@ -33,7 +36,7 @@ class MemoryNoise:
         layer: Name of the layer.
         setting: Kind of sketch, or a word about how it is used, such as :data:`PAPER`.
         bits: Bits per stored element; 16 or 32 is the input's own dtype.
-        memory: Bytes kept by bytes of the input.
+        memory: Bytes kept by bytes of the input; one row at least.
         noise: D²_sketch / D²_SGD, samples being sequences where the layer sees them.
     """
 
@@ -79,9 +82,11 @@ def train_and_record(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     choices: Choices = {}
     records: list[LayerRecord] = []
+    seen: list[LayerRecord] = []
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        records = [record for record in record_layers(model, batch, modules) if record.samples is not None]
+        seen = record_layers(model, batch, modules)
+        records = [record for record in seen if record.samples is not None]
         if step == len(batches) - 1:
             break
         optimizer.step()
@@ -89,11 +94,19 @@ def train_and_record(
             ranks = None if record.mask is None else TokenMask.of(record.mask)
             for memory in memories:
                 choice = choices.setdefault((record.name, memory), BitsChoice())
-                choice.observe(record.x, RMMConfig(memory=memory), itemsize, ranks)
+                choice.observe(record.x, RMMConfig(memory=memory, min_rows=1), itemsize, ranks)
                 choice.settle()
     optimizer.zero_grad()
     if not records:
         raise ValueError("Sketches are for layers that see tokens, inputs of three dimensions, and the model has none.")
+    sequences = {record.samples[0] for record in records if record.samples is not None}
+    unknown = [record.name for record in seen if record.samples is None and len(record.x) not in sequences]
+    if unknown:
+        logger.warning(
+            "%d layers are left out, %s among them: their rows are neither sequences nor known tokens of them. Give "
+            "the batch an attention_mask of shape (batch, sequence).",
+            len(unknown), unknown[0],
+        )  # fmt: skip
     return records, choices if len(batches) > STEPS else {}
 
 
@@ -108,6 +121,8 @@ def noise_at_memory(
     draws: int = 1,
 ) -> list[MemoryNoise]:
     """Compute D²_sketch / D²_SGD for every layer, kind, width and memory, padding left out of the sketch.
+
+    The memory is what it says on small batches too, where a conversion would keep ``min_rows`` rows.
 
     The published method is added: a dense Gaussian in the input's own dtype, with the padding. So is the default
     ``bits="auto"``, if ``choices`` has what it chose.
@@ -145,9 +160,9 @@ def noise_at_memory(
 
 
 def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: float, itemsize: int, draws: int) -> Tensor:
-    """D²_sketch of what the library would keep of the layer; zero where it would keep the input itself."""
+    """D²_sketch of the rows that fit into the memory; zero where the input itself does."""
     x, y = record.x, record.grad_output
-    recipe = RMMConfig(kind=kind, memory=memory, bits=bits).recipe(x.shape[0], x.shape[1], itemsize)
+    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).recipe(x.shape[0], x.shape[1], itemsize)
     if recipe is None:
         return torch.zeros((), dtype=torch.float64, device=x.device)
     return sketch_variance(x, y, kind=kind, rows=recipe.rows, bits=bits, mask=record.mask, draws=draws)

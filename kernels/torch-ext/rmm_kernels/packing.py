@@ -66,7 +66,8 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     b_chance = ((b_row >> 9)[:, None] ^ (b_column >> 9)[None, :]).to(tl.float32) * 1.1920928955078125e-07
     b_steps = (b_z - b_offset[:, None]) * b_inverse[:, None]
     b_codes = tl.floor(b_steps + b_chance)
-    b_codes = tl.where(b_nan[:, None], 0.0, b_codes)
+    # Beyond the last column a step may be too large for what follows, and infinity times 0 would reach the others.
+    b_codes = tl.where(b_nan[:, None] | (m_j == 0)[None, :], 0.0, b_codes)
     # Byte i of the group holds the elements i, i + h, …, h bytes in all: a product with powers of two, which is exact.
     h = (size * BITS + 7) // 8
     o_b = tl.arange(0, BYTES)
