@@ -1,49 +1,23 @@
 """Activation checkpointing and saved-tensor hooks over real architectures: vision, encoder-decoder and the others."""
 
+import contextlib
 import math
 import warnings
 
 import pytest
 import torch
-from helpers import gradients, tiny_model, token_ids
+from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, loss_of, six_features, tiny_model
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
+from rmm_linear.memory.peak import Peak, _LiveTensors
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-ARCHITECTURES = ["roberta", "gpt2", "llama", "vit", "t5"]
-architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 
 
 def made(architecture, dropout=0.0):
-    import transformers as hf
-
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        if architecture == "vit":
-            sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-            sizes |= {"image_size": 16, "patch_size": 4, "hidden_dropout_prob": dropout}
-            return hf.ViTForImageClassification(hf.ViTConfig(**sizes)).train()
-        if architecture == "t5":
-            sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-            sizes |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
-            return hf.T5ForConditionalGeneration(hf.T5Config(**sizes)).train()
     return tiny_model(architecture, dropout=dropout).train()
-
-
-def batch(architecture):
-    if architecture == "vit":
-        return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
-    ids = token_ids()
-    mask = torch.ones_like(ids)
-    mask[1, 12:] = 0
-    masks = {"attention_mask": mask} if architecture != "gpt2" else {}
-    return {"input_ids": ids, **masks, **({"labels": ids} if architecture == "t5" else {})}
-
-
-def loss_of(model, architecture):
-    output = model(**batch(architecture))
-    return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
 
 
 def step(model, architecture):
@@ -126,31 +100,66 @@ def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architec
     assert {torch.uint8, torch.int64} <= set(copies)  # codes and seeds
 
 
-@pytest.mark.parametrize("reentrant", [None, True], ids=["plain", "reentrant"])
-@pytest.mark.parametrize("architecture", ["vit", "roberta"])
-def test_the_ledger_counts_what_is_kept(architecture, reentrant):
-    """Against a count of one's own: the storages that the saved-tensor hooks see, parameters and buffers excluded.
+# Bytes: the tensors that live, as every operator was watched, against what the saved-tensor hooks and the formulas say
 
-    (Non-reentrant checkpoints keep their inputs by hooks of their own, which the outer ones do not see.)
-    """
-    model = made(architecture)
-    convert(model, **ROUGH)
-    if reentrant:
-        checkpoint(model, reentrant)
-    torch.manual_seed(5)
+
+@pytest.mark.parametrize("converted", [False, True], ids=["exact", "converted"])
+@architectures
+def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architecture, converted):
+    """Nothing is held past the hooks, in nodes, closures or the scope."""
+    model = made(architecture, dropout=0.1)
+    if converted:
+        convert(model, bits=4, **ROUGH)
+    batch = batch_of(architecture)
+    with _LiveTensors(Peak()) as live:
+        loss = loss_of(model, architecture, batch)
+        alive = live.now
+    given = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
     with track_saved(model) as kept:
-        loss_of(model, architecture)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, architecture)
+        again = loss_of(model, architecture, batch)
+    counted = sum(entry.bytes for (_, address), entry in kept.storages.items() if address not in given)
     assert loss.requires_grad
-    counted = sum(storage.nbytes() for storage in seen.values())
-    assert kept.total == counted > 0
+    assert again.requires_grad
+    assert alive == counted + loss.nbytes > loss.nbytes
+
+
+FORMS = {
+    "plain": {},
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "save_on_cpu": {},
+}
+
+
+@pytest.mark.parametrize("preserve", [True, False], ids=["preserve", "no-preserve"])
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, monkeypatch):
+    """20 rows instead of 10: what that adds after the forward pass, and when the backward pass comes to the block.
+
+    A checkpoint keeps the sketch of the head alone, and that of the block's two layers while the block is recomputed.
+    """
+    x = six_features()
+
+    def measured(ratio):
+        model = checkpointed(preserve_rng_state=preserve, **FORMS[form])
+        convert(model, kind="countsketch", ratio=ratio, min_rows=1)
+        in_block = []
+        monkeypatch.setattr(
+            type(model.block[2]), "_on_backward", lambda layer, call, y, mask: in_block.append((layer.rmm_index, live.now))
+        )
+        with _LiveTensors(Peak()) as live:
+            hooks = torch.autograd.graph.save_on_cpu() if form == "save_on_cpu" else contextlib.nullcontext()
+            with hooks:
+                loss = model(x).sum()
+            forward = live.now
+            loss.backward()
+        assert [index for index, _ in in_block] == [2, 1, 0]
+        recipes = [layer.rmm_config.recipe(len(x), layer.in_features, 4) for layer in (*model.block[::2], model.head)]
+        sizes = [recipe.bytes(len(x), features, 4) for recipe, features in zip(recipes, (6, 8, 6), strict=True)]
+        return sizes, forward, in_block[1][1]
+
+    (few, forward, block), (many, more_forward, more_block) = measured(0.25), measured(0.5)
+    first, second, head = (more - less for more, less in zip(many, few, strict=True))
+    assert (first, second, head) == (240, 320, 240)
+    assert more_forward - forward == (head if form.endswith("reentrant") else first + second + head)
+    assert more_block - block == first + second
