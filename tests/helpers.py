@@ -135,6 +135,14 @@ def loss_of(model, architecture, batch=None):
     return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
 
 
+def enable_checkpointing(model, reentrant):
+    """Under the name that the installed transformers has: 5.0 has the older one alone, which warns later."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    if reentrant and hasattr(model.get_input_embeddings(), "weight"):
+        model.enable_input_require_grads()
+
+
 class Checkpointed(nn.Module):
     """linear, dropout, linear in a checkpoint, then dropout and a linear outside of it."""
 

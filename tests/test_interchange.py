@@ -1,12 +1,16 @@
 """Checkpoints of converted and unconverted models are the same; the conversion is saved beside them and found again."""
 
 import copy
+import errno
 import json
+import os
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, Mlp, gradients, tiny_model, token_ids
+from helpers import ALL_ARCHITECTURES, Mlp, gradients, loss_of, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, sketch_state
@@ -15,10 +19,13 @@ from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 
 
-def step(model, optimizer=None):
+architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+
+
+def step(model, optimizer=None, architecture="roberta"):
     model.zero_grad()
     torch.manual_seed(3)
-    loss = model(input_ids=token_ids()).logits.square().mean()
+    loss = loss_of(model, architecture)
     loss.backward()
     if optimizer is not None:
         optimizer.step()
@@ -29,7 +36,7 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@architectures
 @pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
 def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first):
     source = tiny_model(architecture, dropout=0.0)
@@ -42,7 +49,9 @@ def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first
     assert same(loaded.state_dict(), source.state_dict())
     if not converted_first:
         convert(loaded, **ROUGH)
-    assert torch.equal(step(loaded.train())[0], step(source.train())[0])
+    first, second = (step(model.train(), architecture=architecture) for model in (loaded, source))
+    assert torch.equal(first[0], second[0])
+    assert first[1].keys() == second[1].keys()
 
 
 def test_state_dicts_in_torch_files_go_both_ways(tmp_path):
@@ -70,16 +79,33 @@ def test_optimizers_go_both_ways():
     assert all(torch.isfinite(parameter).all() for parameter in first.parameters())
 
 
+@architectures
+def test_an_optimizer_from_before_the_conversion_trains_on(architecture):
+    """Every parameter moves by the learning rate, as Adam's first step does, and none that was replaced stays."""
+    model = tiny_model(architecture, dropout=0.0).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    report = convert(model, **ROUGH)
+    found = step(model, optimizer, architecture)[1]
+    for name in report.converted:
+        moved = before[f"{name}.weight"] - model.get_parameter(f"{name}.weight")
+        gradient = found[f"{name}.weight"]
+        large = gradient.abs() > 1e-5
+        assert large.any(), name
+        assert torch.allclose(moved[large], 0.01 * gradient[large].sign(), rtol=0.02), name
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_converted_model_sketch_on_their_own(clone):
-    model = tiny_model("roberta", dropout=0.1).train()
+@architectures
+def test_copies_of_a_converted_model_sketch_on_their_own(architecture, clone):
+    model = tiny_model(architecture, dropout=0.1).train()
     convert(model, **ROUGH)
-    step(model)
+    step(model, architecture=architecture)
     twin = clone(model)
     before = gradients(model)
-    loss, found = step(twin)
+    loss, found = step(twin, architecture=architecture)
     assert same(gradients(model), before)
-    again, expected = step(model)
+    again, expected = step(model, architecture=architecture)
     assert torch.equal(loss, again)
     assert same(found, expected)
     layers = [module for module in twin.modules() if hasattr(module, "rmm_scope")]
@@ -128,6 +154,33 @@ def test_what_is_not_converted_has_nothing_to_save(tmp_path):
         save_conversion(Mlp(), tmp_path)
     with pytest.raises(FileNotFoundError):
         convert_as_saved(Mlp(), tmp_path)
+
+
+@pytest.mark.parametrize("full", ["rmm_config.json", "sketch_state.json", "sketch_state.json.safetensors"])
+def test_a_full_disk_leaves_the_conversion_that_was_saved_before(tmp_path, monkeypatch, full):
+    """The disk is full when one of the files has been written and is to take its place."""
+    sketch = {"kind": "wta", "ratio": 0.5, "min_rows": 1, "norm_estimator": "position"}
+    model, trained = Mlp(), Mlp()
+    for one in (model, trained):
+        convert(one, **sketch)
+        one(torch.randn(4, 10, 12)).square().sum().backward()
+    save_conversion(model, tmp_path)
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(saved) == 3
+    fsync = os.fsync
+
+    def no_room(descriptor):
+        if full == re.sub(r"^\.(.*)\.\d+(\.\w+)$", r"\1\2", Path(f"/proc/self/fd/{descriptor}").readlink().name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        save_conversion(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == saved
+    twin = Mlp()
+    convert_as_saved(twin, tmp_path)
+    assert sketch_state(twin) == sketch_state(model)
 
 
 @pytest.mark.parametrize("name", ["rmm_config.json", "sketch_state.json"])

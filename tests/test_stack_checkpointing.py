@@ -2,11 +2,19 @@
 
 import contextlib
 import math
-import warnings
 
 import pytest
 import torch
-from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, loss_of, six_features, tiny_model
+from helpers import (
+    ALL_ARCHITECTURES,
+    batch_of,
+    checkpointed,
+    enable_checkpointing,
+    gradients,
+    loss_of,
+    six_features,
+    tiny_model,
+)
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
@@ -28,14 +36,6 @@ def step(model, architecture):
     return loss.detach(), gradients(model)
 
 
-def checkpoint(model, reentrant):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers about its older name
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant and hasattr(model, "get_input_embeddings"):
-            model.enable_input_require_grads()
-
-
 @architectures
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpointing_leaves_loss_and_exact_gradients_as_they_are(architecture, reentrant):
@@ -45,7 +45,7 @@ def test_checkpointing_leaves_loss_and_exact_gradients_as_they_are(architecture,
         model = made(architecture, dropout=0.1)
         report = convert(model, mask_padding=False, **ROUGH)
         if enabled:
-            checkpoint(model, reentrant)
+            enable_checkpointing(model, reentrant)
         results.append(step(model, architecture))
     (loss, plain), (again, checkpointed) = results
     assert torch.equal(loss, again)
@@ -62,7 +62,7 @@ def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reent
     model = made(architecture)
     _, exact = step(model, architecture)
     report = convert(model, **ROUGH)
-    checkpoint(model, reentrant)
+    enable_checkpointing(model, reentrant)
     names = [f"{name}.weight" for name in report.converted]
     length, values = sum(exact[name].square().sum() for name in names), []
     torch.manual_seed(1)
@@ -145,7 +145,9 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, mon
         convert(model, kind="countsketch", ratio=ratio, min_rows=1)
         in_block = []
         monkeypatch.setattr(
-            type(model.block[2]), "_on_backward", lambda layer, call, y, mask: in_block.append((layer.rmm_index, live.now))
+            type(model.block[2]),
+            "_on_backward",
+            lambda layer, call, y, mask: in_block.append((layer.rmm_index, live.now)),
         )
         with _LiveTensors(Peak()) as live:
             hooks = torch.autograd.graph.save_on_cpu() if form == "save_on_cpu" else contextlib.nullcontext()
