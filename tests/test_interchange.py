@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import random
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from rmm_linear import RMMConfig, convert, sketch_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
+from rmm_linear.state import sketch_tensors
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 
@@ -156,14 +158,19 @@ def test_what_is_not_converted_has_nothing_to_save(tmp_path):
         convert_as_saved(Mlp(), tmp_path)
 
 
+def learned(**changes):
+    """A small model whose sketches have learned what all three files are for."""
+    model = Mlp()
+    convert(model, kind="wta", memory=0.5, min_rows=1, norm_estimator="position", **changes)
+    for _ in range(4):
+        model(torch.randn(4, 10, 12)).square().sum().backward()
+    return model
+
+
 @pytest.mark.parametrize("full", ["rmm_config.json", "sketch_state.json", "sketch_state.json.safetensors"])
 def test_a_full_disk_leaves_the_conversion_that_was_saved_before(tmp_path, monkeypatch, full):
     """The disk is full when one of the files has been written and is to take its place."""
-    sketch = {"kind": "wta", "ratio": 0.5, "min_rows": 1, "norm_estimator": "position"}
-    model, trained = Mlp(), Mlp()
-    for one in (model, trained):
-        convert(one, **sketch)
-        one(torch.randn(4, 10, 12)).square().sum().backward()
+    model = learned()
     save_conversion(model, tmp_path)
     saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(saved) == 3
@@ -175,12 +182,64 @@ def test_a_full_disk_leaves_the_conversion_that_was_saved_before(tmp_path, monke
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", no_room)
+    other = learned(exclude_modules=["none"]) if full == "rmm_config.json" else model
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        save_conversion(model, tmp_path)
+        save_conversion(other, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == saved
     twin = Mlp()
     convert_as_saved(twin, tmp_path)
-    assert sketch_state(twin) == sketch_state(model)
+    assert same(sketch_tensors(twin), sketch_tensors(model))
+
+
+FILES = ["rmm_config.json", "sketch_state.json", "sketch_state.json.safetensors"]
+
+
+def is_refused(folder):
+    """Whether a model is left as it was, by an error that names a file; otherwise it is converted and trains."""
+    model, refusal = Mlp(), None
+    try:
+        convert_as_saved(model, folder)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is None:
+        model(torch.randn(4, 10, 12)).square().sum().backward()
+        return False
+    assert any(name in refusal for name in FILES[:2])
+    assert all(type(module) is nn.Linear for module in (model.first, model.second))
+    assert not model._forward_hooks
+    return True
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_damage_is_refused_or_harmless(tmp_path, name):
+    """Truncated anywhere, or with one byte that is another one or gone."""
+    save_conversion(learned(), tmp_path)
+    whole, generator, refused = (tmp_path / name).read_bytes(), random.Random(1), []
+    for case in range(60):
+        place = generator.randrange(len(whole))
+        other = (whole[place] + generator.randrange(1, 256)) % 256
+        rest = (b"", bytes([other]) + whole[place + 1 :], whole[place + 1 :])[case % 3]
+        (tmp_path / name).write_bytes(whole[:place] + rest)
+        refused.append(is_refused(tmp_path))
+    assert sum(refused) > 30
+    if name.endswith("safetensors"):
+        assert all(refused)  # its digest is known
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\0" * 100, '{"ratio": NaN}'])
+def test_files_that_are_hard_to_read_are_refused(tmp_path, name, text):
+    save_conversion(learned(), tmp_path)
+    (tmp_path / name).write_text(text)
+    assert is_refused(tmp_path)
+
+
+def test_a_conversion_of_other_layers_is_refused_by_name(tmp_path):
+    save_conversion(learned(target_modules=["first"]), tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"cannot be converted by .*rmm_config.json: target_modules must match"):
+        convert_as_saved(model, tmp_path)
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("name", ["rmm_config.json", "sketch_state.json"])
