@@ -196,7 +196,8 @@ def sharded_first(rank):
         sketched.zero_grad()
         sketched(**inputs).loss.backward()
         found.append(sketched.get_parameter(LAYER).grad.full_tensor().clone())
-    return {"converted": len(report.converted), "seeds": seeds, **projection(found, want)}
+    whole = convert(model(False), dry_run=True, **ROUGH)
+    return {"same layers": report.converted.keys() == whole.converted.keys(), "seeds": seeds, **projection(found, want)}
 
 
 def tensor_parallel(rank, first):

@@ -83,7 +83,8 @@ def test_checkpoints_of_an_exact_model_train_on_in_a_sharded_sketched_one(ranks,
 
 def test_a_model_that_is_sharded_already_can_be_converted(ranks):
     first, second = (rank["fsdp, then converted"] for rank in ranks)
-    assert first["converted"] == second["converted"] == 7
+    assert first["same layers"]
+    assert second["same layers"]
     assert len(set(first["seeds"])) == 4
     assert not set(first["seeds"]) & set(second["seeds"])
 
