@@ -60,7 +60,7 @@ def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
         saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise ValueError("it is not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise UserError(
             f"{checkpoint / SETTINGS_FILE} is damaged ({one_line(error)}). Remove this checkpoint to go on from an "
             "earlier one, or start anew with --overwrite_output_dir."

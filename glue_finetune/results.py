@@ -207,5 +207,5 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     """
     try:
         return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None

@@ -274,7 +274,7 @@ class RMMConfig:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:  # the first of brackets without end
             raise ValueError(f"{os.fspath(path)} is not a valid RMMConfig: {error}") from error
 
 

@@ -177,7 +177,7 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 raise ValueError(f"{beside.name} must lie beside it as it was written, and is missing or another one.")
             tensors = _safetensors().load_file(beside)
         load_sketch_state(model, state, tensors)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:  # the first of brackets without end
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 

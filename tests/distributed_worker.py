@@ -6,18 +6,21 @@ python distributed_worker.py RANK STORE OUTPUT
 import contextlib
 import json
 import math
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from helpers import gradients, seeds_of, tiny_model, token_ids
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -85,6 +88,38 @@ def ddp(rank):
     return result
 
 
+def accumulation(rank):
+    """The loop of accelerate's manual, of two microbatches a step; the optimizer is made before the conversion."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    steps = {}
+    for name in ("exact", "sketched"):
+        network = model(False)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        if name == "sketched":
+            convert(network, **ROUGH)
+        before = {key: value.detach().clone() for key, value in network.named_parameters()}
+        wrapped, prepared = accelerator.prepare(network, optimizer)
+        synchronized, steps[name] = [], []
+        torch.manual_seed(3)
+        for _ in range(DRAWS if name == "sketched" else 1):
+            for inputs in batches(rank):
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(wrapped(**inputs).loss)
+                    synchronized.append(accelerator.sync_gradients)
+                    prepared.step()
+                    prepared.zero_grad()
+            steps[name].append({key: before[key] - value.detach() for key, value in network.named_parameters()})
+            network.load_state_dict(before, strict=False)
+        assert synchronized == [False, True] * len(steps[name]), synchronized
+    exact, found = steps["exact"][0], steps["sketched"]
+    skip = {f"{name}.weight" for name in convert(model(False), dry_run=True, **ROUGH).converted}
+    return {
+        "exact parts": max(float((found[-1][key] - exact[key]).abs().max()) for key in exact.keys() - skip),
+        "step": found[-1][LAYER].flatten().tolist(),
+        **projection([one[LAYER] for one in found], exact[LAYER]),
+    }
+
+
 def shard(network, **policies):
     for block in network.roberta.encoder.layer:
         fully_shard(block, **policies)
@@ -117,14 +152,60 @@ def fsdp(rank, **policies):
         moments = other.state[plain.roberta.encoder.layer[0].intermediate.dense.weight]
         result["step"] = int(moments["step"])
         result["moment"] = float((moments["exp_avg"] - 0.1 * found[-1]).abs().max() / found[-1].abs().max())
+    result["from exact"] = from_exact(inputs, sketched, optimizer)
     return result
 
 
-def tensor_parallel(rank):
+def from_exact(inputs, sketched, optimizer):
+    """Weights and Adam's moments of an exact model after two steps, into a sharded, sketched one: how far off."""
+    plain = model(False)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        other.zero_grad()
+        plain(**batches(0, 1)[0]).loss.backward()
+        other.step()
+    weights, state = (get(plain, other) for get in (lambda m, _: get_model_state_dict(m), get_optimizer_state_dict))
+    set_model_state_dict(sketched, weights, options=FULL)
+    set_optimizer_state_dict(sketched, optimizer, state, options=FULL)
+    layer, parameter = plain.get_parameter(LAYER), sketched.get_parameter(LAYER)
+    moments = optimizer.state[parameter]
+    result = {
+        "weight": float((parameter.full_tensor() - layer).abs().max()),
+        "moment": float((moments["exp_avg_sq"].full_tensor() - other.state[layer]["exp_avg_sq"]).abs().max()),
+        "step": int(moments["step"]),
+    }
+    sketched.zero_grad()
+    sketched(**inputs).loss.backward()
+    optimizer.step()
+    moved = (parameter.full_tensor() - layer).abs().max()
+    return {**result, "moved": float(moved)}
+
+
+def sharded_first(rank):
+    """Converted after fully_shard, as by who gets a model from a framework."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    exact, sketched = (shard(model(False), mesh=mesh) for _ in range(2))
+    report = convert(sketched, **ROUGH)
+    (inputs,) = batches(rank, 1)
+    exact(**inputs).loss.backward()
+    want = exact.get_parameter(LAYER).grad.full_tensor().clone()
+    torch.manual_seed(3)
+    seeds = seeds_of(lambda: sketched(**inputs))
+    found = []
+    for _ in range(DRAWS):
+        sketched.zero_grad()
+        sketched(**inputs).loss.backward()
+        found.append(sketched.get_parameter(LAYER).grad.full_tensor().clone())
+    whole = convert(model(False), dry_run=True, **ROUGH)
+    return {"same layers": report.converted.keys() == whole.converted.keys(), "seeds": seeds, **projection(found, want)}
+
+
+def tensor_parallel(rank, first):
+    """What a sketched layer says that is made parallel before, or after, it was converted."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     network = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    convert(network, **ROUGH)
-    parallelize_module(network, mesh, {"0": ColwiseParallel()})
+    for act in (convert, parallelize) if first == "converted" else (parallelize, convert):
+        act(network, **ROUGH) if act is convert else act(network, mesh)
     try:
         network(torch.randn(40, 8))
     except RuntimeError as error:
@@ -132,10 +213,16 @@ def tensor_parallel(rank):
     return "no error"
 
 
+def parallelize(network, mesh):
+    parallelize_module(network, mesh, {"0": ColwiseParallel()})
+
+
 def main():
     rank, store, output = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
+    # What accelerate asks for; the process group is ours.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {
@@ -143,7 +230,9 @@ def main():
         "fsdp": fsdp(rank),
         # Pinned memory would need an accelerator.
         "fsdp, half, offloaded": fsdp(rank, mp_policy=half, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        "tensor parallel": tensor_parallel(rank),
+        "fsdp, then converted": sharded_first(rank),
+        "accelerate": accumulation(rank),
+        "tensor parallel": [tensor_parallel(rank, first) for first in ("converted", "parallel")],
     }
     (output / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -93,11 +93,17 @@ def tiny_model(architecture, dropout=0.1, layers=2):
     encoder = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": layers, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
     gpt2 |= {"eos_token_id": 2, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    vit = {key: sizes[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    vit |= {"image_size": 16, "patch_size": 4}
+    t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": layers, "num_heads": 2}
+    t5 |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
     makers = {
         "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**sizes, **encoder)),
         "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**sizes, **encoder)),
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=dropout)),
+        "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**vit, **encoder)),
+        "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
     }
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -105,10 +111,36 @@ def tiny_model(architecture, dropout=0.1, layers=2):
 
 
 ARCHITECTURES = ["roberta", "bert", "gpt2", "llama"]
+ALL_ARCHITECTURES = [*ARCHITECTURES, "vit", "t5"]
 
 
 def token_ids(batch=4, length=20):
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+def batch_of(architecture, length=20):
+    """What the model is called with; some of the tokens are padding, except for GPT-2, which has none."""
+    if architecture == "vit":
+        return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+    ids = token_ids(4, length)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    masks = {"attention_mask": mask} if architecture != "gpt2" else {}
+    return {"input_ids": ids, **masks, **({"labels": ids} if architecture == "t5" else {})}
+
+
+def loss_of(model, architecture, batch=None):
+    """A loss that padding has no part in."""
+    output = model(**(batch or batch_of(architecture)))
+    return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
+
+
+def enable_checkpointing(model, reentrant):
+    """Under the name that the installed transformers has: 5.0 has the older one alone, which warns later."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    if reentrant and hasattr(model.get_input_embeddings(), "weight"):
+        model.enable_input_require_grads()
 
 
 class Checkpointed(nn.Module):

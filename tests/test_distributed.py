@@ -48,7 +48,7 @@ def test_ddp_averages_the_gradients(ranks):
     assert ranks[0]["ddp"]["gradient"] == ranks[1]["ddp"]["gradient"]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, half, offloaded"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, half, offloaded", "fsdp, then converted", "accelerate"])
 def test_averaged_gradients_are_unbiased(ranks, how):
     """z = 4 on the projection on the exact average over 40 draws; noise of another S would be 0."""
     found = ranks[0][how]
@@ -70,15 +70,43 @@ def test_fsdp_checkpoints_are_those_of_an_exact_model(ranks, how):
     assert ranks[0][how]["moment"] < 1e-5  # Adam's first moment after one step: a tenth of the gradient
 
 
-def test_tensor_parallel_is_refused(ranks):
+@pytest.mark.parametrize("how", ["fsdp", "fsdp, half, offloaded"])
+def test_checkpoints_of_an_exact_model_train_on_in_a_sharded_sketched_one(ranks, how):
+    """Weights, Adam's moments and its count of steps arrive as they are, and the next step is taken with them."""
     for rank in ranks:
-        assert "tensor parallel layers cannot be sketched. Name them in exclude_modules" in rank["tensor parallel"]
+        found = rank[how]["from exact"]
+        assert found["weight"] == 0
+        assert found["moment"] == 0
+        assert found["step"] == 2
+        assert 0 < found["moved"] < 0.05  # lr is 0.01
+
+
+def test_a_model_that_is_sharded_already_can_be_converted(ranks):
+    first, second = (rank["fsdp, then converted"] for rank in ranks)
+    assert first["same layers"]
+    assert second["same layers"]
+    assert len(set(first["seeds"])) == 4
+    assert not set(first["seeds"]) & set(second["seeds"])
+
+
+def test_accelerate_accumulates(ranks):
+    """Two microbatches a step: what is exact moves as in the exact model, and both ranks take the same step."""
+    for rank in ranks:
+        assert rank["accelerate"]["exact parts"] < 1e-6
+    assert ranks[0]["accelerate"]["step"] == ranks[1]["accelerate"]["step"]
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["then parallel", "parallel before"])
+def test_tensor_parallel_is_refused(ranks, first):
+    for rank in ranks:
+        message = "tensor parallel layers cannot be sketched. Name them in exclude_modules"
+        assert message in rank["tensor parallel"][first]
 
 
 LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     "accelerate": [
-        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--multi_cpu"),
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
         *("--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"),
     ],
 }

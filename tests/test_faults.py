@@ -153,6 +153,33 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_keeps_what_was_comp
     assert same_weights(tmp_path / "run", uninterrupted)
 
 
+def test_results_that_do_not_fit_end_the_run_with_one_line_and_come_when_there_is_room(
+    model: Path,
+    cola: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Training was complete: its weights and checkpoint stay, and no half of the results."""
+
+    def no_room(path: Path, content: Any) -> None:
+        with full_disk(100):
+            write_json(path, content)
+
+    run = tmp_path / "run"
+    argv = flags(model, cola, run, **SKETCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "write_json", no_room)
+        line = fails(capsys, argv)
+    assert f"Cannot save {run / 'results.json'}" in line
+    assert not [path.name for path in run.iterdir() if "results" in path.name]
+    assert same_weights(run, uninterrupted)
+    assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
+    assert same_weights(run, uninterrupted)
+    assert results_of(run)["score"] == results_of(uninterrupted)["score"]
+
+
 @pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: '{"layers": 3}'])
 def test_a_damaged_sketch_state_is_named(
     model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], damage: Any

@@ -1,24 +1,33 @@
 """Checkpoints of converted and unconverted models are the same; the conversion is saved beside them and found again."""
 
 import copy
+import errno
 import json
+import os
 import pickle
+import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, Mlp, gradients, tiny_model, token_ids
+from helpers import ALL_ARCHITECTURES, Mlp, gradients, loss_of, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, sketch_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
+from rmm_linear.state import sketch_tensors
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 
 
-def step(model, optimizer=None):
+architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+
+
+def step(model, optimizer=None, architecture="roberta"):
     model.zero_grad()
     torch.manual_seed(3)
-    loss = model(input_ids=token_ids()).logits.square().mean()
+    loss = loss_of(model, architecture)
     loss.backward()
     if optimizer is not None:
         optimizer.step()
@@ -29,7 +38,7 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@architectures
 @pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
 def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first):
     source = tiny_model(architecture, dropout=0.0)
@@ -42,7 +51,9 @@ def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first
     assert same(loaded.state_dict(), source.state_dict())
     if not converted_first:
         convert(loaded, **ROUGH)
-    assert torch.equal(step(loaded.train())[0], step(source.train())[0])
+    first, second = (step(model.train(), architecture=architecture) for model in (loaded, source))
+    assert torch.equal(first[0], second[0])
+    assert first[1].keys() == second[1].keys()
 
 
 def test_state_dicts_in_torch_files_go_both_ways(tmp_path):
@@ -70,16 +81,33 @@ def test_optimizers_go_both_ways():
     assert all(torch.isfinite(parameter).all() for parameter in first.parameters())
 
 
+@architectures
+def test_an_optimizer_from_before_the_conversion_trains_on(architecture):
+    """Every parameter moves by the learning rate, as Adam's first step does, and none that was replaced stays."""
+    model = tiny_model(architecture, dropout=0.0).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    report = convert(model, **ROUGH)
+    found = step(model, optimizer, architecture)[1]
+    for name in report.converted:
+        moved = before[f"{name}.weight"] - model.get_parameter(f"{name}.weight")
+        gradient = found[f"{name}.weight"]
+        large = gradient.abs() > 1e-5
+        assert large.any(), name
+        assert torch.allclose(moved[large], 0.01 * gradient[large].sign(), rtol=0.02), name
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_converted_model_sketch_on_their_own(clone):
-    model = tiny_model("roberta", dropout=0.1).train()
+@architectures
+def test_copies_of_a_converted_model_sketch_on_their_own(architecture, clone):
+    model = tiny_model(architecture, dropout=0.1).train()
     convert(model, **ROUGH)
-    step(model)
+    step(model, architecture=architecture)
     twin = clone(model)
     before = gradients(model)
-    loss, found = step(twin)
+    loss, found = step(twin, architecture=architecture)
     assert same(gradients(model), before)
-    again, expected = step(model)
+    again, expected = step(model, architecture=architecture)
     assert torch.equal(loss, again)
     assert same(found, expected)
     layers = [module for module in twin.modules() if hasattr(module, "rmm_scope")]
@@ -128,6 +156,90 @@ def test_what_is_not_converted_has_nothing_to_save(tmp_path):
         save_conversion(Mlp(), tmp_path)
     with pytest.raises(FileNotFoundError):
         convert_as_saved(Mlp(), tmp_path)
+
+
+def learned(**changes):
+    """A small model whose sketches have learned what all three files are for."""
+    model = Mlp()
+    convert(model, kind="wta", memory=0.5, min_rows=1, norm_estimator="position", **changes)
+    for _ in range(4):
+        model(torch.randn(4, 10, 12)).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("full", ["rmm_config.json", "sketch_state.json", "sketch_state.json.safetensors"])
+def test_a_full_disk_leaves_the_conversion_that_was_saved_before(tmp_path, monkeypatch, full):
+    """The disk is full when one of the files has been written and is to take its place."""
+    model = learned()
+    save_conversion(model, tmp_path)
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(saved) == 3
+    fsync = os.fsync
+
+    def no_room(descriptor):
+        if full == re.sub(r"^\.(.*)\.\d+(\.\w+)$", r"\1\2", Path(f"/proc/self/fd/{descriptor}").readlink().name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    other = learned(exclude_modules=["none"]) if full == "rmm_config.json" else model
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        save_conversion(other, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == saved
+    twin = Mlp()
+    convert_as_saved(twin, tmp_path)
+    assert same(sketch_tensors(twin), sketch_tensors(model))
+
+
+FILES = ["rmm_config.json", "sketch_state.json", "sketch_state.json.safetensors"]
+
+
+def is_refused(folder):
+    """Whether a model is left as it was, by an error that names a file; otherwise it is converted and trains."""
+    model, refusal = Mlp(), None
+    try:
+        convert_as_saved(model, folder)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is None:
+        model(torch.randn(4, 10, 12)).square().sum().backward()
+        return False
+    assert any(name in refusal for name in FILES[:2])
+    assert all(type(module) is nn.Linear for module in (model.first, model.second))
+    assert not model._forward_hooks
+    return True
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_damage_is_refused_or_harmless(tmp_path, name):
+    """Truncated anywhere, or with one byte that is another one or gone."""
+    save_conversion(learned(), tmp_path)
+    whole, generator, refused = (tmp_path / name).read_bytes(), random.Random(1), []
+    for case in range(60):
+        place = generator.randrange(len(whole))
+        other = (whole[place] + generator.randrange(1, 256)) % 256
+        rest = (b"", bytes([other]) + whole[place + 1 :], whole[place + 1 :])[case % 3]
+        (tmp_path / name).write_bytes(whole[:place] + rest)
+        refused.append(is_refused(tmp_path))
+    assert sum(refused) > 30
+    if name.endswith("safetensors"):
+        assert all(refused)  # its digest is known
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\0" * 100, '{"ratio": NaN}'])
+def test_files_that_are_hard_to_read_are_refused(tmp_path, name, text):
+    save_conversion(learned(), tmp_path)
+    (tmp_path / name).write_text(text)
+    assert is_refused(tmp_path)
+
+
+def test_a_conversion_of_other_layers_is_refused_by_name(tmp_path):
+    save_conversion(learned(target_modules=["first"]), tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"cannot be converted by .*rmm_config.json: target_modules must match"):
+        convert_as_saved(model, tmp_path)
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("name", ["rmm_config.json", "sketch_state.json"])

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import SEED_BYTES, gradients, tiny_model, token_ids
+from helpers import SEED_BYTES, enable_checkpointing, gradients, loss_of, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
@@ -22,8 +22,10 @@ TARGETS = {
     "bert": ["query", "value", "output.dense"],
     "gpt2": ["c_attn", "c_proj"],
     "llama": ["q_proj", "v_proj", "down_proj"],
+    "vit": ["q_proj", "v_proj", "query", "value", "fc2"],  # by the newer and the older names of their class
+    "t5": ["q", "v", "wo"],
 }
-FAMILY = {"roberta": "SEQ_CLS", "bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM"}
+FAMILY = {"roberta": "SEQ_CLS", "bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
 architectures = pytest.mark.parametrize("architecture", list(TARGETS))
 ROWS, HIDDEN, RANK = 20, 16, 4
 
@@ -34,7 +36,7 @@ def lora(architecture, base=None, layers=2):
     config = LoraConfig(
         r=RANK,
         target_modules=TARGETS[architecture],
-        task_type=FAMILY[architecture],
+        task_type=FAMILY.get(architecture),
         fan_in_fan_out=architecture == "gpt2",
     )
     with torch.random.fork_rng():
@@ -46,9 +48,9 @@ def lora(architecture, base=None, layers=2):
     return model.train()
 
 
-def step(model):
+def step(model, architecture="roberta"):
     model.zero_grad()
-    loss = model(input_ids=token_ids()).logits.square().mean()
+    loss = loss_of(model, architecture)
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -59,10 +61,10 @@ def is_sketched(name):
 
 @architectures
 def test_converted_after_all_that_is_not_an_adapter_is_exact(architecture):
-    exact_loss, exact = step(lora(architecture))
+    exact_loss, exact = step(lora(architecture), architecture)
     model = lora(architecture)
     report = convert(model, **ROUGH)
-    loss, found = step(model)
+    loss, found = step(model, architecture)
     assert torch.equal(loss, exact_loss)
     assert found.keys() == exact.keys()
     assert all(is_sketched(name) for name in found)  # nothing else trains
@@ -142,8 +144,7 @@ def test_lora_a_has_an_unbiased_gradient(setting, reentrant):
     exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
     convert(model, **setting)
     if reentrant is not None:
-        model.enable_input_require_grads()
-        model.base_model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        enable_checkpointing(model.base_model.model, reentrant)
     name = "base_model.model.roberta.encoder.layer.0.output.dense.lora_A.default.weight"
     torch.manual_seed(1)
     found = torch.stack([step(model)[1][name] for _ in range(50)])
@@ -186,8 +187,8 @@ def test_merged_weights_are_those_of_the_exact_model(architecture):
     assert merged.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in merged.state_dict().items())
     merged.requires_grad_(True)  # the layers that stay are sketched, and train on
-    loss, found = step(merged)
-    assert torch.equal(loss, step(plain.requires_grad_(True))[0])
+    loss, found = step(merged, architecture)
+    assert torch.equal(loss, step(plain.requires_grad_(True), architecture)[0])
     assert found.keys() == dict(plain.named_parameters()).keys()
     revert(merged)
     assert not any(isinstance(module, RMMLinear) for module in merged.modules())
@@ -206,7 +207,7 @@ def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_fi
     first, second = source.state_dict(), loaded.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert torch.equal(step(source)[0], step(loaded)[0])
+    assert torch.equal(step(source, "llama")[0], step(loaded, "llama")[0])
 
 
 class Linear4bit(nn.Linear):

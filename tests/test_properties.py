@@ -97,6 +97,27 @@ def check_exact_parts(case):
         assert not ours[2].any()
 
 
+def check_many(how, made, check, capsys):
+    """Check, and print how many cases there were: Hypothesis may stop early when it finds no further ones."""
+    checked = 0
+
+    @how
+    @given(made)
+    def run_all(case):
+        nonlocal checked
+        check(case)
+        checked += 1
+
+    run_all()
+    with capsys.disabled():
+        print(f" {checked} cases")
+    assert checked >= how.max_examples
+
+
+def test_the_cases_of_a_run_are_counted(capsys):
+    check_many(settings(LIGHT, max_examples=20), configs(), lambda config: config.to_dict(), capsys)
+
+
 @LIGHT
 @given(cases())
 def test_exact_parts_are_those_of_nn_linear(case):
@@ -104,10 +125,8 @@ def test_exact_parts_are_those_of_nn_linear(case):
 
 
 @pytest.mark.montecarlo
-@HEAVY
-@given(cases())
-def test_exact_parts_are_those_of_nn_linear_in_ten_thousand_cases(case):
-    check_exact_parts(case)
+def test_exact_parts_are_those_of_nn_linear_in_ten_thousand_cases(capsys):
+    check_many(HEAVY, cases(), check_exact_parts, capsys)
 
 
 def check_unbiased(config, tokens, mask_part, seed):
@@ -144,10 +163,9 @@ def test_the_gradient_is_unbiased(config, tokens, mask_part, seed):
 
 
 @pytest.mark.montecarlo
-@settings(HEAVY, max_examples=2_000)
-@given(**UNBIASED, seed=st.integers(0, 2**30))
-def test_the_gradient_is_unbiased_in_two_thousand_cases(config, tokens, mask_part, seed):
-    check_unbiased(config, tokens, mask_part, seed)
+def test_the_gradient_is_unbiased_in_two_thousand_cases(capsys):
+    made = st.tuples(*UNBIASED.values(), st.integers(0, 2**30))
+    check_many(settings(HEAVY, max_examples=2_000), made, lambda case: check_unbiased(*case), capsys)
 
 
 # NaN and inf

@@ -61,10 +61,14 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
 
     Raises:
         FileNotFoundError: If the folder holds no conversion.
-        ValueError: If a file is damaged, or of a model with other layers; then the model is not converted.
+        ValueError: If a file is damaged, or of a model with other layers; the message names it. Then the model is not
+            converted.
     """
     config = RMMConfig.load(Path(folder) / CONFIG_FILE)
-    report = convert(model, config)
+    try:
+        report = convert(model, config)
+    except ValueError as error:
+        raise ValueError(f"The model cannot be converted by {Path(folder) / CONFIG_FILE}: {error}") from error
     path = Path(folder) / STATE_FILE
     if path.is_file():
         try:
