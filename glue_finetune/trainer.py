@@ -165,6 +165,8 @@ class CheckpointFiles(TrainerCallback):
             model: The model.
             **kwargs: Unused.
         """
+        if args.world_size > 1:
+            torch.distributed.barrier()  # every process has written its part
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if not state.is_world_process_zero or not folder.is_dir():
             return

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerControl, TrainerState
 
-from rmm_linear import convert
+from rmm_linear import convert, sketch_tensors
+from rmm_linear.integrations.checkpoints import SketchStateCallback
 
 DRAWS = 40
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
+WTA = {
+    **ROUGH,
+    "kind": "wta",
+    "norm_estimator": "position_token",
+    "overrides": {"dense": {"norm_estimator": "sample_cache"}},
+}
 LAYER = "roberta.encoder.layer.0.intermediate.dense.weight"
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -41,10 +50,10 @@ def batches(rank, count=2):
     return [{"input_ids": one, "labels": one[:, 0] % 2} for one in ids]
 
 
-def model(converted):
+def model(converted, **changes):
     made = tiny_model("roberta", dropout=0.0, layers=1).train()
     if converted:
-        convert(made, **ROUGH)
+        convert(made, **{**ROUGH, **changes})
     return made
 
 
@@ -118,6 +127,51 @@ def accumulation(rank):
         "step": found[-1][LAYER].flatten().tolist(),
         **projection([one[LAYER] for one in found], exact[LAYER]),
     }
+
+
+def estimators(rank, folder):
+    """What each rank learns, what a checkpoint has of it, and the gradients that are drawn by it."""
+    made, alone = model(True, **WTA), model(True, **WTA)
+    exact, sketched = DistributedDataParallel(model(False)), DistributedDataParallel(made)
+    numbers = {"sample_index": torch.arange(4) + 4 * rank}
+    torch.manual_seed(3)
+    for inputs in batches(rank):  # the weights stay, so a model by itself sees the same gradients
+        for network in (sketched, alone):
+            network(**inputs, **numbers).loss.backward()
+
+    def learned():
+        tensors = sketch_tensors(made)
+        position, cache = (tensors[f"{layer}:{part}"] for layer, part in parts)
+        return {
+            "position": position.flatten().tolist(),
+            "examples": (~cache.isnan().all(1)).nonzero().view(-1).tolist(),
+        }
+
+    key = "roberta.encoder.layer.0.attention.self.key"  # of query, only the first token has a gradient
+    parts = ((key, "position"), (LAYER.removesuffix(".weight"), "cache"))
+    own, single = sketch_tensors(made), sketch_tensors(alone)
+    same = own.keys() == single.keys() and all(
+        torch.equal(own[k].nan_to_num(-1), single[k].nan_to_num(-1)) for k in own
+    )
+    result = {"as alone": same, "learned": learned()}
+
+    arguments = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=None)
+    state, control = TrainerState(global_step=2, is_world_process_zero=rank == 0), TrainerControl()
+    Path(folder, "checkpoint-2").mkdir(exist_ok=True)
+    callback = SketchStateCallback()
+    callback.on_save(arguments, state, control, model=made)
+    dist.barrier()
+    callback.on_train_begin(arguments, state, control, model=made)
+    result["resumed"] = learned()
+
+    first = batches(rank)[0]
+    exact.zero_grad()
+    want = gradient_of(exact, first)
+    found = []
+    for _ in range(DRAWS):
+        sketched.zero_grad()
+        found.append(gradient_of(sketched, {**first, **numbers}))
+    return {**result, "gradient": found[-1].flatten().tolist(), **projection(found, want)}
 
 
 def shard(network, **policies):
@@ -227,6 +281,7 @@ def main():
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {
         "ddp": ddp(rank),
+        "estimators": estimators(rank, output),
         "fsdp": fsdp(rank),
         # Pinned memory would need an accelerator.
         "fsdp, half, offloaded": fsdp(rank, mp_policy=half, offload_policy=CPUOffloadPolicy(pin_memory=False)),

@@ -48,7 +48,28 @@ def test_ddp_averages_the_gradients(ranks):
     assert ranks[0]["ddp"]["gradient"] == ranks[1]["ddp"]["gradient"]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, half, offloaded", "fsdp, then converted", "accelerate"])
+def test_every_rank_learns_from_its_own_batches(ranks):
+    """To the bit what a process by itself learns from them: nothing is exchanged."""
+    first, second = (rank["estimators"] for rank in ranks)
+    assert first["as alone"]
+    assert second["as alone"]
+    assert first["learned"]["position"] != second["learned"]["position"]
+    assert first["learned"]["examples"] == [0, 1, 2, 3]
+    assert second["learned"]["examples"] == [4, 5, 6, 7]
+
+
+def test_all_ranks_resume_with_what_the_first_one_has_learned(ranks):
+    assert ranks[0]["estimators"]["resumed"] == ranks[0]["estimators"]["learned"]
+    assert ranks[1]["estimators"]["resumed"] == ranks[0]["estimators"]["learned"]
+
+
+def test_gradients_by_estimators_of_different_ranks_are_averaged(ranks):
+    assert ranks[0]["estimators"]["gradient"] == ranks[1]["estimators"]["gradient"]
+
+
+@pytest.mark.parametrize(
+    "how", ["ddp", "estimators", "fsdp", "fsdp, half, offloaded", "fsdp, then converted", "accelerate"]
+)
 def test_averaged_gradients_are_unbiased(ranks, how):
     """z = 4 on the projection on the exact average over 40 draws; noise of another S would be 0."""
     found = ranks[0][how]
