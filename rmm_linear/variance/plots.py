@@ -229,11 +229,12 @@ def _step_axis(ax: Axes) -> None:
 
 
 def _noise_axis(ax: Axes) -> Axes:
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="y", which="minor", left=False)
     ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
     low, high = ax.get_ylim()
