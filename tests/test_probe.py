@@ -143,7 +143,7 @@ def test_samples_are_sequences_where_the_shape_tells(shape, samples):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_tokens_of_d2_sgd_are_those_that_are_no_padding(batch):
     """A batch of one sequence has no variance over sequences, and padding would add to that over tokens."""
-    model, x, mask = Flattening(), torch.randn(batch, 10, 6), torch.ones(batch, 10)
+    model, x, mask = Flattening(), 2 + torch.randn(batch, 10, 6), torch.ones(batch, 10)  # gradients that agree
     mask[:, 6:] = 0
     with GradientProbe(model, every=1, config=ROUGH) as probe:
         seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
