@@ -6,6 +6,7 @@ rotary positions, SwiGLU, causal attention).
 
 from __future__ import annotations
 
+import abc
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
-class _Layer(nn.Module):
+class _Layer(nn.Module, abc.ABC):
     """A layer that can be recomputed in the backward pass."""
 
     gradient_checkpointing = False
@@ -26,8 +27,9 @@ class _Layer(nn.Module):
             return result
         return self.body(hidden)
 
+    @abc.abstractmethod
     def body(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The layer itself."""
 
 
 def _attention(

@@ -122,7 +122,7 @@ def _family(
     mirrors: Callable[[int], list[tuple[Tensor, float]]] = _no_mirrors,
     uniform: float = 0.0,
     length: Callable[[int], int] = _identity,
-    blocks: bool = False,
+    has_blocks: bool = False,
 ) -> Family:
     """Make a family; ``mirrors`` and ``uniform`` are N · (q_ac − 1/N) on some pairs and, times 1/N, on all."""
 
@@ -148,7 +148,7 @@ def _family(
             total = total + weight * _mirrored(x, y, mirror)
         return (whole - rows_per_block) / (rows_per_block * max(whole - 1, 1)) * total
 
-    return Family(name, summary, sketch, variance, blocks=blocks)
+    return Family(name, summary, sketch, variance, blocks=has_blocks)
 
 
 def _side_by_side(matrix: Tensor, size: int, blocks: int, count: Tensor | None) -> Tensor:
@@ -163,7 +163,7 @@ def _side_by_side(matrix: Tensor, size: int, blocks: int, count: Tensor | None) 
 
 
 HADAMARD = _family(
-    "hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two, blocks=True
+    "hadamard", "subsampled Walsh-Hadamard transform", _hadamard_rows, length=next_power_of_two, has_blocks=True
 )
 DCT = _family("dct", "subsampled cosine transform", _dct_rows, _dct_mirrors, uniform=-1.0)
 DFT = _family("dft", "subsampled Fourier transform in its real, Hartley form", _dft_rows, _dft_mirrors)
