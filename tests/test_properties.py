@@ -186,9 +186,9 @@ def poisoned(kind, bits, bad, where):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [None, 8, 4, 2])
 @pytest.mark.parametrize("where", ["X", "Y"])
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_arrives(kind, bits, where, bad):
     """As in nn.Linear, where it spoils column 2 or row 2 of dW: a gradient scaler or a guard sees it. What draws rows
