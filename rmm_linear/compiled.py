@@ -45,7 +45,8 @@ def fresh_sketch(
     """Draw a seed from the global CPU generator and return what :func:`rmm_linear.kept.keep` makes with it, as bytes.
 
     Args:
-        x: Input, shape (N, I).
+        x: Input, shape (*, I), as the layer got it: compilers do not merge operators on two views of what is also an
+            output of the model, as the last hidden state of an encoder is.
         kind: As in :class:`rmm_linear.kept.Recipe`, as the following ones.
         rows: K.
         block: Tokens per block, or None.
@@ -58,7 +59,7 @@ def fresh_sketch(
         uint8, one dimension: the tensors one after the other, each beginning at a multiple of 16 bytes.
     """
     recipe = Recipe(kind, rows, block, bits, uniform_mix)
-    parts = keep(x, recipe, draw_seed(), TokenMask.made_of(order, count))
+    parts = keep(x.reshape(-1, x.shape[-1]), recipe, draw_seed(), TokenMask.made_of(order, count))
     stored = x.new_zeros(_total(parts), dtype=torch.uint8)
     for part, place in zip(parts, _places(parts), strict=True):
         stored[place : place + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
@@ -67,7 +68,7 @@ def fresh_sketch(
 
 @fresh_sketch.register_fake
 def _(x, kind, rows, block=None, bits=None, uniform_mix=0.0, order=None, count=None):
-    parts = keep(x, Recipe(kind, rows, block, bits, uniform_mix), 0)
+    parts = keep(x.reshape(-1, x.shape[-1]), Recipe(kind, rows, block, bits, uniform_mix), 0)
     return x.new_empty(_total(parts), dtype=torch.uint8)
 
 
@@ -119,7 +120,7 @@ def keep_afresh(x: Tensor, recipe: Recipe, mask: TokenMask | None) -> tuple[Tens
     """Make what compiled code keeps of an input, with a seed of its own.
 
     Args:
-        x: Input, shape (N, I).
+        x: Input, shape (*, I).
         recipe: How it is kept.
         mask: The tokens that count, or None for all.
 

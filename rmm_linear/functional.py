@@ -169,9 +169,9 @@ def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> t
     mask = plan.mask
 
     def make() -> tuple[Tensor, ...]:
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             if plan.seed is None:
-                return keep_afresh(x.reshape(-1, x.shape[-1]), plan.recipe, mask)
+                return keep_afresh(_cast(input, dtype), plan.recipe, mask)  # no view of it: see fresh_sketch
             expected = None if plan.expected is None else plan.expected()
             return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask, expected)
 
