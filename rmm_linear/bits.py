@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing import WIDTHS, rounding_variance
+from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
 from rmm_linear.sketches.philox import signs
 
@@ -92,6 +93,7 @@ class BitsChoice:
         return cls(bits, steps, noise)
 
 
+@without_autocast
 def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:
     """Return the noise that a width would add to dW, for a Y of random signs.
 

@@ -99,7 +99,7 @@ class RMMConfig:
                 f"norm_estimator is for {' and '.join(SAMPLERS)}, got {self.norm_estimator!r} with kind={self.kind!r}. "
                 'Use norm_estimator="none".'
             )
-        if self.bits not in (None, "auto", *WIDTHS) or isinstance(self.bits, bool | float):
+        if self.bits not in (None, "auto", *WIDTHS) or type(self.bits) not in (type(None), str, int):
             raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
         if not isinstance(self.mask_padding, bool):
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")

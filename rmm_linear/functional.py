@@ -75,15 +75,16 @@ def sketched_linear(
         config: Kind, ratio or memory, bits, block and min_rows; its module patterns are not used here.
         seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is
             on or not, so that later random numbers do not depend on it.
-        token_mask: True for rows whose gradient by the output is not zero, shape (*) as the leading dimensions of
-            ``input``; padding is false and leaves the sketch. It is the caller's word: a masked row with a gradient
-            would be missing from dW.
+        token_mask: True, or an integer but 0, for rows whose gradient by the output is not zero, shape (*) as the
+            leading dimensions of ``input``; padding is false and leaves the sketch. It is the caller's word: a masked
+            row with a gradient would be missing from dW.
 
     Returns:
         Shape (*, O). Equal to the output of ``torch.nn.functional.linear`` to the bit.
 
     Raises:
-        ValueError: If ``token_mask`` has another shape than the leading dimensions of ``input``.
+        ValueError: If ``token_mask`` has another shape than the leading dimensions of ``input``, or ``seed`` more bits.
+        TypeError: If ``config``, ``seed`` or ``token_mask`` has the wrong type.
 
     Example:
         >>> import torch
@@ -92,11 +93,7 @@ def sketched_linear(
         >>> w.grad.shape
         torch.Size([4, 8])
     """
-    if token_mask is not None and token_mask.shape != input.shape[:-1]:
-        raise ValueError(
-            "token_mask must have the shape of input without its last dimension, "
-            f"got {tuple(token_mask.shape)} for an input of {tuple(input.shape)}."
-        )
+    _check_arguments(input, config, seed, token_mask)
     recipe = recipe_for(input, weight, config)
     if recipe is None:
         return F.linear(input, weight, bias)
@@ -104,6 +101,27 @@ def sketched_linear(
         seed = draw_seed()
     mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
     return planned_linear(input, weight, bias, Plan(recipe, seed, mask))
+
+
+def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Tensor | None) -> None:
+    if not isinstance(config, RMMConfig):
+        raise TypeError(f"config must be an RMMConfig, got {type(config).__name__}. Use RMMConfig(...).")
+    if seed is not None and type(seed) is not int:
+        raise TypeError(f"seed must be an integer or None, got {seed!r}.")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be a signed 64-bit integer, got {seed}.")
+    if token_mask is None:
+        return
+    if token_mask.is_floating_point() or token_mask.is_complex():
+        raise TypeError(
+            f"token_mask must be of booleans or integers, got {token_mask.dtype}. Of a mask that is added to attention "
+            "scores, take token_mask=(mask == 0)."
+        )
+    if token_mask.shape != input.shape[:-1]:
+        raise ValueError(
+            "token_mask must have the shape of input without its last dimension, "
+            f"got {tuple(token_mask.shape)} for an input of {tuple(input.shape)}."
+        )
 
 
 def recipe_for(input: Tensor, weight: Tensor, config: RMMConfig, bits: int | None = None) -> Recipe | None:
@@ -116,9 +134,9 @@ def recipe_for(input: Tensor, weight: Tensor, config: RMMConfig, bits: int | Non
         bits: What ``bits="auto"`` stands for; None is the configuration's own rule.
 
     Returns:
-        The recipe; None when the layer is exact: frozen weight, few tokens, or a shape that torch will refuse.
+        The recipe; None when the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
     """
-    if not weight.requires_grad or input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
+    if not weight.requires_grad or 0 in weight.shape or input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
         return None
     itemsize = (autocast_dtype(input) or input.dtype).itemsize
     return config.recipe(input.shape[:-1].numel(), input.shape[-1], itemsize, bits)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import native
+from rmm_linear.precision import without_autocast
 from rmm_linear.rounding import (
     GROUP,
     WIDTHS,
@@ -63,6 +64,7 @@ def packed_bytes(rows: int, columns: int, bits: int) -> int:
     return rows * (-(-columns * bits // 8) + 4 * -(-columns // GROUP))
 
 
+@without_autocast
 def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Round a matrix to ``bits`` per element, at random and without bias.
 
@@ -160,6 +162,7 @@ def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tens
     return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
 
 
+@without_autocast
 def unpack(
     codes: Tensor,
     ranges: Tensor,
@@ -235,6 +238,7 @@ def turn_back_(matrix: Tensor, seed: Tensor) -> Tensor:
     return turn_groups(wide, draws.turn.T).to(matrix.dtype)
 
 
+@without_autocast
 def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     """Return the variance that packing adds to every row, exactly.
 

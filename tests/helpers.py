@@ -75,27 +75,34 @@ class Mlp(nn.Module):
         return self.second(self.dropout(torch.relu(self.first(x))))
 
 
-def tiny_model(architecture, dropout=0.1, layers=2):
+def tiny_model(architecture, dropout=0.1, layers=2, width=16):
     """A Hugging Face model small enough for a test, with fresh weights that follow from a fixed seed."""
     import transformers as hf
 
     sizes = {
         "vocab_size": 64,
-        "hidden_size": 16,
+        "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
-        "intermediate_size": 32,
+        "intermediate_size": 2 * width,
         "max_position_embeddings": 40,
         "pad_token_id": 1,
         "bos_token_id": 0,
         "eos_token_id": 2,
     }
     encoder = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": layers, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
+    gpt2 = {"vocab_size": 64, "n_embd": width, "n_layer": layers, "n_head": 2, "n_positions": 40, "bos_token_id": 0}
     gpt2 |= {"eos_token_id": 2, "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     vit = {key: sizes[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
     vit |= {"image_size": 16, "patch_size": 4}
-    t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": layers, "num_heads": 2}
+    t5 = {
+        "vocab_size": 64,
+        "d_model": width,
+        "d_kv": width // 2,
+        "d_ff": 2 * width,
+        "num_layers": layers,
+        "num_heads": 2,
+    }
     t5 |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
     makers = {
         "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**sizes, **encoder)),

@@ -7,13 +7,15 @@ import torch
 from helpers import ALL_ARCHITECTURES, batch_of, gradients, loss_of, tiny_model, token_ids
 
 from rmm_linear import convert
+from rmm_linear.packing import pack
+from rmm_linear.variance import required_ratio, sgd_variance, simulate_variance, sketch_variance
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 
 
-def made(architecture, dtype=torch.float32):
-    return tiny_model(architecture, dropout=0.0, layers=1).to(dtype).train()
+def made(architecture, dtype=torch.float32, width=16):
+    return tiny_model(architecture, dropout=0.0, layers=1, width=width).to(dtype).train()
 
 
 def step(model, architecture, dtype, autocast):
@@ -59,6 +61,60 @@ def test_half_types_are_those_of_the_exact_model_and_unbiased(architecture, dtyp
     mean, error = mean_projection(lambda: step(model, architecture, dtype, autocast)[1], exact, sketched)
     assert abs(mean - 1) < 4 * error + 2 * half
     assert error < 0.2
+
+
+@pytest.mark.parametrize(
+    "fields", [{"bits": 4}, {"kind": "wta"}, {"kind": "gaussian"}], ids=["4 bits", "wta", "gaussian"]
+)
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+def test_other_ways_to_keep_an_input_are_unbiased_in_half_types(fields, autocast):
+    _, exact = step(made("llama"), "llama", torch.float32, autocast)
+    model = made("llama")
+    sketched = {f"{name}.weight" for name in convert(model, **{**ROUGH, **fields}).converted}
+    mean, error = mean_projection(lambda: step(model, "llama", torch.float32, autocast)[1], exact, sketched)
+    assert abs(mean - 1) < 4 * error + 2 * torch.finfo(autocast).eps
+    assert error < 0.2
+
+
+@architectures
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+def test_the_default_chooses_its_bits_under_autocast(architecture, autocast):
+    """Of 64 columns and more, as the groups are that packing turns; a model in the half type predicts the same."""
+    chosen = []
+    for dtype, enabled in ((torch.float32, autocast), (autocast, None)):
+        model = made(architecture, dtype, width=64)
+        report = convert(model, min_rows=8)
+        for _ in range(6):
+            loss, found = step(model, architecture, dtype, enabled)
+        assert all(value.isfinite().all() for value in (loss, *found.values()))
+        choices = {name: model.get_submodule(name).rmm_choice for name in report.converted}
+        chosen.append({name: choice for name, choice in choices.items() if choice.bits is not None})
+    under, without = chosen
+    assert under.keys() == without.keys()
+    assert len(under) >= 4
+    for name, choice in under.items():
+        assert choice.noise == pytest.approx(without[name].noise, rel=0.1), name
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("kind", ["countsketch", "gaussian", "hadamard"])
+def test_diagnostics_are_those_of_full_precision(kind, bits):
+    x, y = torch.randn(128, 64), torch.randn(128, 16)
+    what = {"kind": kind, "bits": bits}
+
+    def numbers():
+        torch.manual_seed(1)
+        return [
+            sketch_variance(x, y, rows=32, **what),
+            sgd_variance(x, y, samples=(8, 16)),
+            required_ratio(x, grad_output=y, target=1.0, samples=(8, 16), **what),
+            torch.tensor(simulate_variance(x, y, rows=32, draws=40, **what).interval()),
+            *pack(x, 4, torch.zeros(1, dtype=torch.int64)),
+        ]
+
+    plain = numbers()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, numbers(), plain))
 
 
 def test_a_model_that_is_all_bfloat16_trains_in_it():

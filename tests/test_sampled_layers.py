@@ -230,7 +230,7 @@ def test_no_tokens_at_all(kind, bits):
     layer(torch.zeros(0, 6)).sum().backward()
     assert not layer.weight.grad.any()
     weight = torch.zeros(3, 6, requires_grad=True)
-    nothing = torch.zeros(40)
+    nothing = torch.zeros(40, dtype=torch.bool)
     output = sketched_linear(torch.randn(40, 6), weight, config=layer.rmm_config, seed=1, token_mask=nothing)
     output.backward(torch.zeros(40, 3))
     assert not weight.grad.any()

@@ -254,7 +254,8 @@ def test_probabilities_are_probabilities_whatever_they_are_made_of(rows, mix, is
     assert p.dtype == torch.float64
     assert float(p.sum()) == pytest.approx(1, rel=1e-12)
     assert (p[~mask] == 0).all()
-    assert (p[mask] >= mix / int(mask.sum()) * (1 - 1e-12)).all()
+    share = mix if x[mask].isfinite().all() else mix / 2
+    assert (p[mask] >= share / int(mask.sum()) * (1 - 1e-12)).all()
 
 
 def test_probabilities_are_the_product_of_both_norms_mixed():
@@ -263,9 +264,11 @@ def test_probabilities_are_the_product_of_both_norms_mixed():
     torch.testing.assert_close(probabilities(x, 0.2, y), expected)
 
 
-def test_what_is_not_finite_is_likely_and_what_is_unknown_is_average():
+def test_what_is_not_finite_has_half_of_the_chances_and_what_is_unknown_is_average():
     p = probabilities(torch.tensor([1.0, math.nan, 4.0, math.inf, 1.0]), 0.1)
-    assert p[1] == p[3] == p[2] > p[0]
+    others = [0.5 * (0.9 * weight / 6 + 0.1 / 5) for weight in (1, 0, 4, 0, 1)]
+    expected = [other + bad for other, bad in zip(others, (0, 0.25, 0, 0.25, 0), strict=True)]
+    torch.testing.assert_close(p, torch.tensor(expected, dtype=torch.float64))
     p = probabilities(torch.ones(5), 0.1, torch.tensor([1.0, math.nan, 3.0, -1.0, 2.0]))
     torch.testing.assert_close(p[1], p[4])  # the mean of 1, 3 and 2
     assert p[1] == p[3]

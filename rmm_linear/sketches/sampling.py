@@ -102,8 +102,9 @@ def probabilities(
 ) -> Tensor:
     """Return the probability of every token, p = (1 − u) · w/Σw + u/n with w = ‖x‖·ŷ.
 
-    A row whose norm is not finite weighs as much as the heaviest of the others, so that it is likely to be seen. Where
-    ŷ is negative or not finite, the mean of its other values stands in. Where all weights are 0, p is uniform.
+    Rows whose norm is not finite share half of the probability, the others the other half: K draws miss them with a
+    chance of 2⁻ᴷ, so that what is not finite arrives in dW as without a sketch. Where ŷ is negative or not finite, the
+    mean of its other values stands in. Where all weights are 0, p is uniform.
 
     Args:
         norms: ‖xᵢ‖, shape (N,), N ≥ 1.
@@ -126,11 +127,13 @@ def probabilities(
         mean = torch.where(good, known, 0).sum() / good.sum()
         weights = weights * torch.where(good, known, torch.where(good.any(), mean, 1))
     finite = weights.isfinite()
-    top = torch.where(real & finite, weights, 0).amax()
-    heaviest = torch.where(top > 0, top, 1)  # by which is divided, or the sum may be infinite
-    weights = torch.where(real, torch.where(finite, weights, heaviest) / heaviest, 0)
+    weights = torch.where(real & finite, weights, 0)
+    top = weights.amax()
+    weights = weights / torch.where(top > 0, top, 1)  # or the sum may be infinite
     total, uniform = weights.sum(), real.double() / real.sum()
-    return torch.where(total > 0, (1 - uniform_mix) * weights / total + uniform_mix * uniform, uniform)
+    p = torch.where(total > 0, (1 - uniform_mix) * weights / total + uniform_mix * uniform, uniform)
+    bad = (real & ~finite).double()
+    return torch.where(bad.any(), (p + bad / bad.sum()) / 2, p)
 
 
 def draw(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> Drawn:

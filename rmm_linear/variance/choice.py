@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rmm_linear.precision import without_autocast
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.pairs import over_layers
 
@@ -16,6 +17,7 @@ _LOOKS = 16
 Number = TypeVar("Number", float, Tensor)
 
 
+@without_autocast
 def required_ratio(
     x: Tensor,
     grad_output: Tensor,

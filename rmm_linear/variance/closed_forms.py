@@ -18,12 +18,14 @@ from torch import Tensor
 
 from rmm_linear.checks import check_integer
 from rmm_linear.packing import rounding_variance
+from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, sketch, variance
 from rmm_linear.variance.pairs import check_pair, check_sketch, over_layers, sampling_probabilities
 
 _ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
 
 
+@without_autocast
 def correlation(x: Tensor, grad_output: Tensor) -> Tensor:
     """Return α = ‖XᵀY‖²_F / (‖X‖²_F ‖Y‖²_F), how much the tokens' gradients agree.
 
@@ -50,6 +52,7 @@ def correlation(x: Tensor, grad_output: Tensor) -> Tensor:
     return over_layers(alpha, x, grad_output)
 
 
+@without_autocast
 def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | Tensor | None = None) -> Tensor:
     """Return D²_SGD, the variance of the weight gradient that minibatch sampling causes.
 
@@ -148,6 +151,7 @@ def _gram(rows: Tensor) -> Tensor:
     return torch.bmm(rows, rows.transpose(1, 2))
 
 
+@without_autocast
 def sketch_variance(
     x: Tensor,
     grad_output: Tensor,

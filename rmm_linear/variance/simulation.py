@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rmm_linear.checks import check_integer
 from rmm_linear.packing import pack, unpack
+from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import FAMILIES, TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
 from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities
@@ -84,6 +85,7 @@ class Simulation:
         return distance / self.standard_error if self.standard_error else math.copysign(math.inf, distance)
 
 
+@without_autocast
 def simulate_variance(
     x: Tensor,
     grad_output: Tensor,
@@ -186,6 +188,7 @@ def draw_sketches(
     return torch.vmap(one)(seeds)
 
 
+@without_autocast
 def simulate_sgd_variance(
     x: Tensor,
     grad_output: Tensor,

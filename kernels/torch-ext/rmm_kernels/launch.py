@@ -13,7 +13,12 @@ def precision() -> str:
 
 def upcast() -> bool:
     """Whether half types are multiplied in float32: Triton's interpreter multiplies bfloat16 wrongly."""
-    return triton.knobs.runtime.interpret
+    return not isinstance(_nothing, triton.JITFunction)
+
+
+@triton.jit
+def _nothing():
+    pass
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
