@@ -87,7 +87,15 @@ def kernels() -> ModuleType:
 
 
 def sketch(
-    matrix: Tensor, seed: Tensor, kind: str, rows: int, block: int | None, mask: TokenMask | None, bits: int | None
+    matrix: Tensor,
+    seed: Tensor,
+    kind: str,
+    rows: int,
+    block: int | None,
+    mask: TokenMask | None,
+    *,
+    bits: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Return SᵀM, as :func:`rmm_linear.sketches.sketch` does, packed if ``bits`` are given.
 
@@ -99,21 +107,23 @@ def sketch(
         block: Tokens per block, or None.
         mask: The tokens that count, or None.
         bits: 8, 4, 2, or None.
+        dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
         Shape (K, D); or codes and ranges.
     """
     tokens = matrix.shape[0]
     order, count = (None, None) if mask is None else (mask.order, mask.count)
+    stored: dict[str, Any] = {"bits": bits, "dtype": dtype}
     if kind == "countsketch":
-        return kernels().sparse_sketch(matrix, seed, rows, order=order, count=count, bits=bits)
+        return kernels().sparse_sketch(matrix, seed, rows, order=order, count=count, **stored)
     if kind == "rows":
         index, scale = _gathered(seed, tokens, rows, mask)
-        return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, bits=bits)
+        return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, **stored)
     size, _, rows_per_block = block_rows(tokens, rows, block)
     index = _sample(seed, next_power_of_two(size), rows_per_block, None) if kind == "hadamard" else None
     return kernels().dense_sketch(
-        matrix, seed, kind, size, rows_per_block, index=index, order=order, count=count, bits=bits
+        matrix, seed, kind, size, rows_per_block, index=index, order=order, count=count, **stored
     )
 
 

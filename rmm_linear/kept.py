@@ -95,7 +95,8 @@ def keep(
         return (*ops.packed_sketch(x, seeds, recipe.kind, recipe.rows, recipe.bits, recipe.block, *ranks), seeds)
     if mask is None and kept_rows(x.shape[0], recipe.rows, recipe.block) >= x.shape[0]:
         return x, seeds
-    return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks), seeds
+    power = ops.lift(x.dtype, x.shape[0], kept_rows(x.shape[0], recipe.rows, recipe.block))
+    return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks, 1 / power), seeds
 
 
 def _on_device(seed: int, device: torch.device) -> Tensor:
@@ -141,8 +142,10 @@ def weight_gradient(
         return ops.unpacked_product(
             y, *stored, seeds, recipe.kind, recipe.rows, recipe.bits, features, recipe.block, *ranks
         )
-    if mask is not None or kept_rows(y.shape[0], recipe.rows, recipe.block) < y.shape[0]:
-        y = ops.sketch(y, seeds, recipe.kind, recipe.rows, recipe.block, *ranks)
+    rows = kept_rows(y.shape[0], recipe.rows, recipe.block)
+    if mask is not None or rows < y.shape[0]:
+        power = ops.lift(y.dtype, y.shape[0], rows)
+        y = ops.sketch(y, seeds, recipe.kind, recipe.rows, recipe.block, *ranks, power)
     return y.T @ stored[0]
 
 

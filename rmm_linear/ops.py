@@ -24,7 +24,7 @@ from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.blocks import block_rows
 
-__all__ = ["draw_rows", "gather_rows", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
+__all__ = ["draw_rows", "gather_rows", "lift", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
 
 _CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
 
@@ -32,6 +32,26 @@ _CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the
 def _check_block(kind: str, block: int | None) -> None:
     if block is not None and not has_blocks(kind):
         raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
+
+
+def lift(dtype: torch.dtype, tokens: int, rows: int) -> float:
+    """Return by how much SᵀX is stored smaller, and SᵀY made larger: 1 for all dtypes but float16.
+
+    float16 ends at 65504. Every row of SᵀX is a sum of tokens, √(N/K) times as large as they are on the average and
+    hardly ever four times more, so where one channel is large in all tokens it would be infinite where X is not, in
+    every step, and no loss scale would help: that is in Y alone.
+
+    Args:
+        dtype: Of X and Y.
+        tokens: N.
+        rows: K.
+
+    Returns:
+        A power of two, 4√(N/K) at least for float16.
+    """
+    if dtype != torch.float16 or rows >= tokens:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(4 * math.sqrt(tokens / max(rows, 1))))
 
 
 @torch.library.custom_op("rmm_linear::sketch", mutates_args=())
@@ -43,8 +63,9 @@ def sketch(
     block: int | None = None,
     order: Tensor | None = None,
     count: Tensor | None = None,
+    power: float = 1.0,
 ) -> Tensor:
-    """Return SᵀM; :func:`rmm_linear.sketches.sketch` says what the arguments are.
+    """Return SᵀM times a number; :func:`rmm_linear.sketches.sketch` says what the other arguments are.
 
     Args:
         matrix: M, shape (N, D), floating point.
@@ -54,22 +75,27 @@ def sketch(
         block: Tokens per block, or None.
         order: See :class:`rmm_linear.sketches.TokenMask`.
         count: See there.
+        power: The number, see :func:`lift`. Unless it is 1, the sketch is made in float32.
 
     Returns:
         Shape (kept rows, D), dtype of ``matrix``.
     """
     _check_block(kind, block)
     mask, tokens = TokenMask.made_of(order, count), matrix.shape[0]
+    dtype = matrix.dtype if power == 1 else torch.float32
     if kept_rows(tokens, rows, block) < tokens and _triton.applies_to(matrix, kind):
-        return _triton.sketch(matrix, seed, kind, rows, block, mask, None)
-    result = plain_sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
+        result = _triton.sketch(matrix, seed, kind, rows, block, mask, dtype=dtype)
+        return result if power == 1 else result.mul_(power).to(matrix.dtype)
+    result = plain_sketch(matrix.to(dtype), kind=kind, seed=seed, rows=rows, block=block, mask=mask)
+    if power != 1:
+        return (result * power).to(matrix.dtype, memory_format=torch.contiguous_format)
     if result is matrix:
         return result.clone(memory_format=torch.contiguous_format)
     return result.contiguous()  # transforms return other strides
 
 
 @sketch.register_fake
-def _(matrix, seed, kind, rows, block=None, order=None, count=None):
+def _(matrix, seed, kind, rows, block=None, order=None, count=None, power=1.0):
     return matrix.new_empty(kept_rows(matrix.shape[0], rows, block), matrix.shape[1])
 
 
@@ -104,8 +130,10 @@ def packed_sketch(
     kept = kept_rows(tokens, rows, block)
     if _triton.applies_to(matrix, kind):
         if kept < tokens:
-            return _triton.sketch(matrix, seed, kind, rows, block, mask, bits)
+            return _triton.sketch(matrix, seed, kind, rows, block, mask, bits=bits)
         return _triton.kernels().pack(matrix if mask is None else mask.compact(matrix), bits, seed)
+    if matrix.dtype == torch.float16:
+        matrix = matrix.float()  # which has room for the sums
     shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
     if matrix.device.type != "cpu":
         return packing.pack(plain_sketch(matrix, **shape), bits, seed)
@@ -158,6 +186,9 @@ def unpacked_product(
         Shape (O, I), dtype of ``y``.
     """
     mask, tokens, kept = TokenMask.made_of(order, count), y.shape[0], codes.shape[0]
+    if y.dtype == torch.float16 and not _triton.applies_to(y):
+        made_of = (codes, ranges, seed, kind, rows, bits, columns, block, order, count)
+        return unpacked_product(y.float(), *made_of).to(y.dtype)
     if y.device.type == "cpu" and not _triton.applies_to(y):
         made = plain_parts(y, kind=kind, seed=seed, rows=rows, block=block, mask=mask)
         # A half type would round after every part.
@@ -169,12 +200,14 @@ def unpacked_product(
             transposed = made(part.start, part.stop).T
             product = product.addmm_(transposed, z) if begin else torch.mm(transposed, z)
         return packing.turn_back_(product, seed)
+    power = lift(y.dtype, tokens, kept)
     if mask is not None or kept < tokens:
-        y = sketch(y, seed, kind, rows, block, order, count)
+        y = sketch(y, seed, kind, rows, block, order, count, power)
     if not _triton.applies_to(y):
         z = packing.unpack(codes, ranges, seed, bits, columns, y.dtype, turned=True)
         return packing.turn_back_(y.T @ z, seed)
-    z = _triton.kernels().unpack(codes, ranges, bits, columns, y.dtype)
+    z = _triton.kernels().unpack(codes, ranges, bits, columns, y.dtype if power == 1 else torch.float32)
+    z = z if power == 1 else z.mul_(1 / power).to(y.dtype)
     return _triton.kernels().turn_back(y.T @ z, seed)
 
 

@@ -55,6 +55,8 @@ def cases() -> Any:
             dtype,
             {"HASHED": False, "MASKED": False, **tile, **gathered, **unhashed, "p_seed": None},
         )
+        if dtype == "*bf16":  # what float16 is sketched to
+            yield "sparse_sketch to fp32", sparse, "*fp16 *fp32", {"HASHED": True, "MASKED": True, **tile, **hashed}
     packed = {"B_K": 32, "B_D": 64}
     plain = {"HASHED": True, "MASKED": False, "BITS": 4, **packed, **hashed, **gathered}
     yield "sparse_sketch packed", sparse, "*bf16", plain
@@ -70,6 +72,7 @@ def cases() -> Any:
     for kind, bits, dtype, is_masked in (
         (0, 0, "*bf16", True), (1, 0, "*bf16", True), (2, 0, "*bf16", True), (1, 2, "*bf16", True),
         (0, 4, "*fp32", True), (2, 4, "*fp32", True), (1, 8, "*fp16", False), (1, 0, "*fp32", False),
+        (1, 0, "*fp16 *fp32", True),
     ):  # fmt: skip
         tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": is_masked}
         absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_ranges": None})
@@ -99,6 +102,7 @@ def ones() -> Any:
 def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> Any:
     """Compile one variant, with pointers and row lengths that are multiples of 16 as PyTorch's are."""
     names = kernel.arg_names
+    dtype, made = (dtype.split() * 2)[:2]  # of the matrix, and of the sketch
     if "PRECISION" in names:
         constants = {**constants, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}
     signature, aligned = {}, []
@@ -109,6 +113,8 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = "*u8"
         elif name == "p_index" and "HASHED" in constants:
             signature[name] = "*i32"  # rows that were drawn are stored in as few bytes
+        elif name == "p_z":
+            signature[name] = made
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):

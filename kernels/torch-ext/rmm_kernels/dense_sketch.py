@@ -99,6 +99,7 @@ def dense_sketch(
     order: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
     bits: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return SᵀM for a dense, block-diagonal S.
 
@@ -112,14 +113,15 @@ def dense_sketch(
         order: Rows of M, int64, shape (N,): those that count first; None is all in order.
         count: n, how many rows count, int64, shape (1,). The blocks share them evenly.
         bits: 8, 4 or 2 packs the result as it is made; None does not.
+        dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (⌈N/block⌉ · rows, D), dtype of ``matrix``; or codes and ranges, see :func:`rmm_kernels.pack`.
+        Shape (⌈N/block⌉ · rows, D); or codes and ranges, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
     blocks = triton.cdiv(tokens, block)
-    z, ranges = empty_sketch(blocks * rows, columns, bits, matrix)
+    z, ranges = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
     if z.numel():
         grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
         with on_device(matrix):

@@ -160,11 +160,11 @@ def _turn_back_kernel(
 
 
 def empty_sketch(
-    rows: int, columns: int, bits: int | None, like: torch.Tensor
+    rows: int, columns: int, bits: int | None, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A sketch in the dtype of another tensor and no ranges, or codes and ranges; not filled."""
+    """A sketch in a dtype, or in that of another tensor, and no ranges; or codes and ranges; not filled."""
     if bits is None:
-        return torch.empty(rows, columns, dtype=like.dtype, device=like.device), None
+        return torch.empty(rows, columns, dtype=dtype or like.dtype, device=like.device), None
     codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=like.device)
     return codes, torch.empty(rows, -(-columns // GROUP), 2, dtype=torch.bfloat16, device=like.device)
 

@@ -81,6 +81,7 @@ def sparse_sketch(
     order: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
     bits: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return SᵀM for CountSketch, or, with ``index`` and ``scale``, the rows M[index] · scale.
 
@@ -93,13 +94,14 @@ def sparse_sketch(
         order: Rows of M, int64, shape (N,): those that count first. For CountSketch; None is all in order.
         count: n, how many rows count, int64, shape (1,). With n ≤ K the result is the rows themselves.
         bits: 8, 4 or 2 packs the result as it is made; None does not.
+        dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (K, D), dtype of ``matrix``; or codes and ranges, see :func:`rmm_kernels.pack`.
+        Shape (K, D); or codes and ranges, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
-    z, ranges = empty_sketch(rows, columns, bits, matrix)
+    z, ranges = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
     if z.numel():
         grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
