@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rmm_linear.estimators.samples import SAMPLE_INDEX
 from rmm_linear.given import given_mask
-from rmm_linear.kept import Recipe, keep, weight_gradient
+from rmm_linear.kept import Recipe, empty_kept, keep, weight_gradient
 from rmm_linear.seeds import draw_seed
 from rmm_linear.sketches import TokenMask
 
@@ -68,7 +68,7 @@ def fresh_sketch(
 
 @fresh_sketch.register_fake
 def _(x, kind, rows, block=None, bits=None, uniform_mix=0.0, order=None, count=None):
-    parts = keep(x.reshape(-1, x.shape[-1]), Recipe(kind, rows, block, bits, uniform_mix), 0)
+    parts = empty_kept(x, x.shape[:-1].numel(), x.shape[-1], Recipe(kind, rows, block, bits, uniform_mix))
     return x.new_empty(_total(parts), dtype=torch.uint8)
 
 
@@ -103,7 +103,7 @@ def stored_product(
         Shape (O, I), dtype of ``y``.
     """
     recipe = Recipe(kind, rows, block, bits, uniform_mix)
-    shapes = keep(y.new_empty(y.shape[0], columns, device="meta"), recipe, 0)
+    shapes = empty_kept(y.new_empty(0, device="meta"), y.shape[0], columns, recipe)
     parts = (
         stored[place : place + shape.nbytes].view(shape.dtype).view(shape.shape)
         for shape, place in zip(shapes, _places(shapes), strict=True)

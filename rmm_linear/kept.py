@@ -1,18 +1,22 @@
 """What a layer keeps of its input, and the gradient made from it.
 
 Kept are tensors only (a sketch Z, packed or not, and the seed of S or the rows that were drawn), because autograd's
-saved-tensor hooks, and with them activation checkpointing, see nothing else.
+saved-tensor hooks, and with them activation checkpointing, see nothing else. One operator makes all of them: selective
+checkpointing keeps what some operators have returned, and runs the others again. A Z that was kept beside a seed that
+was drawn again would give a gradient of noise, so whoever keeps the one must keep the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import ops
-from rmm_linear.packing import packed_bytes
+from rmm_linear.packing import GROUP, empty_packed, packed_bytes
 from rmm_linear.sketches import SAMPLERS, TokenMask, kept_rows
 
 DRAWN_BYTES = 8  # of the number of a drawn row, and its scale
@@ -67,6 +71,72 @@ class Recipe:
         return stored + rows * DRAWN_BYTES + (0 if self.bits is None else _SEED_BYTES)
 
 
+@torch.library.custom_op("rmm_linear::keep", mutates_args=())
+def _keep(
+    x: Tensor,
+    seed: int,
+    kind: str,
+    rows: int,
+    block: int | None = None,
+    bits: int | None = None,
+    uniform_mix: float = 0.0,
+    expected: Tensor | None = None,
+    order: Tensor | None = None,
+    count: Tensor | None = None,
+) -> list[Tensor]:
+    """Make what is kept of an input; :func:`keep` says what, :class:`Recipe` and :class:`TokenMask` the arguments."""
+    recipe = Recipe(kind, rows, block, bits, uniform_mix)
+    seeds = _on_device(seed, x.device)
+    if recipe.draws(x.shape[0]):
+        drawn = ops.draw_rows(x, seeds, kind, rows, uniform_mix, expected, order, count)
+        if bits is None:
+            return [ops.make_rows(x, *drawn), *drawn]
+        return [*ops.packed_rows(x, seeds, *drawn, bits), *drawn, seeds]
+    if bits is not None:
+        return [*ops.packed_sketch(x, seeds, kind, rows, bits, block, order, count), seeds]
+    power = ops.lift(x.dtype, x.shape[0], kept_rows(x.shape[0], rows, block))
+    return [ops.make_sketch(x, seeds, kind, rows, block, order, count, 1 / power), seeds]
+
+
+@_keep.register_fake
+def _(x, seed, kind, rows, block=None, bits=None, uniform_mix=0.0, expected=None, order=None, count=None):
+    return list(empty_kept(x, x.shape[0], x.shape[1], Recipe(kind, rows, block, bits, uniform_mix)))
+
+
+@register_flop_formula(torch.ops.rmm_linear.keep)
+def _(x: Sequence[int], seed, kind, rows, block=None, bits=None, *args, out_shape=None, **kwargs) -> int:
+    tokens, columns = x
+    kept = kept_rows(tokens, rows, block)
+    if Recipe(kind, rows).draws(tokens):
+        made = 2 * tokens * columns + rows * columns  # the norms that they are drawn by, and the rows
+    else:
+        made = ops.sketch_flops(x, kind, rows, block)
+    return made if bits is None else made + 2 * GROUP * kept * columns
+
+
+def empty_kept(like: Tensor, tokens: int, features: int, recipe: Recipe) -> tuple[Tensor, ...]:
+    """Make room for what :func:`keep` makes.
+
+    Args:
+        like: Any tensor of the input's dtype, on its device.
+        tokens: N.
+        features: I.
+        recipe: How the input is kept.
+
+    Returns:
+        The tensors, with nothing in them yet.
+    """
+    rows = kept_rows(tokens, recipe.rows, recipe.block)
+    stored = (like.new_empty(rows, features),)
+    if recipe.bits is not None:
+        stored = empty_packed(rows, features, recipe.bits, like)
+    seeds = (like.new_empty(1, dtype=torch.int64),)
+    if not recipe.draws(tokens):
+        return *stored, *seeds
+    drawn = like.new_empty(rows, dtype=torch.int32), like.new_empty(rows, dtype=torch.float32)
+    return *stored, *drawn, *(() if recipe.bits is None else seeds)
+
+
 def keep(
     x: Tensor, recipe: Recipe, seed: int, mask: TokenMask | None = None, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -84,19 +154,11 @@ def keep(
         Z and the seed, or codes, ranges and the seed when packed; tensors on the device of ``x``. Where rows are drawn
         from X, they and their scales come after Z or the ranges, and without packing in the place of the seed.
     """
-    seeds = _on_device(seed, x.device)
+    if mask is None and recipe.bits is None and kept_rows(x.shape[0], recipe.rows, recipe.block) >= x.shape[0]:
+        return x, _on_device(seed, x.device)  # the seed decides nothing here
     ranks = (None, None) if mask is None else (mask.order, mask.count)
-    if recipe.draws(x.shape[0]):
-        drawn = ops.draw_rows(x, seeds, recipe.kind, recipe.rows, recipe.uniform_mix, expected, *ranks)
-        if recipe.bits is None:
-            return ops.gather_rows(x, *drawn), *drawn
-        return *ops.packed_rows(x, seeds, *drawn, recipe.bits), *drawn, seeds
-    if recipe.bits is not None:
-        return (*ops.packed_sketch(x, seeds, recipe.kind, recipe.rows, recipe.bits, recipe.block, *ranks), seeds)
-    if mask is None and kept_rows(x.shape[0], recipe.rows, recipe.block) >= x.shape[0]:
-        return x, seeds
-    power = ops.lift(x.dtype, x.shape[0], kept_rows(x.shape[0], recipe.rows, recipe.block))
-    return ops.sketch(x, seeds, recipe.kind, recipe.rows, recipe.block, *ranks, 1 / power), seeds
+    how = recipe.kind, recipe.rows, recipe.block, recipe.bits, recipe.uniform_mix
+    return tuple(_keep(x, seed, *how, expected, *ranks))
 
 
 def _on_device(seed: int, device: torch.device) -> Tensor:

@@ -1,4 +1,6 @@
-"""The operators that layers are made of, known to PyTorch: traced by compilers, counted in operations, run by device.
+"""What layers are made of, run by device, and the operators of the backward pass, known to PyTorch: counted and traced.
+
+The operator of the forward pass is :func:`rmm_linear.kept.keep`'s: it makes all that is kept of an input in one go.
 
 Plain PyTorch runs on CPU (packing and random numbers in compiled form where it was built), the Triton kernels on
 accelerators, both from the same seed with the same S. The environment variable RMM_BACKEND says otherwise: "torch" is
@@ -18,13 +20,24 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import _triton, native, packing
-from rmm_linear.row_ops import draw_rows, gather_rows, packed_rows
+from rmm_linear.row_ops import draw_rows, gather_rows, make_rows, packed_rows
 from rmm_linear.sketches import TokenMask, has_blocks, kept_rows
 from rmm_linear.sketches import sketch as plain_sketch
 from rmm_linear.sketches import sketch_parts as plain_parts
 from rmm_linear.sketches.blocks import block_rows
 
-__all__ = ["draw_rows", "gather_rows", "lift", "packed_rows", "packed_sketch", "sketch", "unpacked_product"]
+__all__ = [
+    "draw_rows",
+    "gather_rows",
+    "lift",
+    "make_rows",
+    "make_sketch",
+    "packed_rows",
+    "packed_sketch",
+    "sketch",
+    "sketch_flops",
+    "unpacked_product",
+]
 
 _CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
 
@@ -54,8 +67,7 @@ def lift(dtype: torch.dtype, tokens: int, rows: int) -> float:
     return 2.0 ** math.ceil(math.log2(4 * math.sqrt(tokens / max(rows, 1))))
 
 
-@torch.library.custom_op("rmm_linear::sketch", mutates_args=())
-def sketch(
+def make_sketch(
     matrix: Tensor,
     seed: Tensor,
     kind: str,
@@ -94,12 +106,14 @@ def sketch(
     return result.contiguous()  # transforms return other strides
 
 
+sketch = torch.library.custom_op("rmm_linear::sketch", make_sketch, mutates_args=())
+
+
 @sketch.register_fake
 def _(matrix, seed, kind, rows, block=None, order=None, count=None, power=1.0):
     return matrix.new_empty(kept_rows(matrix.shape[0], rows, block), matrix.shape[1])
 
 
-@torch.library.custom_op("rmm_linear::packed_sketch", mutates_args=())
 def packed_sketch(
     matrix: Tensor,
     seed: Tensor,
@@ -143,11 +157,6 @@ def packed_sketch(
             real_rows = matrix if mask is None else matrix.index_select(0, mask.order[:real])
             return packing.pack_hashed(real_rows, rows, bits, seed)
     return packing.pack_parts(plain_parts(matrix, **shape), (kept, columns), bits, seed)
-
-
-@packed_sketch.register_fake
-def _(matrix, seed, kind, rows, bits, block=None, order=None, count=None):
-    return packing.empty_packed(kept_rows(matrix.shape[0], rows, block), matrix.shape[1], bits, matrix)
 
 
 @torch.library.custom_op("rmm_linear::unpacked_product", mutates_args=())
@@ -216,8 +225,18 @@ def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, order=None,
     return y.new_empty(y.shape[1], columns)
 
 
-def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
-    """Multiplications and additions, each one, as PyTorch counts a matrix product; of the transforms the fast form."""
+def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
+    """Count multiplications and additions, each one, as PyTorch counts a product; of the transforms the fast form.
+
+    Args:
+        shape: (N, D).
+        kind: One of :data:`rmm_linear.sketches.FAMILIES`.
+        rows: K.
+        block: Tokens per block, or None.
+
+    Returns:
+        The operations of SᵀM.
+    """
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
         return 0
@@ -230,17 +249,11 @@ def _sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None)
 
 @register_flop_formula(torch.ops.rmm_linear.sketch)
 def _(matrix, seed, kind, rows, block=None, *args, out_shape=None, **kwargs) -> int:
-    return _sketch_flops(matrix, kind, rows, block)
-
-
-@register_flop_formula(torch.ops.rmm_linear.packed_sketch)
-def _(matrix, seed, kind, rows, bits, block=None, *args, out_shape=None, **kwargs) -> int:
-    kept = kept_rows(matrix[0], rows, block)
-    return _sketch_flops(matrix, kind, rows, block) + 2 * packing.GROUP * kept * matrix[1]
+    return sketch_flops(matrix, kind, rows, block)
 
 
 @register_flop_formula(torch.ops.rmm_linear.unpacked_product)
 def _(y, codes, ranges, seed, kind, rows, bits, columns, block=None, *args, out_shape=None, **kwargs) -> int:
     kept, outputs = codes[0], y[1]
     unpacking = 2 * kept * columns + 2 * packing.GROUP * outputs * columns
-    return _sketch_flops(y, kind, rows, block) + 2 * kept * outputs * columns + unpacking
+    return sketch_flops(y, kind, rows, block) + 2 * kept * outputs * columns + unpacking

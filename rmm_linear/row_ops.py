@@ -1,4 +1,4 @@
-"""The operators of the kinds that draw rows by their weight: which rows, the rows themselves, and those packed.
+"""What the kinds that draw rows by their weight are made of: which rows, the rows themselves, and those packed.
 
 A draw is stored and not made again, so the backward pass needs neither X nor what was expected of Y.
 """
@@ -15,7 +15,6 @@ from rmm_linear import _triton, packing
 from rmm_linear.sketches import SAMPLERS, Drawn, TokenMask, draw, gather, probabilities, random_keys, row_norms
 
 
-@torch.library.custom_op("rmm_linear::draw_rows", mutates_args=())
 def draw_rows(
     x: Tensor,
     seed: Tensor,
@@ -25,7 +24,7 @@ def draw_rows(
     expected: Tensor | None = None,
     order: Tensor | None = None,
     count: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Drawn:
     """Draw K rows of an input by what they weigh; :mod:`rmm_linear.sketches.sampling` says how.
 
     Args:
@@ -62,13 +61,7 @@ def draw_rows(
     return draw(probabilities(norms, uniform_mix, expected, mask), keys, SAMPLERS[kind], mask)
 
 
-@draw_rows.register_fake
-def _(x, seed, kind, rows, uniform_mix, expected=None, order=None, count=None):
-    return x.new_empty(rows, dtype=torch.int32), x.new_empty(rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("rmm_linear::gather_rows", mutates_args=())
-def gather_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+def make_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     """Return SᵀM for rows that were drawn.
 
     Args:
@@ -84,12 +77,14 @@ def gather_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     return gather(matrix, Drawn(index, scale))
 
 
+gather_rows = torch.library.custom_op("rmm_linear::gather_rows", make_rows, mutates_args=())
+
+
 @gather_rows.register_fake
 def _(matrix, index, scale):
     return matrix.new_empty(index.shape[0], matrix.shape[1])
 
 
-@torch.library.custom_op("rmm_linear::packed_rows", mutates_args=())
 def packed_rows(matrix: Tensor, seed: Tensor, index: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) for rows that were drawn, made in one go: on CPU in parts, in a kernel before it is stored.
 
@@ -112,21 +107,6 @@ def packed_rows(matrix: Tensor, seed: Tensor, index: Tensor, scale: Tensor, bits
     return packing.pack_parts(part, (len(index), matrix.shape[1]), bits, seed)
 
 
-@packed_rows.register_fake
-def _(matrix, seed, index, scale, bits):
-    return packing.empty_packed(index.shape[0], matrix.shape[1], bits, matrix)
-
-
-@register_flop_formula(torch.ops.rmm_linear.draw_rows)
-def _(x: Sequence[int], *args, out_shape=None, **kwargs) -> int:
-    return 2 * x[0] * x[1]
-
-
 @register_flop_formula(torch.ops.rmm_linear.gather_rows)
 def _(matrix: Sequence[int], index: Sequence[int], *args, out_shape=None, **kwargs) -> int:
     return index[0] * matrix[1]
-
-
-@register_flop_formula(torch.ops.rmm_linear.packed_rows)
-def _(matrix: Sequence[int], seed, index: Sequence[int], *args, out_shape=None, **kwargs) -> int:
-    return (1 + 2 * packing.GROUP) * index[0] * matrix[1]

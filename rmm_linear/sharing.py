@@ -4,6 +4,9 @@ Autograd stores an input once, however many layers read it; so do we. A sketch i
 (the tensor or a view of the same memory, unchanged since by its version counter), the recipe and the mask. The input
 itself is held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd
 alone, which frees it after the last of the layers' backward passes.
+
+Layers of two selective checkpoints share nothing, nor do those inside and outside of one: each is recomputed by itself,
+and must then find the operators that ran in it before. Each has a dispatch mode of its own, which tells them apart.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 @dataclass
@@ -55,7 +59,7 @@ class SharedSketches:
             self.clear()
             self._task = task
         place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
-        full_key = (place, *key)
+        full_key = (place, _get_current_dispatch_mode(), *key)
         entry = self._entries.get(full_key)
         if entry is not None and entry.source() is not None and entry.version == source._version:
             entry.layers.append(index)

@@ -15,6 +15,7 @@ from rmm_linear.kept import Recipe, keep
 from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
+KEEP = torch.ops.rmm_linear.keep.default
 DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9), ("hadamard", 9)]
 BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
@@ -35,7 +36,8 @@ def ranks(name, tokens=40):
 @pytest.mark.parametrize(("kind", "block"), BLOCKS)
 def test_operators_keep_pytorchs_rules(kind, block, mask):
     torch.library.opcheck(ops.sketch, (made(), SEED, kind, 7, block, *ranks(mask)))
-    torch.library.opcheck(ops.packed_sketch, (made(), SEED, kind, 7, 4, block, *ranks(mask)))
+    for bits in (None, 4):
+        torch.library.opcheck(KEEP, (made(), 77, kind, 7, block, bits, 0.0, None, *ranks(mask)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -44,7 +46,8 @@ def test_operators_that_keep_every_row_return_tensors_of_their_own(rows, dtype):
     x = made(dtype=dtype)
     torch.library.opcheck(ops.sketch, (x, SEED, "countsketch", rows))
     torch.library.opcheck(ops.sketch, (x, SEED, "rademacher", 39, 9, *ranks("some")))
-    torch.library.opcheck(ops.packed_sketch, (x, SEED, "countsketch", rows, 8))
+    for bits in (None, 8):
+        torch.library.opcheck(KEEP, (x, 77, "countsketch", rows, None, bits))
 
 
 @pytest.mark.parametrize("view", [lambda m: m.T, lambda m: m[:, 3:33], lambda m: m[::2]])
@@ -53,7 +56,7 @@ def test_operators_take_any_strides(rows, view):
     x = view(made(70, 70))
     for kind in ("countsketch", "rows", "hadamard"):
         torch.library.opcheck(ops.sketch, (x, SEED, kind, rows))
-    torch.library.opcheck(ops.packed_sketch, (x, SEED, "countsketch", rows, 4))
+    torch.library.opcheck(KEEP, (x, 77, "countsketch", rows, None, 4))
 
 
 @needs_triton
@@ -62,7 +65,8 @@ def test_operators_take_any_strides(rows, view):
 def test_operators_on_the_kernels_keep_pytorchs_rules(kind, block, mask, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", "triton")
     torch.library.opcheck(ops.sketch, (made().T.contiguous().T, SEED, kind, 7, block, *ranks(mask)))
-    torch.library.opcheck(ops.packed_sketch, (made(), SEED, kind, 7, 4, block, *ranks(mask)))
+    for bits in (None, 4):
+        torch.library.opcheck(KEEP, (made(), 77, kind, 7, block, bits, 0.0, None, *ranks(mask)))
 
 
 def test_a_block_is_refused_where_there_are_none():
@@ -129,8 +133,9 @@ def test_operations_are_counted(kind, block, flops):
         ops.sketch(made(), SEED, kind, 8, block)
     assert counter.get_total_flops() == flops
     with FlopCounterMode(display=False) as counter:
-        ops.packed_sketch(made(), SEED, kind, 8, 4, block)
-    assert counter.get_total_flops() == flops + 2 * 64 * 8 * 70
+        keep(made(), Recipe(kind, 8, block), 77)
+        keep(made(), Recipe(kind, 8, block, bits=4), 77)
+    assert counter.get_total_flops() == 2 * flops + 2 * 64 * 8 * 70
 
 
 def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
@@ -244,7 +249,7 @@ def test_float16_has_room_for_the_sums_of_what_it_holds(kind, block, bits, mask,
         )
         gradients[dtype] = weight.grad.double()
     assert gradients[torch.float16].isfinite().all()
-    # Packed, the others of its group are rounded by the steps of the large one, and a step weighs much in a short group.
+    # Packed, the others of its group are rounded by the large one's steps, and a step weighs much in a short group.
     for part in (slice(3, 4), slice(64, 70)) if bits is None else (slice(3, 4),):
         error = (gradients[torch.float16] - gradients[torch.float32])[:, part].norm()
         assert error <= (5e-3 if bits is None else 2e-2) * gradients[torch.float32][:, part].norm()

@@ -1,5 +1,6 @@
 """The operators of the kinds that draw rows: PyTorch's rules, the kernels, and what they refuse."""
 
+import itertools
 import math
 import sys
 
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, ops, packing, sketched_linear
+from rmm_linear.kept import Recipe, keep
 from rmm_linear.sketches import (
     SAMPLERS,
     TokenMask,
@@ -53,12 +55,11 @@ def parts(mask):
 @every_sampler
 def test_operators_keep_pytorchs_rules(kind, mask, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
-    more = parts(ranks(mask))
-    for expected in (None, made()[:, 0].abs()):
-        torch.library.opcheck(ops.draw_rows, (made(), SEED, kind, 7, 0.1, expected, *more))
-    drawn = ops.draw_rows(made(), SEED, kind, 7, 0.1, None, *more)
+    for expected, bits in itertools.product((None, made()[:, 0].abs()), (None, 4)):
+        more = (kind, 7, None, bits, 0.1, expected, *parts(ranks(mask)))
+        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (made(), 77, *more))
+    drawn = ops.draw_rows(made(), SEED, kind, 7, 0.1, None, *parts(ranks(mask)))
     torch.library.opcheck(ops.gather_rows, (made().T.contiguous().T, *drawn))
-    torch.library.opcheck(ops.packed_rows, (made(), SEED, *drawn, 4))
 
 
 @every_backend
@@ -144,11 +145,11 @@ def test_other_types_draw_the_same_rows(kind, dtype, backend, monkeypatch):
 
 
 def test_operations_are_counted():
-    x, drawn = made(), ops.draw_rows(made(), SEED, "wta", 8, 0.1)
+    x, drawn, norms = made(), ops.draw_rows(made(), SEED, "wta", 8, 0.1), 2 * 40 * 70
     for run, flops in (
-        (lambda: ops.draw_rows(x, SEED, "wta", 8, 0.1), 2 * 40 * 70),
+        (lambda: keep(x, Recipe("wta", 8, uniform_mix=0.1), 77), norms + 8 * 70),
+        (lambda: keep(x, Recipe("wta", 8, bits=4, uniform_mix=0.1), 77), norms + 8 * 70 + 2 * 64 * 8 * 70),
         (lambda: ops.gather_rows(x, *drawn), 8 * 70),
-        (lambda: ops.packed_rows(x, SEED, *drawn, 4), 8 * 70 + 2 * 64 * 8 * 70),
     ):
         with FlopCounterMode(display=False) as counter:
             run()
