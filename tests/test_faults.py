@@ -6,14 +6,13 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_helpers import full_disk, in_a_child, kill
 from glue_helpers import fails, flags, results_of, same_weights, write_cola
 
 from glue_finetune import trainer as trainers
@@ -37,27 +36,6 @@ def uninterrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFact
     output = tmp_path_factory.mktemp("whole") / "run"
     assert main(flags(model, cola, output, **SKETCH)) == 0
     return output
-
-
-def in_a_child(run: Callable[[], int]) -> int:
-    """Run in a forked process, which may be killed, and return how it ended: its status, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            with (
-                open(os.devnull, "w") as nothing,
-                contextlib.redirect_stdout(nothing),
-                contextlib.redirect_stderr(nothing),
-            ):
-                status = run()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class InTheMiddle(StepTimer):
@@ -104,18 +82,6 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
     assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
     assert same_weights(tmp_path / "run", uninterrupted)
     assert results_of(tmp_path / "run")["score"] == results_of(uninterrupted)["score"]
-
-
-@contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond `room` bytes: the kernel itself refuses, as on a full disk."""
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
