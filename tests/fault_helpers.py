@@ -63,6 +63,7 @@ def at_write(patch: pytest.MonkeyPatch, number: int, fault: Callable[[], Any]) -
     patch.setattr(os, "fsync", counted(os.fsync))
     patch.setattr(Path, "replace", counted(Path.replace))
     patch.setattr(Path, "unlink", counted(Path.unlink))
+    patch.setattr(os, "unlink", counted(os.unlink))
 
 
 def no_room() -> None:
