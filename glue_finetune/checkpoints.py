@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from glue_finetune.arguments import GlueTrainingArguments
-from glue_finetune.errors import UserError, one_line
+from glue_finetune.complete import (
+    CHECKPOINT,
+    SETTINGS_FILE,
+    complete_checkpoints,
+    read_settings,
+    remove_checkpoint,
+)
+from glue_finetune.errors import UserError
 from glue_finetune.files import make_folder
 from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE
-from glue_finetune.trainer import CHECKPOINT, SETTINGS_FILE, complete_checkpoints
 
 
 def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any]) -> Path | None:
@@ -56,15 +60,7 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
 
 
 def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    try:
-        saved = json.loads((checkpoint / SETTINGS_FILE).read_text(encoding="utf-8"))
-        if not isinstance(saved, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, RecursionError, ValueError) as error:
-        raise UserError(
-            f"{checkpoint / SETTINGS_FILE} is damaged ({one_line(error)}). Remove this checkpoint to go on from an "
-            "earlier one, or start anew with --overwrite_output_dir."
-        ) from error
+    saved = read_settings(checkpoint)
     differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
     if differing:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, now {settings.get(name)!r}" for name in differing[:3])
@@ -97,7 +93,7 @@ def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
                     (folder / name).unlink(missing_ok=True)
             for path in folder.iterdir():
                 if path.is_dir() and CHECKPOINT.fullmatch(path.name) and path not in kept:
-                    shutil.rmtree(path)
+                    remove_checkpoint(path)
     except OSError as error:
         raise UserError(f"Cannot write output_dir {folder}: {error.strerror}. Choose another one.") from error
     return folder

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
+from glue_finetune.complete import complete_checkpoints
 from glue_finetune.errors import UserError
-from glue_finetune.files import make_folder, write_json
+from glue_finetune.files import make_folder, saving, write_json
 from glue_finetune.modeling import check_conversion
 from glue_finetune.results import read_results, run_settings
 from glue_finetune.summary import write_summary
-from glue_finetune.trainer import complete_checkpoints
 from glue_finetune.training import check_run
 
 MARKER = "comparison.json"  # tells a comparison's folder from somebody's files
@@ -101,7 +101,8 @@ def run_comparison(arguments: Arguments) -> int:
         The exit status: 0, that of the first run that failed, or 128 plus the number of a signal.
 
     Raises:
-        UserError: If an entry, a seed or the folder cannot be used. Nothing is written then.
+        UserError: If an entry, a seed or the folder cannot be used, and nothing is written then; or if the table
+            cannot be saved.
     """
     folder, runs = plan_comparison(arguments)
     _check(runs)
@@ -109,13 +110,20 @@ def run_comparison(arguments: Arguments) -> int:
     pending = [run for run in runs if overwrite or not _is_finished(run)]
     make_folder(folder)
     settings = list(dict.fromkeys(run.setting.label for run in runs))
-    write_json(folder / MARKER, {"compare": settings, "seeds": list(dict.fromkeys(run.seed for run in runs))})
+    with saving(folder / MARKER, f"give {_again(overwrite)}"):
+        write_json(folder / MARKER, {"compare": settings, "seeds": list(dict.fromkeys(run.seed for run in runs))})
     status = _execute(runs, pending, overwrite)
     if status:
         return status
     results = {(run.setting.label, run.seed): read_results(run.folder) or {} for run in runs}
-    print("\n" + write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv))))
+    with saving(folder, f"give {_again(overwrite)}; finished runs are kept"):
+        table = write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv)))
+    print(f"\n{table}")
     return 0
+
+
+def _again(overwrite: bool) -> str:
+    return "the same command" if not overwrite else "the same command without --overwrite_output_dir"
 
 
 def plan_comparison(arguments: Arguments) -> tuple[Path, list[Run]]:
@@ -226,8 +234,7 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         if status:
             ending = "was interrupted" if status in (130, 143) else f"ended with exit status {status}, see above"
             print(f"{PROGRAM}: error: {run.setting.label} with seed {run.seed} {ending}.", file=sys.stderr)
-            again = "the same command" if not overwrite else "the same command without --overwrite_output_dir"
-            print(f"Finished runs are kept, {again} goes on from here.", file=sys.stderr)
+            print(f"Finished runs are kept, {_again(overwrite)} goes on from here.", file=sys.stderr)
             return status
     return 0
 

@@ -47,11 +47,14 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def saving(what: Path) -> Iterator[None]:
+def saving(
+    what: Path, remedy: str = "go on with --resume_from_checkpoint last, if there is a checkpoint"
+) -> Iterator[None]:
     """Turn what goes wrong while something is saved, as on a full disk, into one clear line.
 
     Args:
         what: The file or folder.
+        remedy: What to do when there is room again.
 
     Raises:
         UserError: If the block cannot write.
@@ -60,8 +63,7 @@ def saving(what: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # Python's own, torch.save's, safetensors'
         raise UserError(
-            f"Cannot save {what}: {one_line(error)}. What was saved before is complete. Make room, then go on with "
-            "--resume_from_checkpoint last, if there is a checkpoint."
+            f"Cannot save {what}: {one_line(error)}. What was saved before is complete. Make room, then {remedy}."
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import shutil
 import statistics
 import time
@@ -13,14 +13,14 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from glue_finetune.complete import complete_checkpoints, mark_complete, remove_checkpoint
 from glue_finetune.errors import UserError
-from glue_finetune.files import saving, write_json
+from glue_finetune.files import saving
 from rmm_linear import save_sketch_state
 from rmm_linear.memory import track_saved
 
 BYTES_KEPT = "bytes_kept"
-SETTINGS_FILE, SKETCH_FILE = "glue_settings.json", "sketch_state.json"
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+SKETCH_FILE = "sketch_state.json"
 MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
@@ -42,9 +42,13 @@ class GlueTrainer(Trainer):
             The scheduler.
         """
         # Polynomial decay divides by the number of steps after the warm-up.
+        given = self.args.warmup_steps
         if self.args.get_warmup_steps(num_training_steps) >= num_training_steps:
             self.args.warmup_steps = max(num_training_steps - 1, 0)
-        return super().create_scheduler(num_training_steps, *args, **kwargs)
+        try:
+            return super().create_scheduler(num_training_steps, *args, **kwargs)
+        finally:
+            self.args.warmup_steps = given  # results.json has what was asked for, or a run is not known again
 
     def compute_loss(
         self,
@@ -135,8 +139,8 @@ class StepTimer(TrainerCallback):
 class CheckpointFiles(TrainerCallback):
     """Adds to every checkpoint what the Trainer leaves out: the state of the sketches, and the run's settings.
 
-    The settings come last, so a checkpoint that has them is complete, and keep another run from going on from it. Only
-    then are earlier checkpoints removed, so that there is always a complete one.
+    The settings come last, with a digest of every file, so a checkpoint that has them is complete, and keep another run
+    from going on from it. Only then are earlier checkpoints removed, so that there is always a complete one.
     """
 
     def __init__(self, settings: dict[str, Any], sketched: bool) -> None:
@@ -173,10 +177,11 @@ class CheckpointFiles(TrainerCallback):
         with saving(folder):
             if self.sketched and model is not None:
                 save_sketch_state(model, folder / SKETCH_FILE)
-            write_json(folder / SETTINGS_FILE, self.settings)
+            mark_complete(folder, self.settings)
         earlier = [path for path in complete_checkpoints(folder.parent) if str(path) != state.best_model_checkpoint]
         for path in earlier[: -args.save_total_limit] if args.save_total_limit else []:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what is left is removed when a run is resumed
+                remove_checkpoint(path)
 
 
 class EpochLines(TrainerCallback):
@@ -226,20 +231,6 @@ class ProgressCallbackWithoutLogs(ProgressCallback):
         from tqdm.auto import tqdm
 
         tqdm.write(line)
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """List a run's complete checkpoints.
-
-    Args:
-        folder: The run's output_dir.
-
-    Returns:
-        The checkpoints in the order of their steps.
-    """
-    steps = {path: CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoint-*")}
-    found = {path: int(match[1]) for path, match in steps.items() if match and (path / SETTINGS_FILE).is_file()}
-    return sorted(found, key=lambda path: found[path])
 
 
 def evaluation_scores(entry: dict[str, Any]) -> dict[str, float]:

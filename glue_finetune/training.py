@@ -12,7 +12,9 @@ from transformers import DataCollatorWithPadding, set_seed
 
 from glue_finetune.arguments import Arguments
 from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
+from glue_finetune.complete import check_files
 from glue_finetune.data import GlueData, load_task
+from glue_finetune.errors import UserError
 from glue_finetune.files import claimed, saving, write_json
 from glue_finetune.interrupt import InterruptCallback
 from glue_finetune.modeling import (
@@ -79,6 +81,8 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     task = get_task(glue.task_name or "")
     settings = run_settings(arguments)
     checkpoint = choose_checkpoint(training, settings)
+    if checkpoint is not None:
+        check_files(checkpoint)
     data, model_config = check_run(arguments)
     tokenizer = load_tokenizer(glue.model_name_or_path)
     set_seed(training.seed)  # the classifier starts from random weights
@@ -103,6 +107,11 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     timer = StepTimer()
     if training.process_index == 0:
         held.enter_context(claimed(Path(training.output_dir or "")))
+        if choose_checkpoint(training, settings) != checkpoint:  # the folder was another run's until now
+            raise UserError(
+                f"Another run has just written into output_dir {training.output_dir}. Start this one again to go on "
+                "from its last checkpoint."
+            )
     folder = prepare_folder(training, resuming=checkpoint is not None)
     trainer = GlueTrainer(
         model=model,

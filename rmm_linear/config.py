@@ -20,6 +20,7 @@ from rmm_linear.kept import DRAWN_BYTES, Recipe
 from rmm_linear.packing import WIDTHS, packed_bytes
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, has_blocks
 
+STATE_KEY = "sketch_state"
 _VERSION_KEY = "rmm_linear_version"
 _DEFAULT_MEMORY = 0.1
 _AUTO_BITS = 4
@@ -225,7 +226,8 @@ class RMMConfig:
 
         Args:
             values: Field names to values. Unknown keys are ignored with a warning when a newer version of the library
-                wrote them, and are an error otherwise.
+                wrote them, and are an error otherwise. What sketches have learned, which ``save_conversion`` puts
+                beside them, is left out.
 
         Returns:
             The configuration.
@@ -237,7 +239,7 @@ class RMMConfig:
         if not isinstance(values, Mapping):
             raise TypeError(f"A configuration is a mapping of field names to values, got {type(values).__name__}.")
         known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - {*known, _VERSION_KEY})
+        unknown = sorted(set(values) - {*known, _VERSION_KEY, STATE_KEY})
         if unknown:
             written = values.get(_VERSION_KEY)
             if not _is_newer(written):
@@ -251,13 +253,21 @@ class RMMConfig:
             )
         return cls(**{name: values[name] for name in known if name in values})
 
+    def to_saved(self) -> dict[str, Any]:
+        """Return the content of the file that :meth:`save` writes.
+
+        Returns:
+            The version of the library, and the fields as plain JSON types.
+        """
+        return {_VERSION_KEY: __version__, **self.to_dict()}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON, atomically, with the version of the library.
 
         Args:
             path: File to write.
         """
-        write_text(path, json.dumps({_VERSION_KEY: __version__, **self.to_dict()}, indent=2) + "\n")
+        write_text(path, json.dumps(self.to_saved(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RMMConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,3 +40,19 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Compute the SHA-256 digest of a file.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        Its 64 hexadecimal digits.
+    """
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

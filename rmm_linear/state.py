@@ -2,12 +2,12 @@
 
 Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. What ``bits="auto"`` has
 chosen, or seen so far, and which layers share a sketch, goes into a small JSON file beside them. What norm estimators
-have learned are tensors; they go into a safetensors file beside that, whose digest the JSON has.
+have learned are tensors; they go into a safetensors file beside that, see :mod:`rmm_linear.sidecar`. Layers are named
+as in the model itself, however it is wrapped.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from rmm_linear._version import __version__
 from rmm_linear.bits import BitsChoice
 from rmm_linear.estimators import NormEstimator, make_norm_estimator
-from rmm_linear.files import replacing, write_text
+from rmm_linear.files import write_text
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.scope import ForwardScope
-
-_SUFFIX = ".safetensors"
-_DIGEST = "tensors_sha256"
+from rmm_linear.sidecar import read_tensors, tensors_beside
+from rmm_linear.wrappers import own_name, unwrapped
 
 
 def sketch_state(model: nn.Module) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         A dictionary of plain JSON types: the library's version, the choice of every sketched layer by its name, the
         groups of layers that share a sketch, and the name of every layer's norm estimator.
     """
-    layers = _layers(model)
+    layers = sketched_layers(model)
     groups = []
     for scope, numbers in _scopes(layers).items():
         names = {number: name for name, number in numbers.items()}
@@ -60,7 +59,7 @@ def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     return {
         f"{name}:{key}": tensor
-        for name, layer in _layers(model).items()
+        for name, layer in sketched_layers(model).items()
         if layer.rmm_estimator is not None
         for key, tensor in layer.rmm_estimator.tensors().items()
     }
@@ -78,7 +77,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         ValueError: If the layers or their norm estimators are not the same, or the state is malformed; then nothing
             changes.
     """
-    layers = _layers(model)
+    layers = sketched_layers(model)
     try:
         choices = {name: BitsChoice.from_dict(values) for name, values in state["layers"].items()}
         groups = [tuple(map(str, group)) for group in state.get("groups", [])]
@@ -138,23 +137,16 @@ def _read_estimators(
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
 
-    Each file is written atomically, the JSON last. It has the digest of the other one, so that a file that is damaged
-    or of another state is noticed. Tensors need the package safetensors, which transformers brings.
+    An earlier state in the same place stays whole until the new one is. Tensors need the package safetensors, which
+    transformers brings.
 
     Args:
         model: A converted model.
-        path: File to write; that of the tensors has ``.safetensors`` behind its name.
+        path: File to write; that of the tensors has a digest and ``.safetensors`` behind its name.
     """
-    path, state, tensors = Path(path), sketch_state(model), sketch_tensors(model)
-    beside = _beside(path)
-    if tensors:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with replacing(beside) as temporary:
-            _safetensors().save_file(contiguous, temporary)
-            state[_DIGEST] = _digest(temporary)
-    write_text(path, json.dumps(state, indent=1) + "\n")
-    if not tensors:
-        beside.unlink(missing_ok=True)  # of an earlier state
+    path = Path(path)
+    with tensors_beside(path, sketch_tensors(model)) as named:
+        write_text(path, json.dumps({**sketch_state(model), **named}, indent=1) + "\n")
 
 
 def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -168,21 +160,41 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If a file is malformed, missing or of another model; the message names it. Then nothing changes.
     """
     path = Path(path)
-    beside = _beside(path)
     try:
         state: Any = json.loads(path.read_text(encoding="utf-8"))
-        tensors = None
-        if isinstance(state, dict) and _DIGEST in state:
-            if not beside.is_file() or _digest(beside) != state[_DIGEST]:
-                raise ValueError(f"{beside.name} must lie beside it as it was written, and is missing or another one.")
-            tensors = _safetensors().load_file(beside)
-        load_sketch_state(model, state, tensors)
     except (RecursionError, ValueError) as error:  # the first of brackets without end
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
+    load_saved_state(model, path, state)
 
 
-def _layers(model: nn.Module) -> dict[str, SketchedLayer]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
+def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
+    """Give a model the state that was read from a JSON file, with the tensors beside that.
+
+    Args:
+        model: A converted model.
+        path: The JSON file.
+        state: What it has.
+
+    Raises:
+        ValueError: As for :func:`read_sketch_state`.
+    """
+    try:
+        load_sketch_state(model, state, read_tensors(path, state))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
+    """List the sketched layers of a model.
+
+    Args:
+        model: A model, wrapped or not.
+
+    Returns:
+        The layers by their names in the model itself.
+    """
+    found = unwrapped(model).named_modules()
+    return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 
 
 def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, int]]:
@@ -192,26 +204,3 @@ def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, in
         if layer.rmm_scope is not None:
             found.setdefault(layer.rmm_scope, {})[name] = layer.rmm_index
     return found
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + _SUFFIX)  # model.json must not lead to the weights in model.safetensors
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as missing:
-        raise ImportError(
-            "The state of norm estimators is saved with safetensors, which is not installed. "
-            "Run pip install 'rmm_linear[glue]'."
-        ) from missing
-    return safetensors.torch

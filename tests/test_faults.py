@@ -6,22 +6,23 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_helpers import full_disk, in_a_child, kill
 from glue_helpers import fails, flags, results_of, same_weights, write_cola
 
+from glue_finetune import compare, training
 from glue_finetune import trainer as trainers
-from glue_finetune import training
 from glue_finetune.cli import main
+from glue_finetune.complete import complete_checkpoints, mark_complete, read_settings
 from glue_finetune.files import claimed, write_json
-from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, complete_checkpoints
+from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer
 from rmm_linear import RMMConfig
+from rmm_linear.integrations.pretrained import save_conversion
 
 STEPS = 6  # per epoch
 SKETCH: dict[str, Any] = {"kind": "countsketch", "memory": 0.5, "bits": "auto", "seed": 7, "disable_tqdm": "true"}
@@ -37,27 +38,6 @@ def uninterrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFact
     output = tmp_path_factory.mktemp("whole") / "run"
     assert main(flags(model, cola, output, **SKETCH)) == 0
     return output
-
-
-def in_a_child(run: Callable[[], int]) -> int:
-    """Run in a forked process, which may be killed, and return how it ended: its status, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        status = 70
-        try:
-            with (
-                open(os.devnull, "w") as nothing,
-                contextlib.redirect_stdout(nothing),
-                contextlib.redirect_stderr(nothing),
-            ):
-                status = run()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class InTheMiddle(StepTimer):
@@ -104,18 +84,6 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
     assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
     assert same_weights(tmp_path / "run", uninterrupted)
     assert results_of(tmp_path / "run")["score"] == results_of(uninterrupted)["score"]
-
-
-@contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond `room` bytes: the kernel itself refuses, as on a full disk."""
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
@@ -180,6 +148,70 @@ def test_results_that_do_not_fit_end_the_run_with_one_line_and_come_when_there_i
     assert results_of(run)["score"] == results_of(uninterrupted)["score"]
 
 
+@pytest.mark.parametrize("room", [5000, 300], ids=["weights", "conversion"])
+def test_a_final_model_that_does_not_fit_ends_the_run_with_one_line_and_comes_when_there_is_room(
+    model: Path,
+    cola: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    room: int,
+) -> None:
+    """The checkpoint of the last step is complete; what is saved of it for use is not."""
+
+    class NoRoom(GlueTrainer):
+        def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+            with full_disk(room if room > 1000 and not _internal_call else 1 << 40):
+                super().save_model(output_dir, _internal_call)
+
+    def save(*args: Any) -> None:
+        with full_disk(room if room < 1000 else 1 << 40):
+            save_conversion(*args)
+
+    run = tmp_path / "run"
+    argv = flags(model, cola, run, **SKETCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "GlueTrainer", NoRoom)
+        patch.setattr(training, "save_conversion", save)
+        line = fails(capsys, argv)
+    assert f"Cannot save {run}: " in line
+    assert os.strerror(errno.EFBIG) in line
+    assert not (run / "results.json").exists()
+    assert not (run / "rmm_config.json").exists()
+    assert [path.name for path in complete_checkpoints(run)] == [f"checkpoint-{2 * STEPS}"]
+    assert main([*argv, "--resume_from_checkpoint", "last"]) == 0
+    assert same_weights(run, uninterrupted)
+    assert (run / "rmm_config.json").read_bytes() == (uninterrupted / "rmm_config.json").read_bytes()
+
+
+def test_a_comparison_on_a_full_disk_ends_with_one_line_and_comes_when_there_is_room(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its list of settings, its table and its picture: 10, 200 and 10,000 bytes are too few for one after another."""
+    monkeypatch.setattr(compare, "run_process", lambda argv: main(list(argv)))
+    out = tmp_path / "out"
+    argv = flags(model, cola, out, disable_tqdm="true", max_steps=1, compare=["exact", "rows:0.5"])
+    with full_disk(10):
+        line = fails(capsys, argv)
+    assert f"Cannot save {out / 'comparison.json'}: " in line
+    assert list(out.iterdir()) == []
+    assert main(argv) == 0
+    files = {path.name: path.read_bytes() for path in out.glob("comparison.*")}
+    assert sorted(files) == [f"comparison.{suffix}" for suffix in ("csv", "json", "md", "png")]
+    for room, left in ((200, 1), (10_000, 3)):
+        for name in files:
+            if name != "comparison.json":
+                (out / name).unlink(missing_ok=True)
+        with full_disk(room):
+            line = fails(capsys, argv)
+        assert f"Cannot save {out}: " in line
+        assert "Make room, then give the same command; finished runs are kept." in line
+        assert len(list(out.glob("comparison.*"))) == left
+    assert main(argv) == 0
+    assert {path.name for path in out.glob("comparison.*")} == set(files)
+
+
 @pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: '{"layers": 3}'])
 def test_a_damaged_sketch_state_is_named(
     model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], damage: Any
@@ -188,6 +220,7 @@ def test_a_damaged_sketch_state_is_named(
     (run / "results.json").unlink()
     (checkpoint,) = complete_checkpoints(run)
     (checkpoint / SKETCH_FILE).write_text(damage((checkpoint / SKETCH_FILE).read_text()))
+    mark_complete(checkpoint, read_settings(checkpoint))  # as if it had been written so
     line = fails(capsys, [*flags(model, cola, run, **SKETCH), "--resume_from_checkpoint", "last"])
     assert "Cannot resume: " in line
     assert str(checkpoint / SKETCH_FILE) in line

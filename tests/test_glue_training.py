@@ -19,8 +19,9 @@ from glue_helpers import fails, flags, results_of, same_weights, write_cola, wri
 
 from glue_finetune import interrupt, training
 from glue_finetune.cli import main
+from glue_finetune.complete import SETTINGS_FILE
 from glue_finetune.interrupt import InterruptCallback
-from glue_finetune.trainer import SETTINGS_FILE, GlueTrainer, StepTimer
+from glue_finetune.trainer import GlueTrainer, StepTimer
 from rmm_linear import RMMConfig, RMMLinear
 
 STEPS = 6  # per epoch: 48 rows in batches of 8

@@ -42,7 +42,7 @@ def test_a_saved_conversion_is_json_and_safetensors(tmp_path, estimator):
         model(torch.randn(4, 10, 12)).square().sum().backward()
     save_conversion(model, tmp_path)
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert [name for name in files if name.endswith(".json")] == ["rmm_config.json", "sketch_state.json"]
+    assert [name for name in files if name.endswith(".json")] == ["rmm_config.json"]
     for path in tmp_path.iterdir():
         if path.suffix == ".json":
             assert isinstance(json.loads(path.read_text()), dict)
@@ -50,4 +50,4 @@ def test_a_saved_conversion_is_json_and_safetensors(tmp_path, estimator):
             assert path.suffix == ".safetensors"
             with safe_open(path, "pt") as tensors:
                 assert list(tensors.keys())
-    assert len(files) == (3 if estimator != "none" else 2)
+    assert len(files) == (2 if estimator != "none" else 1)

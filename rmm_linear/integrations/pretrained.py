@@ -1,31 +1,38 @@
 """The conversion of a model, saved beside its weights and found again.
 
 Weights are those of the original model, so ``model.save_pretrained(folder)`` and every other way of saving stays as it
-is. What the folder lacks is that the model was converted, and how: that goes into two small JSON files, and with norm
-estimators into a safetensors file.
+is. What the folder lacks is that the model was converted, how, and what its sketches have learned: that goes into one
+small JSON file, and with norm estimators into a safetensors file that it names, see :mod:`rmm_linear.sidecar`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from torch import nn
 
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.convert import convert, revert
+from rmm_linear.files import write_text
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.report import ConversionReport
-from rmm_linear.state import read_sketch_state, save_sketch_state
+from rmm_linear.sidecar import tensors_beside
+from rmm_linear.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
+from rmm_linear.wrappers import unwrapped
 
-CONFIG_FILE, STATE_FILE = "rmm_config.json", "sketch_state.json"
+CONFIG_FILE = "rmm_config.json"
 
 
 def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write how a model was converted, and what its sketches have learned, into a folder.
 
+    An earlier conversion in the folder stays whole until this one is. :meth:`rmm_linear.RMMConfig.load` reads the
+    file as well, without what was learned.
+
     Args:
-        model: A converted model.
+        model: A converted model, wrapped by torch.compile, DataParallel or DistributedDataParallel or not.
         folder: An existing folder, as a rule that of ``model.save_pretrained``.
 
     Raises:
@@ -41,19 +48,31 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         >>> list(convert_as_saved(twin, folder).converted)
         ['0']
     """
-    layers = (module for module in model.modules() if isinstance(module, SketchedLayer))
-    scope = next((layer.rmm_scope for layer in layers if layer.rmm_scope is not None), None)
+    layers = sketched_layers(model)
+    scope = next((layer.rmm_scope for layer in layers.values() if layer.rmm_scope is not None), None)
     if scope is None:
         raise ValueError("save_conversion takes a converted model, got one that is not. Call rmm_linear.convert first.")
-    scope.config.save(Path(folder) / CONFIG_FILE)
-    save_sketch_state(model, Path(folder) / STATE_FILE)
+    path, config = Path(folder) / CONFIG_FILE, _without_wrappers(scope.config, model, layers)
+    with tensors_beside(path, sketch_tensors(model)) as named:
+        content = config.to_saved() | {STATE_KEY: sketch_state(model) | named}
+        write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:
+    """Name the layers that an example has left as they are called in the model itself."""
+    own = {layer: name for name, layer in layers.items()}
+    names = {name: own[module] for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
+    targets = config.target_modules
+    if isinstance(targets, str):
+        return config
+    return config.replace(target_modules=[names.get(target, target) for target in targets])
 
 
 def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> ConversionReport:
     """Convert a model as the one that was saved in a folder, and give its sketches what they had learned.
 
     Args:
-        model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it.
+        model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it, wrapped or not.
         folder: The folder of :func:`save_conversion`.
 
     Returns:
@@ -64,15 +83,16 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
         ValueError: If a file is damaged, or of a model with other layers; the message names it. Then the model is not
             converted.
     """
-    config = RMMConfig.load(Path(folder) / CONFIG_FILE)
+    model, path = unwrapped(model), Path(folder) / CONFIG_FILE
+    config = RMMConfig.load(path)
+    state = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     try:
         report = convert(model, config)
     except ValueError as error:
-        raise ValueError(f"The model cannot be converted by {Path(folder) / CONFIG_FILE}: {error}") from error
-    path = Path(folder) / STATE_FILE
-    if path.is_file():
+        raise ValueError(f"The model cannot be converted by {path}: {error}") from error
+    if state is not None:  # a configuration that was written by itself has none
         try:
-            read_sketch_state(model, path)
+            load_saved_state(model, path, state)
         except BaseException:
             revert(model)
             raise
