@@ -33,7 +33,7 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith(
-        "rmm_linear: converted=14 skipped=0 kind=countsketch memory=0.1 bits=auto "
+        "rmm_linear: converted=14 skipped=0 frozen=0 kind=countsketch memory=0.1 bits=auto "
     )
     assert isinstance(names["model"].roberta.encoder.layer[0].output.dense, RMMLinear)
     assert names["model"].roberta.encoder.layer[0].output.dense.rmm_config.ratio == 0.2
