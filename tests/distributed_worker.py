@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 distributed_worker.py PART OUTPUT
 """
 
+import inspect
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import tiny_model, token_ids
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from rmm_linear import convert, revert
@@ -38,7 +39,9 @@ def tensor_parallel():
 
 
 def transformers_parallel(folder):
-    """What is said of a model that transformers loads in parts, all of it or but for some layers."""
+    """What is said of a model that transformers loads in parts, all of it or but for some layers; {} if it cannot."""
+    if "src_data_rank" not in inspect.signature(distribute_tensor).parameters:
+        return {}
     from transformers import LlamaForCausalLM
 
     if dist.get_rank() == 0:

@@ -84,6 +84,8 @@ def test_sketched_layers_that_become_tensor_parallel_are_refused(ranks):
 
 def test_a_model_that_transformers_made_tensor_parallel_is_refused(ranks):
     """All but its head are; layers that are on every rank as a whole are converted, and the model trains."""
+    if not ranks[0]["transformers parallel"]:
+        pytest.skip("transformers' tensor parallelism needs a PyTorch newer than 2.6")
     for rank in ranks:
         assert f"and 13 more: {REASON}" in rank["transformers parallel"]["error"]
         assert rank["transformers parallel"]["converted"] == ["model.layers.0.extra", "model.layers.1.extra"]
