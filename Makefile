@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo test test-heavy lint clean
+.PHONY: demo test test-stack test-heavy lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
@@ -12,6 +12,9 @@ demo: $(VENV)/.demo
 # Two processes of one thread each: twice as fast on two cores as one process of two.
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+test-stack: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m stack
 
 test-heavy: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m montecarlo

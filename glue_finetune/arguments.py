@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import sys
 import typing
 from collections.abc import Callable
@@ -218,6 +219,12 @@ def parse(argv: list[str]) -> Arguments:
         training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(one_line(error)) from error
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > training.world_size:
+        raise UserError(
+            f"The {launched} processes of a launcher must train together, and each would train by itself, as processes "
+            "without an accelerator do by default. Add --use_cpu."
+        )
     return Arguments(glue, training, None if is_exact else config, config, tuple(argv), given)
 
 

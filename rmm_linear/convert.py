@@ -48,7 +48,8 @@ def convert(
 
     Raises:
         ValueError: If nothing matches (the nearest layer names are given), an override matches nothing, no sketch would
-            save bytes on ``example``, or the model is converted already. A list entry that matches nothing is logged.
+            save bytes on ``example``, or the model is converted already. A list entry that matches nothing is logged,
+            and that no weight requires a gradient.
         TypeError: If ``config`` is no RMMConfig or a keyword is no field of it.
 
     Example:
@@ -70,9 +71,17 @@ def convert(
     if example is not None:
         _skip_where_nothing_is_saved(model, config, example, chosen, skipped)
     converted = {
-        name: ConvertedLayer(name, type(module).__name__, *_features(module), config.for_module(name))
+        name: ConvertedLayer(
+            name, type(module).__name__, *_features(module), config.for_module(name), not _is_trained(module)
+        )
         for name, module in chosen.items()
     }
+    if all(layer.frozen for layer in converted.values()):
+        logger.warning(
+            "No weight of the %d layers to convert requires a gradient, so they keep nothing with or without a sketch, "
+            "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",
+            len(converted),
+        )
     if dry_run:
         return ConversionReport(config, converted, skipped, dry_run)
     classes = {name: _sketched_class(module) for name, module in chosen.items()}
@@ -118,8 +127,17 @@ def revert(model: nn.Module) -> nn.Module:
         if layer.rmm_scope is not None:
             layer.rmm_scope.release()
         layer._tear_down()
-        layer.__class__ = next(c for c in type(layer).__mro__ if not issubclass(c, SketchedLayer))
+        layer.__class__ = _original_class(type(layer))
     return model
+
+
+def _original_class(kind: type[nn.Module]) -> type[Any]:
+    """The class without the sketch: of classes that PyTorch made of ours (fully_shard, parametrize), one made alike."""
+    if not kind.__module__.startswith("torch."):
+        return next(c for c in kind.__mro__ if not issubclass(c, SketchedLayer))
+    bases = tuple(_original_class(base) if issubclass(base, SketchedLayer) else base for base in kind.__bases__)
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace("RMM", ""), bases, own)
 
 
 def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
@@ -184,11 +202,26 @@ def _skip_where_nothing_is_saved(
 
 def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
+    if any(c.__name__ == "FSDPModule" for c in kind.__mro__):
+        return f"it was sharded by itself, as {kind.__name__}: call convert before fully_shard"
     if not (kind is nn.Linear or is_conv1d(module)):
         return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
+    if _is_tensor_parallel(module):
+        return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
     if "forward" in vars(module):
         return "its forward method was replaced on the object (by hooks of accelerate, for example)"
     return None
+
+
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    """By what torch and transformers leave behind; FSDP's weights are DTensors too, between forward passes only."""
+    is_distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
+    is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
+    return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.weight.requires_grad  # pyright: ignore[reportReturnType]
 
 
 def _is_linear_like(module: nn.Module) -> bool:
@@ -224,7 +257,11 @@ def _nothing_matches(config: RMMConfig, linears: dict[str, nn.Module], skipped: 
             f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
             f"The nearest layers are {nearest(pattern, list(linears))}."
         )
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
+    named: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        named.setdefault(reason, []).append(name)
+    more = {reason: f" and {len(names) - 1} more" if len(names) > 1 else "" for reason, names in named.items()}
+    reasons = "; ".join(f"{names[0]}{more[reason]}: {reason}" for reason, names in list(named.items())[:3])
     return (
         f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons}). "
         f"Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."

@@ -22,6 +22,7 @@ class ConvertedLayer:
         in_features: I.
         out_features: O.
         config: How the layer keeps its input.
+        frozen: Whether its weight required no gradient: then it keeps nothing, until it is unfrozen.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ConvertedLayer:
     in_features: int
     out_features: int
     config: RMMConfig
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class ConversionReport:
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
     scope: ForwardScope | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def frozen(self) -> int:
+        """Number of converted layers whose weight required no gradient, and which therefore keep nothing."""
+        return sum(layer.frozen for layer in self.converted.values())
 
     @property
     def bits(self) -> dict[str, int]:
@@ -97,8 +104,9 @@ class ConversionReport:
         """
         config = self.config
         return (
-            f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} kind={config.kind} "
-            f"{_amount(config, '=')} min_rows={config.min_rows} dry_run={self.dry_run}"
+            f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} "
+            f"frozen={self.frozen} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
+            f"dry_run={self.dry_run}"
         )
 
     def __str__(self) -> str:
@@ -108,7 +116,7 @@ class ConversionReport:
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
-            (layer.name, str(layer.in_features), str(layer.out_features), _kept(layer.config))
+            (layer.name, str(layer.in_features), str(layer.out_features), _kept(layer))
             for layer in self.converted.values()
         ]
         return converted + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
@@ -124,7 +132,10 @@ def _amount(config: RMMConfig, between: str) -> str:
     return f"{amount[0]}{between}{amount[1]:g}{bits}"
 
 
-def _kept(config: RMMConfig) -> str:
+def _kept(layer: ConvertedLayer) -> str:
+    if layer.frozen:
+        return "nothing: frozen"
+    config = layer.config
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
     return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import ARCHITECTURES, Mlp, gradients, seeds_of, snapshot, tiny_model, token_ids
 from torch import nn
+from torch.nn.utils import parametrize
 
 from rmm_linear import RMMLinear, convert, revert
 
@@ -153,6 +154,23 @@ def test_a_ratio_of_one_is_exact():
     convert(model, **EXACT)
     model.zero_grad()
     model(x).square().mean().backward()
+    assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
+
+
+def test_a_layer_that_was_parametrized_after_its_conversion_stays_so():
+    """PyTorch made a class of ours for it, which has the weight as a property."""
+    model, twin, x = Mlp(), Mlp(), torch.randn(50, 12)
+    twin.load_state_dict(model.state_dict())
+    convert(model, **ROUGH)
+    for one in (model, twin):
+        parametrize.register_parametrization(one.first, "weight", nn.Softplus())
+    revert(model)
+    assert isinstance(model.first, nn.Linear)
+    assert not isinstance(model.first, RMMLinear)
+    for one in (model, twin):
+        one(x).square().mean().backward()
+    exact = gradients(twin)
+    assert exact.keys() == gradients(model).keys()
     assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
 
 

@@ -64,6 +64,16 @@ def test_bad_flags(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_processes_that_would_train_apart(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """As torchrun's without --use_cpu, where there is no accelerator."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = r"The 2 processes of a launcher must train together.*Add --use_cpu"
+    assert re.search(message, fails(capsys, flags(model, cola, tmp_path / "run")))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("task", ["sst2", "cola"])
 def test_bad_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
     data = write_cola(tmp_path / "data")

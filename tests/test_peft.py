@@ -1,58 +1,18 @@
 """PEFT: a frozen base keeps nothing, lora_A is what is sketched, and adapters are those of the exact model."""
 
 import math
-import warnings
 
 import pytest
 import torch
-from helpers import SEED_BYTES, enable_checkpointing, gradients, loss_of, tiny_model, token_ids
+from helpers import SEED_BYTES, enable_checkpointing, tiny_model, token_ids
+from peft_helpers import HIDDEN, RANK, ROUGH, ROWS, TARGETS, WTA, lora, step
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
+from rmm_linear.linear import SketchedLayer
 from rmm_linear.memory import track_saved
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what PEFT imports
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-WTA = {**ROUGH, "kind": "wta"}
-TARGETS = {
-    "roberta": ["query", "value", "output.dense"],
-    "bert": ["query", "value", "output.dense"],
-    "gpt2": ["c_attn", "c_proj"],
-    "llama": ["q_proj", "v_proj", "down_proj"],
-    "vit": ["q_proj", "v_proj", "query", "value", "fc2"],  # by the newer and the older names of their class
-    "t5": ["q", "v", "wo"],
-}
-FAMILY = {"roberta": "SEQ_CLS", "bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
 architectures = pytest.mark.parametrize("architecture", list(TARGETS))
-ROWS, HIDDEN, RANK = 20, 16, 4
-
-
-def lora(architecture, base=None, layers=2):
-    """A tiny model under LoRA without dropout, the same adapters every time; B is not zero, so that A learns."""
-    model = base or tiny_model(architecture, dropout=0.0, layers=layers)
-    config = LoraConfig(
-        r=RANK,
-        target_modules=TARGETS[architecture],
-        task_type=FAMILY.get(architecture),
-        fan_in_fan_out=architecture == "gpt2",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = get_peft_model(model, config)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1)
-    return model.train()
-
-
-def step(model, architecture="roberta"):
-    model.zero_grad()
-    loss = loss_of(model, architecture)
-    loss.backward()
-    return loss.detach(), gradients(model)
 
 
 def is_sketched(name):
@@ -179,23 +139,34 @@ def test_converted_before_the_base_is_sketched_until_it_is_frozen():
 
 
 @architectures
-def test_merged_weights_are_those_of_the_exact_model(architecture):
+@pytest.mark.parametrize("converted_first", [True, False], ids=["converted before", "converted after"])
+def test_merged_weights_are_those_of_the_exact_model(architecture, converted_first):
     plain = lora(architecture).merge_and_unload()
-    model = lora(architecture)
-    convert(model, **ROUGH)
+    base = tiny_model(architecture, dropout=0.0)
+    if converted_first:
+        convert(base, **ROUGH)
+    model = lora(architecture, base)
+    if not converted_first:
+        convert(model, **ROUGH)
     merged = model.merge_and_unload()
     assert merged.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in merged.state_dict().items())
     merged.requires_grad_(True)  # the layers that stay are sketched, and train on
     loss, found = step(merged, architecture)
-    assert torch.equal(loss, step(plain.requires_grad_(True), architecture)[0])
-    assert found.keys() == dict(plain.named_parameters()).keys()
+    exact_loss, exact = step(plain.requires_grad_(True), architecture)
+    assert torch.equal(loss, exact_loss)
+    assert found.keys() == exact.keys()
+    sketched = [name for name, module in merged.named_modules() if isinstance(module, SketchedLayer)]
+    assert any(name.rpartition(".")[2] in TARGETS[architecture] for name in sketched)  # adapters were merged into some
+    assert any(not torch.allclose(found[f"{n}.weight"], exact[f"{n}.weight"], rtol=1e-2, atol=0) for n in sketched)
     revert(merged)
-    assert not any(isinstance(module, RMMLinear) for module in merged.modules())
+    assert not any(isinstance(module, SketchedLayer) for module in merged.modules())
 
 
 @pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
 def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_first):
+    from peft import PeftModel  # peft_helpers has imported it without its warnings
+
     source = lora("llama")
     if converted_first:
         convert(source, **ROUGH)
@@ -208,20 +179,3 @@ def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_fi
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(step(source, "llama")[0], step(loaded, "llama")[0])
-
-
-class Linear4bit(nn.Linear):
-    """Like the class of bitsandbytes in what matters here: a subclass of nn.Linear whose weight is something else."""
-
-
-def test_four_bit_linears_are_skipped_with_the_reason_and_their_adapters_sketched():
-    base = tiny_model("llama", dropout=0.0)
-    for module in list(base.modules()):
-        if type(module) is nn.Linear and module is not base.lm_head:
-            module.__class__ = Linear4bit
-    model = lora("llama", base)
-    report = convert(model, **ROUGH)
-    assert all("lora_" in name for name in report.converted)
-    quantized = [reason for name, reason in report.skipped.items() if name.endswith("base_layer")]
-    assert len(quantized) == 6
-    assert set(quantized) == {"Linear4bit is a class of its own; only nn.Linear itself and Conv1D are converted"}

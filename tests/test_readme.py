@@ -16,6 +16,8 @@ from rmm_linear.sketches import KINDS
 ROOT = Path(__file__).resolve().parents[1]
 LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers.
+IS_OLD = torch.__version__.startswith("2.6.")
 
 
 def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
@@ -31,9 +33,14 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert len(snippets) >= 4
     names = {}
     for snippet in snippets:
+        if IS_OLD and "fullgraph=True" in snippet:
+            continue
+        if IS_OLD and "fully_shard" in snippet:
+            torch.distributed.destroy_process_group()
+            continue
         exec(compile(snippet, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith(
-        "rmm_linear: converted=14 skipped=0 kind=countsketch memory=0.1 bits=auto "
+        "rmm_linear: converted=14 skipped=0 frozen=0 kind=countsketch memory=0.1 bits=auto "
     )
     assert isinstance(names["model"].roberta.encoder.layer[0].output.dense, RMMLinear)
     assert names["model"].roberta.encoder.layer[0].output.dense.rmm_config.ratio == 0.2
@@ -49,7 +56,8 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "model" / "rmm_config.json").is_file()
     assert isinstance(names["again"].roberta.encoder.layer[0].output.dense, RMMLinear)
     assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
-    for trained in ("again", "sharded"):
+    assert torch.isfinite(names["parallel"].module.classifier.dense.weight.grad).all()
+    for trained in ("again",) if IS_OLD else ("again", "sharded"):
         gradient = names[trained].roberta.encoder.layer[1].intermediate.dense.weight.grad
         assert gradient is not None
 

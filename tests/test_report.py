@@ -28,7 +28,7 @@ def test_first_line_is_greppable(report):
     line = str(report).splitlines()[0]
     assert line == report.summary()
     for part in (
-        "rmm_linear: converted=13 skipped=1 ",
+        "rmm_linear: converted=13 skipped=1 frozen=0 ",
         " kind=rows ",
         " ratio=0.25 ",
         " min_rows=9 ",
@@ -81,6 +81,38 @@ def test_layers_that_differ_do_not_share_a_row(plain):
     assert "roberta.encoder.layer.0.attention.self.query" in text
     assert "roberta.encoder.layer.1.attention.self.query" in text
     assert "roberta.encoder.layer.*.attention.self.key" in text
+
+
+def test_frozen_layers_are_said_to_keep_nothing(plain):
+    """Each says what holds when it is converted; the others of its row are named by themselves."""
+    model = tiny_model("roberta")
+    for part in ("attention.self.key", "output.dense"):
+        model.get_submodule(f"roberta.encoder.layer.0.{part}").weight.requires_grad_(False)
+    report = convert(model, **SKETCH)
+    assert [name for name, layer in report.converted.items() if layer.frozen] == [
+        "roberta.encoder.layer.0.attention.self.key",
+        "roberta.encoder.layer.0.output.dense",
+    ]
+    assert " skipped=0 frozen=2 " in report.summary()
+    rows = {cells[0]: " ".join(cells[4:]) for cells in map(str.split, str(report).splitlines()) if cells}
+    assert rows["roberta.encoder.layer.0.output.dense"] == "nothing: frozen"
+    assert "0.25" in rows["roberta.encoder.layer.1.output.dense"]
+    converted = report.to_dict()["converted"]
+    assert [converted[f"roberta.encoder.layer.{i}.attention.self.key"]["frozen"] for i in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_conversion_that_keeps_nothing_less_warns(caplog, dry_run):
+    """Every weight is frozen: nothing is sketched, and one would not see why. One that trains is enough."""
+    model = Mlp().requires_grad_(False)
+    model.first.bias.requires_grad_(True)
+    assert convert(model, dry_run=dry_run, **SKETCH).frozen == 2
+    assert ["No weight of the 2 layers" in message for message in caplog.messages] == [True]
+    caplog.clear()
+    model = Mlp()
+    model.first.weight.requires_grad_(False)
+    assert convert(model, dry_run=dry_run, **SKETCH).frozen == 1
+    assert not caplog.messages
 
 
 def test_dictionary_is_plain_json(report):
