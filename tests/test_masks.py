@@ -118,7 +118,9 @@ def test_the_static_path_of_accelerators_makes_the_same_sketch(kind, block, rows
     assert torch.allclose(static, direct, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mask", [torch.zeros(40), torch.ones(40)], ids=["none", "all"])
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(40, dtype=torch.bool), torch.ones(40, dtype=torch.int64)], ids=["none", "all"]
+)
 def test_no_and_all_tokens(mask):
     x, y, _ = masked_data(False)
     y = y * mask.unsqueeze(1)
@@ -136,7 +138,7 @@ def test_no_and_all_tokens(mask):
 def test_a_token_mask_of_another_shape_is_refused():
     x, w = torch.randn(4, 10, 8), torch.randn(3, 8, requires_grad=True)
     with pytest.raises(ValueError, match=r"token_mask must have the shape .* got \(10,\)"):
-        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10))
+        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10, dtype=torch.bool))
 
 
 # Masks that models hand down

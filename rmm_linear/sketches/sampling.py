@@ -182,7 +182,7 @@ def gather(matrix: Tensor, drawn: Drawn) -> Tensor:
         Shape (K, D), dtype of ``matrix``; zero where the scale is 0, whatever the row holds.
     """
     scale = drawn.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
-    return torch.where(scale == 0, 0, matrix.index_select(0, drawn.index) * scale).to(matrix.dtype)
+    return torch.where(scale == 0, 0, matrix.index_select(0, drawn.index.long()) * scale).to(matrix.dtype)
 
 
 def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tensor:
