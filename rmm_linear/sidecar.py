@@ -50,11 +50,21 @@ def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[s
         if beside is not None and is_new:
             beside.unlink(missing_ok=True)
         raise
-    earlier = re.compile(rf"{re.escape(path.name)}(\.[0-9a-f]{{{_SHOWN}}})?{re.escape(_SUFFIX)}")
-    for found in path.parent.iterdir():
-        if earlier.fullmatch(found.name) and found != beside:
+    for earlier in _tensor_files(path):
+        if earlier != beside:
             with contextlib.suppress(OSError):  # this save is complete; the next one tries again
-                found.unlink()
+                earlier.unlink()
+
+
+def remove_with_tensors(path: Path) -> None:
+    """Remove a JSON file and the tensors that belong to it.
+
+    Args:
+        path: The JSON file; it may be gone already.
+    """
+    for found in _tensor_files(path):
+        found.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # last: who sees it may try again
 
 
 def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
@@ -79,6 +89,12 @@ def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
     if not beside.is_file() or digest(beside) != expected:
         raise ValueError(f"{beside.name} must lie beside it as it was written, and is missing or another one.")
     return _safetensors().load_file(beside)
+
+
+def _tensor_files(path: Path) -> list[Path]:
+    """Of any save under this name, also of one that was killed."""
+    name = re.compile(rf"{re.escape(path.name)}(\.[0-9a-f]{{{_SHOWN}}})?{re.escape(_SUFFIX)}")
+    return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
 
 
 def _beside(path: Path, sha256: str) -> Path:

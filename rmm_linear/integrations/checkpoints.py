@@ -6,27 +6,34 @@ Loaded by ``rmm_linear.integrations.transformers``, which says what to install.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rmm_linear.linear import SketchedLayer
-from rmm_linear.state import read_sketch_state, save_sketch_state
+from rmm_linear.sidecar import remove_with_tensors
+from rmm_linear.state import read_sketch_state, save_sketch_state, sketched_layers
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "sketch_state.json"
+_EARLY = re.compile(r"sketch_state-(\d+)\.json")
 
 
 class SketchStateCallback(TrainerCallback):
     """Saves what the sketches have learned with every checkpoint, and restores it when a run is resumed.
 
     That is the bits that ``bits="auto"`` chose, the groups of layers that share a sketch, and what norm estimators
-    have learned; with it, a resumed run goes on to the bit as one that was never interrupted. Saved are
-    ``sketch_state.json`` and ``sketch_state.json.safetensors``, of the first process: each rank learns from batches of
-    its own, and all go on from the first one's state.
+    have learned; with it, a resumed run goes on to the bit as one that was never interrupted. Saved is
+    ``sketch_state.json``, with tensors in a safetensors file beside it, of the first process: each rank learns from
+    batches of its own, and all go on from the first one's state.
+
+    The Trainer completes a checkpoint, and removes earlier ones, before it tells its callbacks. So that a process that
+    is killed in between has lost nothing, the state is written before, as ``sketch_state-STEP.json`` beside the
+    checkpoint, and removed when the checkpoint has it. For this, callbacks that ask for checkpoints themselves
+    (``control.should_save``) must be added before this one; otherwise the state is written into the checkpoint alone.
 
     The Trainer does not tell its callbacks where it resumes from: looked into is
     ``args.resume_from_checkpoint``, if it is a folder, else ``checkpoint-STEP`` in the output folder.
@@ -38,6 +45,70 @@ class SketchStateCallback(TrainerCallback):
     def __init__(self, resume_from: str | Path | None = None) -> None:
         """Remember where to look."""
         self.resume_from = resume_from
+        self._written = -1
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the state, if there will be a checkpoint.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Where training is.
+            control: What the Trainer does next.
+            model: The model.
+            **kwargs: Unused.
+        """
+        super().on_step_end(args, state, control, model=model, **kwargs)
+        if control.should_save:
+            self._write_early(args, state, model)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the state, if there will be a checkpoint.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Where training is.
+            control: What the Trainer does next.
+            model: The model.
+            **kwargs: Unused.
+        """
+        super().on_epoch_end(args, state, control, model=model, **kwargs)
+        if control.should_save:
+            self._write_early(args, state, model)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the state, if there will or may be a checkpoint: whether the score is the best is not known yet.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Where training is.
+            control: What the Trainer does next.
+            model: The model.
+            **kwargs: Unused.
+        """
+        super().on_evaluate(args, state, control, model=model, **kwargs)
+        if control.should_save or args.save_strategy == "best":
+            self._write_early(args, state, model)
 
     def on_save(
         self,
@@ -57,8 +128,19 @@ class SketchStateCallback(TrainerCallback):
             **kwargs: Unused.
         """
         folder = _checkpoint(args, state)
-        if model is not None and state.is_world_process_zero and folder.is_dir() and _is_sketched(model):
+        if model is not None and state.is_world_process_zero and folder.is_dir() and sketched_layers(model):
             save_sketch_state(model, folder / STATE_FILE)
+            remove_with_tensors(_early(folder, state))
+            _remove_orphans(folder.parent)
+
+    def _write_early(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module | None) -> None:
+        is_due = state.global_step not in (0, self._written)
+        if is_due and model is not None and state.is_world_process_zero and sketched_layers(model):
+            self._written = state.global_step
+            path = _early(_checkpoint(args, state), state)
+            path.parent.mkdir(parents=True, exist_ok=True)  # the Trainer makes it for its first checkpoint
+            _remove_orphans(path.parent)
+            save_sketch_state(model, path)
 
     def on_train_begin(
         self,
@@ -78,12 +160,15 @@ class SketchStateCallback(TrainerCallback):
             **kwargs: Unused.
         """
         super().on_train_begin(args, state, control, model=model, **kwargs)
-        if model is None or not state.global_step or not _is_sketched(model):
+        self._written = -1
+        if model is None or not state.global_step or not sketched_layers(model):
             return
         named = self.resume_from or args.resume_from_checkpoint
         folder = Path(named) if named and Path(named).is_dir() else _checkpoint(args, state)
-        if (folder / STATE_FILE).is_file():
-            read_sketch_state(model, folder / STATE_FILE)
+        for path in (folder / STATE_FILE, _early(folder, state)):
+            if path.is_file():
+                read_sketch_state(model, path)
+                break
         else:
             logger.warning("There is no %s in %s: the sketches begin anew what they learn.", STATE_FILE, folder)
 
@@ -92,5 +177,14 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
-def _is_sketched(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, SketchedLayer) for module in model.modules())
+def _early(checkpoint: Path, state: TrainerState) -> Path:
+    """Where the state lies until the checkpoint has it."""
+    return checkpoint.parent / f"sketch_state-{state.global_step}.json"
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Remove states whose checkpoint has been removed, or was never made."""
+    for path in list(folder.iterdir()):
+        match = _EARLY.fullmatch(path.name)
+        if match and not (folder / f"checkpoint-{match[1]}").is_dir():
+            remove_with_tensors(path)
