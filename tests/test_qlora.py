@@ -11,7 +11,9 @@ from peft_helpers import ROUGH, lora, step
 from rmm_linear import RMMLinear, convert
 from rmm_linear.memory import track_saved
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes has no package for this platform")
+bitsandbytes = pytest.importorskip(
+    "bitsandbytes", reason="bitsandbytes is not installed: the test extra asks for it on Linux"
+)
 LORA_A = "base_model.model.model.layers.1.mlp.down_proj.lora_A.default"
 BITS = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}, 8: {"load_in_8bit": True}}
 
