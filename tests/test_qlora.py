@@ -49,7 +49,7 @@ def test_quantized_layers_are_skipped_with_the_reason_and_their_adapters_sketche
     assert report.skipped.keys() - layers == {"base_model.model.lm_head"}
     assert all("lora_" in name for name in report.converted)
     assert len(report.converted) == 2 * 3 * 2
-    assert report.frozen == 0
+    assert not report.frozen
     assert isinstance(model.get_submodule(LORA_A), RMMLinear)
 
 
