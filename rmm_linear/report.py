@@ -52,9 +52,9 @@ class ConversionReport:
     scope: ForwardScope | None = field(default=None, repr=False, compare=False)
 
     @property
-    def frozen(self) -> int:
-        """Number of converted layers whose weight required no gradient, and which therefore keep nothing."""
-        return sum(layer.frozen for layer in self.converted.values())
+    def frozen(self) -> list[str]:
+        """Names of the converted layers whose weight required no gradient, and which therefore keep nothing."""
+        return [name for name, layer in self.converted.items() if layer.frozen]
 
     @property
     def bits(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class ConversionReport:
         config = self.config
         return (
             f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} "
-            f"frozen={self.frozen} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
+            f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
             f"dry_run={self.dry_run}"
         )
 

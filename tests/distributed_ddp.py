@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from distributed_helpers import (
     DRAWS,
     LAYER,
@@ -118,6 +119,14 @@ def accumulation(rank):
         "step": found[-1][LAYER].flatten().tolist(),
         **projection([one[LAYER] for one in found], exact[LAYER]),
     }
+
+
+def accelerates_plugin(rank):
+    """What accelerate makes of a model on CPU when its FSDP plugin is asked for."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    wrapped = accelerator.prepare(model(True))
+    return {"class": type(wrapped).__name__, "gradient": gradient_of(wrapped, batches(rank)[0]).flatten().tolist()}
 
 
 def estimators(rank, folder):

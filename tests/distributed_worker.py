@@ -75,6 +75,7 @@ def main():
             "compiled": ddp.compiled(rank),
             "estimators": ddp.estimators(rank, output),
             "accelerate": ddp.accumulation(rank),
+            "accelerate, fsdp": ddp.accelerates_plugin(rank),
             "tensor parallel": tensor_parallel(),
             "transformers parallel": transformers_parallel(output / "llama"),
         }

@@ -67,6 +67,13 @@ def test_accelerate_accumulates(ranks):
     assert ranks[0]["accelerate"]["step"] == ranks[1]["accelerate"]["step"]
 
 
+def test_accelerates_fsdp_plugin_runs_ddp_on_cpu(ranks):
+    """As README says; if this fails, accelerate shards on CPU now, and its sharded models need tests of their own."""
+    first, second = (rank["accelerate, fsdp"] for rank in ranks)
+    assert first["class"] == second["class"] == "DistributedDataParallel"
+    assert first["gradient"] == second["gradient"]
+
+
 REASON = "tensor parallel layers cannot be sketched"
 
 

@@ -143,6 +143,13 @@ def test_a_quantized_layer_without_a_weight_is_skipped_with_its_reason():
     assert report.skipped == {"1": "QuantLinear is a class of its own; only nn.Linear itself and Conv1D are converted"}
 
 
+def test_a_layer_that_transformers_split_is_skipped():
+    """Transformers 5.0 splits some weights without DTensors; tests/test_distributed.py has models with them."""
+    model = Mlp()
+    model.first._hf_tp_plan = "local_colwise"
+    assert convert(model).skipped == {"first": "tensor parallel layers cannot be sketched, DDP and fully_shard can"}
+
+
 def test_replaced_forward_is_skipped():
     model = Mlp()
     model.first.forward = lambda x: x

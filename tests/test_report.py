@@ -89,7 +89,7 @@ def test_frozen_layers_are_said_to_keep_nothing(plain):
     for part in ("attention.self.key", "output.dense"):
         model.get_submodule(f"roberta.encoder.layer.0.{part}").weight.requires_grad_(False)
     report = convert(model, **SKETCH)
-    assert [name for name, layer in report.converted.items() if layer.frozen] == [
+    assert report.frozen == [
         "roberta.encoder.layer.0.attention.self.key",
         "roberta.encoder.layer.0.output.dense",
     ]
@@ -106,12 +106,12 @@ def test_a_conversion_that_keeps_nothing_less_warns(caplog, dry_run):
     """Every weight is frozen: nothing is sketched, and one would not see why. One that trains is enough."""
     model = Mlp().requires_grad_(False)
     model.first.bias.requires_grad_(True)
-    assert convert(model, dry_run=dry_run, **SKETCH).frozen == 2
+    assert convert(model, dry_run=dry_run, **SKETCH).frozen == ["first", "second"]
     assert ["No weight of the 2 layers" in message for message in caplog.messages] == [True]
     caplog.clear()
     model = Mlp()
     model.first.weight.requires_grad_(False)
-    assert convert(model, dry_run=dry_run, **SKETCH).frozen == 1
+    assert convert(model, dry_run=dry_run, **SKETCH).frozen == ["first"]
     assert not caplog.messages
 
 
