@@ -68,7 +68,7 @@ def fresh_sketch(
 
 @fresh_sketch.register_fake
 def _(x, kind, rows, block=None, bits=None, uniform_mix=0.0, order=None, count=None):
-    parts = empty_kept(x, x.shape[:-1].numel(), x.shape[-1], Recipe(kind, rows, block, bits, uniform_mix))
+    parts = empty_kept(x, math.prod(x.shape[:-1]), x.shape[-1], Recipe(kind, rows, block, bits, uniform_mix))
     return x.new_empty(_total(parts), dtype=torch.uint8)
 
 
