@@ -117,11 +117,10 @@ class Waiting:
         self._passes.append(ForwardPass(module, next_node()))
 
     def close(self) -> None:
-        """End the forward pass; one that made no node, as without gradients, needs not be remembered."""
+        """End the forward pass; one without gradients has no backward pass, and is not remembered."""
         if self._passes and self._passes[-1].end is None:
-            last = self._passes[-1]
-            last.end = next_node()
-            if last.end == last.begin:
+            self._passes[-1].end = next_node()
+            if not torch.is_grad_enabled():
                 self._passes.pop()
 
     def add(self, index: int, tokens: int, given: Given) -> None:
