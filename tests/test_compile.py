@@ -9,7 +9,16 @@ import math
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers import batch_of, checkpointed, gradients, heavy_tailed, loss_of, tiny_model, token_ids
+from helpers import (
+    batch_of,
+    checkpointed,
+    enable_checkpointing,
+    gradients,
+    heavy_tailed,
+    loss_of,
+    tiny_model,
+    token_ids,
+)
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -269,6 +278,53 @@ def test_checkpointing_inside_of_a_graph_is_unbiased(reentrant):
     error = values.std() / math.sqrt(len(values))
     assert abs(values.mean() - 1) < 4 * error
     assert error < 0.1
+
+
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.stack), False])
+def compiled_with_checkpoints(request):
+    """Makes a converted model with checkpoints in one graph; 5 of 20 tokens are real, and 30 % of the rows are kept."""
+
+    def make(architecture, dropout):
+        model = tiny_model(architecture, dropout=dropout).double().train()
+        inputs = batch(20)
+        inputs["attention_mask"] = torch.zeros_like(inputs["input_ids"]).index_fill_(1, torch.arange(5), 1)
+        exact = step(model, inputs)[1]
+        report = convert(model, kind="countsketch", ratio=0.3, min_rows=1)
+        enable_checkpointing(model, request.param)
+        model.config.use_cache = False
+        names = [name for name in report.converted if "layer" in name]  # heads see one row per sequence
+        weights = {f"{name}.weight": model.get_submodule(name).weight for name in names}
+        return Graphs().compile(model), inputs, weights, exact
+
+    return make
+
+
+def test_compiled_recomputations_leave_padding_out(compiled_with_checkpoints):
+    """Exact if and only if they do; LLaMA's norms round to float32."""
+    compiled, inputs, weights, exact = compiled_with_checkpoints("llama", 0.0)
+    step(compiled, inputs)
+    assert len(weights) == 14
+    for name, weight in weights.items():
+        assert (weight.grad - exact[name]).norm() < 1e-5 * exact[name].norm(), name
+
+
+@pytest.mark.stack
+def test_compiled_recomputations_repeat_the_dropout(compiled_with_checkpoints):
+    """A step's gradient along a direction is the difference quotient of its loss, which has the same dropout."""
+    compiled, inputs, weights, _ = compiled_with_checkpoints("bert", 0.3)
+    directions = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def loss_moved(length):
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight += length * directions[name]
+        torch.manual_seed(3)
+        return step(compiled, inputs)[0].item()
+
+    loss_moved(0)
+    slope = sum((weight.grad * directions[name]).sum() for name, weight in weights.items()).item()
+    change = (loss_moved(1e-5) - loss_moved(-2e-5)) / 2e-5
+    assert slope == pytest.approx(change, rel=1e-5)  # other dropout would be seen in the first digit
 
 
 # PyTorch hides this warning of its own while it traces, but not from those who made it an error.
