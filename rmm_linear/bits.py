@@ -5,7 +5,8 @@ the batch: where most tokens are padding, 4 bits hold every real token and there
 
 The prediction needs no gradient. Y is stood in for by random signs on the tokens that count: the sketch term is then
 the kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the
-prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width.
+prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width. A
+forward pass that came before the choice is recomputed in the width it had.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.nodes import in_backward, next_node, running_node
 from rmm_linear.packing import WIDTHS, rounding_variance
 from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
@@ -36,11 +38,24 @@ class BitsChoice:
         bits: The chosen width, or None while the layer still looks.
         steps: Inputs looked at.
         noise: Width to the predicted noise so far.
+        since: Number of the autograd graph's next node when the width was chosen.
+        backward_seen: Whether a backward pass came since the last call, for layers by themselves.
     """
 
     bits: int | None = None
     steps: int = 0
     noise: dict[int, float] = field(default_factory=dict)
+    since: int = field(default=0, compare=False)
+    backward_seen: bool = field(default=False, compare=False)
+
+    def width(self) -> int | None:
+        """Return the width for a call that is made now, or made again.
+
+        Returns:
+            The choice, if the call was first made after it; None before.
+        """
+        node = running_node() if in_backward() else None
+        return None if node is not None and node < self.since else self.bits
 
     def observe(self, x: Tensor, config: RMMConfig, itemsize: int, mask: TokenMask | None) -> None:
         """Add the predicted noise of one input, and choose after the last one.
@@ -62,6 +77,11 @@ class BitsChoice:
         """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
         if self.bits is None and self.steps >= STEPS:
             self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
+            self.since = next_node()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have no graph yet, and other processes number theirs anew."""
+        return {**vars(self), "since": 0}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON types.

@@ -14,7 +14,8 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.functional import Plan, autocast_dtype, planned_linear, recipe_for
 from rmm_linear.kept import is_capturing
-from rmm_linear.scope import ForwardScope, in_backward
+from rmm_linear.nodes import in_backward
+from rmm_linear.scope import ForwardScope
 from rmm_linear.seeds import draw_seed
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.sampling import row_norms
@@ -82,9 +83,10 @@ class SketchedLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self._traced_plan(input, weight)
         config, scope, index = self.rmm_config, self.rmm_scope, self.rmm_index
-        if scope is None and not in_backward():
-            self.rmm_choice.settle()  # before the width is used, so that a recomputation finds the same
-        recipe = recipe_for(input, weight, config, self.rmm_choice.bits)
+        if scope is None and self.rmm_choice.backward_seen and not in_backward():
+            self.rmm_choice.backward_seen = False
+            self.rmm_choice.settle()  # between steps: a checkpoint may hold several calls
+        recipe = recipe_for(input, weight, config, self.rmm_choice.width())
         if recipe is None:
             return None
         if scope is None:
@@ -126,7 +128,9 @@ class SketchedLayer(nn.Module):
         return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
 
     def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None) -> None:
-        if self.rmm_scope is not None:
+        if self.rmm_scope is None:
+            self.rmm_choice.backward_seen = True
+        else:
             self.rmm_scope.note_backward()
         self._check_padding(y, mask)
         if self.rmm_estimator is not None:

@@ -9,7 +9,7 @@ only when the forward pass is over. So nothing random inside (dropout) sees a di
 original model, with or without gradients.
 
 Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
-further seeds from the last step's, and what was given to the forward passes that wait for their backward pass.
+further seeds from the last step's, and what their own forward pass was given (``waiting.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rmm_linear.compiled import TracedPass
 from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator
 from rmm_linear.given import Given, parameters, take_sample_index, takes_mask
+from rmm_linear.nodes import in_backward
 from rmm_linear.seeds import draw_seed, mix, peek_seed
 from rmm_linear.sharing import SharedSketches
 from rmm_linear.waiting import Waiting
@@ -153,14 +154,14 @@ class ForwardScope:
             tokens, or nothing is padded.
 
         Raises:
-            RuntimeError: If a recomputation cannot tell which of several forward passes it belongs to.
+            RuntimeError: If a recomputation cannot tell which of the layer's calls it repeats.
         """
         tokens = torch.Size(shape).numel()
-        if in_backward():
-            given = self._waiting.find(index, tokens, self.names[index], masked)
-        else:
-            given = (self._given[-1] if self._given else Given()).fitting(tokens)
+        given = (self._given[-1] if self._given else Given()).fitting(tokens)
+        if not in_backward():
             self._waiting.add(index, tokens, given)
+        elif (first := self._waiting.recall()) is not None and first.module is not self._outermost:
+            given = first.find(index, tokens, self.names[index], masked)  # else the whole model runs again
         return _describe(given, shape, device, masked)
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
@@ -217,7 +218,8 @@ class ForwardScope:
         return self.choices.setdefault(index, BitsChoice())
 
     def note_backward(self) -> None:
-        """Remember that the backward pass of the last forward pass has begun."""
+        """Remember that the backward pass of a forward pass has begun."""
+        self._waiting.recall()
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -235,15 +237,15 @@ class ForwardScope:
         self._outermost = module
         self._recomputing = in_backward()
         if not self._recomputing:
-            self._open_step()
+            self._open_step(module)
         self._given.append(Given(sample_index=index).inside(module, args, kwargs))
         return args, kwargs
 
-    def _open_step(self) -> None:
+    def _open_step(self, module: nn.Module) -> None:
         self._seeded = False  # the last step's seed stays, for recomputations that come after an eval pass
         self.shared.clear()
+        self._waiting.open(module)
         if self._backward_seen:
-            self._waiting.clear()
             self._backward_seen = False
             for choice in self.choices.values():
                 choice.settle()
@@ -264,6 +266,8 @@ class ForwardScope:
         if not self._given:
             self._outermost = None
             self.shared.clear()
+            if not self._recomputing:
+                self._waiting.close()
             if self._seeded and not self._recomputing:
                 draw_seed()
 
@@ -300,12 +304,3 @@ def _is_running(module: nn.Module) -> bool:
         calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
         frame = frame.f_back
     return calls > 1
-
-
-def in_backward() -> bool:
-    """Say whether a backward pass is running, as it is while activation checkpointing recomputes.
-
-    Returns:
-        True inside the backward pass.
-    """
-    return torch._C._current_graph_task_id() != -1

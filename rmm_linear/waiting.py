@@ -1,42 +1,63 @@
 """Forward passes that wait for their backward pass: what activation checkpointing's recomputation was given before.
 
-A recomputation runs inside of the backward pass, without the modules around it. So every call of a layer leaves behind
-what it was given, and the recomputation looks for it by the layer and the number of its rows.
+A recomputation runs inside of the backward pass, without the modules around it. So every forward pass leaves behind
+what the calls of its layers were given, and the recomputation finds its forward pass by the node that runs
+(:mod:`rmm_linear.nodes`), in whatever order forward and backward passes come. A call whose forward pass is not known
+is recomputed without a mask: that costs noise, where another pass's mask would bias the gradient.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
 
 from rmm_linear.given import AttentionMask, Given
+from rmm_linear.nodes import next_node, running_node
 
-_MOST = 64  # calls remembered until a backward pass; who never runs one must not fill the memory
+_MOST = 64  # forward passes remembered; who never runs their backward passes must not fill the memory
 
 
-class Waiting:
-    """What calls of layers were given, by the layer's number."""
+@dataclass(eq=False)
+class ForwardPass:
+    """What the layers' calls in one forward pass were given.
 
-    def __init__(self) -> None:
-        """Remember nothing."""
-        self._calls: dict[int, deque[tuple[int, Given]]] = {}
+    Attributes:
+        module: The outermost module.
+        begin: Number of its first node.
+        end: Number of the first node after it, or None while it runs.
+        calls: By the layer's number: N, the mask, the ids and the examples' numbers of its calls.
+        is_recalled: Whether its backward pass has begun.
+        is_forgotten: Whether calls were dropped, as its backward pass is over.
+    """
 
-    def add(self, index: int, tokens: int, given: Given) -> None:
-        """Remember a call.
+    module: nn.Module
+    begin: int
+    end: int | None = None
+    calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
+    is_recalled: bool = False
+    is_forgotten: bool = False
+
+    def made(self, node: int) -> bool:
+        """Say whether this forward pass made a node.
 
         Args:
-            index: Number of the layer.
-            tokens: N.
-            given: What it was given, fitting N.
+            node: Its number.
+
+        Returns:
+            True from its first to its last node.
         """
-        self._calls.setdefault(index, deque(maxlen=_MOST)).append((tokens, given))
+        return self.begin <= node and (self.end is None or node < self.end)
 
     def find(self, index: int, tokens: int, name: str, masked: bool) -> Given:
         """Return what the call was given that is now recomputed.
 
-        Several may fit, as when two forward passes come before one backward pass. A mask that is not the call's own
-        would bias the gradient; ids and numbers only decide its noise, and are left out where they could be others'.
+        A layer may be called several times in a pass. A mask that is not the call's own would bias the gradient; ids
+        and numbers only decide its noise, and are left out where they could be another call's.
 
         Args:
             index: Number of the layer.
@@ -48,25 +69,97 @@ class Waiting:
             What all fitting calls have in common.
 
         Raises:
-            RuntimeError: If they have different masks.
+            RuntimeError: If they have different masks, or were forgotten.
         """
-        fitting = [given for rows, given in self._calls.get(index, ()) if rows == tokens]
+        if self.is_forgotten and masked:
+            raise RuntimeError(
+                f"Activation checkpointing recomputes {name} a second time, and what its forward pass was given, an "
+                "attention mask perhaps, is kept until another forward pass follows on its backward pass. Run all "
+                "backward passes of a forward pass before the next one, or convert with mask_padding=False."
+            )
+        fitting = [call[1:] for call in self.calls.get(index, ()) if call[0] == tokens]
         if not fitting:
             return Given()
-        first = fitting[0]
-        if masked and any(not _same(given.mask, first.mask) for given in fitting):
+        mask, ids, numbers = fitting[0]
+        if masked and any(not _same(other, mask) for other, _, _ in fitting):
             raise RuntimeError(
-                f"Activation checkpointing recomputes {name}, and several forward passes with different "
-                "attention masks wait for their backward pass: the layer cannot tell which is its own. Run backward "
-                "after every forward, or convert with mask_padding=False."
+                f"Activation checkpointing recomputes {name}, which was called several times in one forward pass, "
+                "with different attention masks: the layer cannot tell which is its own. Call it in forward passes "
+                "of their own, or convert with mask_padding=False."
             )
-        ids = first.input_ids if all(given.input_ids is first.input_ids for given in fitting) else None
-        numbers = first.sample_index if all(given.sample_index is first.sample_index for given in fitting) else None
-        return Given(first.mask, ids, numbers)
+        ids = ids if all(other is ids for _, other, _ in fitting) else None
+        numbers = numbers if all(other is numbers for _, _, other in fitting) else None
+        return Given(mask, ids, numbers)
 
-    def clear(self) -> None:
-        """Forget all calls."""
-        self._calls.clear()
+
+class Waiting:
+    """The forward passes of a model that may yet be recomputed."""
+
+    def __init__(self) -> None:
+        """Remember nothing."""
+        self._passes: deque[ForwardPass] = deque(maxlen=_MOST)
+        self._over: deque[ForwardPass] = deque(maxlen=_MOST)
+        self._tasks: dict[int, ForwardPass] = {}
+
+    def open(self, module: nn.Module) -> None:
+        """Begin a forward pass, and forget those whose backward pass is over.
+
+        Args:
+            module: The outermost module.
+        """
+        self.close()  # of a pass that was interrupted
+        self._tasks.clear()
+        for known in [known for known in self._passes if known.is_recalled]:
+            known.is_forgotten = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
+            known.calls.clear()
+            self._passes.remove(known)
+            self._over.append(known)
+        self._passes.append(ForwardPass(module, next_node()))
+
+    def close(self) -> None:
+        """End the forward pass; one without gradients has no backward pass, and is not remembered."""
+        if self._passes and self._passes[-1].end is None:
+            self._passes[-1].end = next_node()
+            if not torch.is_grad_enabled():
+                self._passes.pop()
+
+    def add(self, index: int, tokens: int, given: Given) -> None:
+        """Remember a call in the forward pass that runs; outside of one, nothing is given.
+
+        Args:
+            index: Number of the layer.
+            tokens: N.
+            given: What it was given, fitting N.
+        """
+        if self._passes and self._passes[-1].end is None:
+            calls = self._passes[-1].calls.setdefault(index, set())
+            calls.add((tokens, given.mask, given.input_ids, given.sample_index))
+
+    def recall(self) -> ForwardPass | None:
+        """Return the forward pass whose backward pass is running.
+
+        Returns:
+            The pass; None where it is not one of the model's, or came too long ago.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return None
+        if self._tasks and task not in self._tasks:
+            # A backward pass inside of a recomputation: what runs was made there.
+            return next(reversed(self._tasks.values()))
+        node = running_node()
+        known = (known for passes in (self._passes, self._over) for known in reversed(passes))
+        found = None if node is None else next((each for each in known if each.made(node)), None)
+        if found is None:
+            return None
+        found.is_recalled = True
+        if task not in self._tasks:
+            Variable._execution_engine.queue_callback(functools.partial(self._end, task))
+        self._tasks[task] = found
+        return found
+
+    def _end(self, task: int) -> None:
+        self._tasks.pop(task, None)
 
 
 def _same(first: AttentionMask | None, second: AttentionMask | None) -> bool:

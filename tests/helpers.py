@@ -142,10 +142,10 @@ def loss_of(model, architecture, batch=None):
     return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
 
 
-def enable_checkpointing(model, reentrant):
+def enable_checkpointing(model, reentrant, preserve=True):
     """Under the name that the installed transformers has: 5.0 has the older one alone, which warns later."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    enable({"use_reentrant": reentrant, "preserve_rng_state": preserve})
     if reentrant and hasattr(model.get_input_embeddings(), "weight"):
         model.enable_input_require_grads()
 

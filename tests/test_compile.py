@@ -9,7 +9,17 @@ import math
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers import batch_of, checkpointed, gradients, heavy_tailed, loss_of, tiny_model, token_ids
+from helpers import (
+    ALL_ARCHITECTURES,
+    batch_of,
+    checkpointed,
+    enable_checkpointing,
+    gradients,
+    heavy_tailed,
+    loss_of,
+    tiny_model,
+    token_ids,
+)
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -218,9 +228,11 @@ def test_layers_share_a_sketch_of_what_is_an_output_too(autocast):
 
 @pytest.mark.stack
 def test_a_converted_model_draws_afresh_in_every_step():
+    """And is compiled once, whatever the optimizer and the choice of the width do meanwhile."""
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
     convert(model, min_rows=8)  # the default, bits="auto", which does not look in compiled code
-    compiled = Graphs().compile(model)
+    graphs = Graphs()
+    compiled = graphs.compile(model)
     name = "_orig_mod.roberta.encoder.layer.0.attention.self.query.weight"
     torch.manual_seed(2)
     first, second = (step(compiled, batch(20))[1] for _ in range(2))
@@ -229,6 +241,13 @@ def test_a_converted_model_draws_afresh_in_every_step():
     assert torch.equal(first[exact], second[exact])
     torch.manual_seed(2)
     assert torch.equal(step(compiled, batch(20))[1][name], first[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(6):
+        losses.append(step(compiled, batch(20))[0])
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert len(graphs.counts) == 2
 
 
 def test_padding_that_carries_a_gradient_is_refused():
@@ -271,6 +290,53 @@ def test_checkpointing_inside_of_a_graph_is_unbiased(reentrant):
     assert error < 0.1
 
 
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.stack), False])
+def compiled_with_checkpoints(request):
+    """Makes a converted model with checkpoints in one graph; 5 of 20 tokens are real, and 30 % of the rows are kept."""
+
+    def make(architecture, dropout):
+        model = tiny_model(architecture, dropout=dropout).double().train()
+        inputs = batch(20)
+        inputs["attention_mask"] = torch.zeros_like(inputs["input_ids"]).index_fill_(1, torch.arange(5), 1)
+        exact = step(model, inputs)[1]
+        report = convert(model, kind="countsketch", ratio=0.3, min_rows=1)
+        enable_checkpointing(model, request.param)
+        model.config.use_cache = False
+        names = [name for name in report.converted if "layer" in name]  # heads see one row per sequence
+        weights = {f"{name}.weight": model.get_submodule(name).weight for name in names}
+        return Graphs().compile(model), inputs, weights, exact
+
+    return make
+
+
+def test_compiled_recomputations_leave_padding_out(compiled_with_checkpoints):
+    """Exact if and only if they do; LLaMA's norms round to float32."""
+    compiled, inputs, weights, exact = compiled_with_checkpoints("llama", 0.0)
+    step(compiled, inputs)
+    assert len(weights) == 14
+    for name, weight in weights.items():
+        assert (weight.grad - exact[name]).norm() < 1e-5 * exact[name].norm(), name
+
+
+@pytest.mark.stack
+def test_compiled_recomputations_repeat_the_dropout(compiled_with_checkpoints):
+    """A step's gradient along a direction is the difference quotient of its loss, which has the same dropout."""
+    compiled, inputs, weights, _ = compiled_with_checkpoints("bert", 0.3)
+    directions = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def loss_moved(length):
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight += length * directions[name]
+        torch.manual_seed(3)
+        return step(compiled, inputs)[0].item()
+
+    loss_moved(0)
+    slope = sum((weight.grad * directions[name]).sum() for name, weight in weights.items()).item()
+    change = (loss_moved(1e-5) - loss_moved(-2e-5)) / 2e-5
+    assert slope == pytest.approx(change, rel=1e-5)  # other dropout would be seen in the first digit
+
+
 # PyTorch hides this warning of its own while it traces, but not from those who made it an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_blocks_that_are_compiled_by_themselves_are_unbiased():
@@ -294,13 +360,19 @@ def test_blocks_that_are_compiled_by_themselves_are_unbiased():
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("architecture", ["roberta", "bert", "gpt2", "llama"])
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
     model = tiny_model(architecture, dropout=0.0).train()
     convert(model, **ROUGH)
     compiled = torch.compile(model, fullgraph=True)
-    for length in (20, 24):
-        (loss, eager), (again, ours) = step(model, batch(length)), step(compiled, batch(length))
+    for length in (20, 24) if architecture != "vit" else (20,):
+        results = []
+        for network in (model, compiled):
+            network.zero_grad()
+            loss = loss_of(network, architecture, batch_of(architecture, length))
+            loss.backward()
+            results.append((loss.detach(), gradients(network)))
+        (loss, eager), (again, ours) = results
         assert torch.allclose(loss, again, rtol=1e-5)
         for name, found in ours.items():
             assert torch.allclose(found, eager[name.removeprefix("_orig_mod.")], rtol=1e-3, atol=1e-6), name

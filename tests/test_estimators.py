@@ -355,15 +355,18 @@ def test_layers_tell_their_estimators_the_norms_of_their_own_call(reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_recomputation_that_cannot_tell_its_own_ids_uses_none():
+def test_a_recomputation_has_the_ids_of_its_own_forward_pass():
     model = tiny_model("roberta", dropout=0.0).train()
     convert(model, norm_estimator="constant", target_modules=["query"], mask_padding=False, **WTA)
     enable(model, True)
-    (model(**batch_of()).loss + model(**batch_of(first=-1)).loss).backward()
+    first, second = batch_of(), batch_of(first=-1)
+    losses = [model(**first).loss, model(**second).loss]
+    for loss in losses:  # the first one's comes first, which is not the last forward pass
+        loss.backward()
     for seen in constants(model).values():
-        assert [call.input_ids for call, _ in seen] == [None, None]
-    model(**batch_of()).loss.backward()
-    assert all(seen[-1][0].input_ids is not None for seen in constants(model).values())
+        assert len(seen) == 2
+        for (call, _), batch in zip(seen, (first, second), strict=True):
+            assert torch.equal(call.input_ids, batch["input_ids"].view(-1))
 
 
 class Tagger(nn.Module):

@@ -205,17 +205,6 @@ def test_under_activation_checkpointing(model, reentrant):
         model.train()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_recomputing_two_forward_passes_with_different_masks_is_refused(model):
-    convert(model, **RARE)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    loss = model(**padded_batch(real=5)).loss + model(**padded_batch(real=9)).loss
-    with pytest.raises(RuntimeError, match="several forward passes with different attention masks"):
-        loss.backward()
-    loss = model(**padded_batch()).loss + model(**padded_batch()).loss
-    loss.backward()  # equal masks cannot be mistaken
-
-
 def test_two_forward_passes_before_one_backward(model):
     short, long = padded_batch(real=4), padded_batch(real=5)
     both = lambda: type("Sum", (), {"loss": model(**short).loss + model(**long).loss})()  # noqa: E731

@@ -18,7 +18,8 @@ from rmm_linear.checks import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.matching import is_conv1d, nearest, not_selected, output_heads
-from rmm_linear.scope import ForwardScope, in_backward
+from rmm_linear.nodes import in_backward
+from rmm_linear.scope import ForwardScope
 from rmm_linear.variance.calls import Call, in_checkpoint, is_trained, sample
 from rmm_linear.variance.results import ProbeResults, ProbeRow
 
