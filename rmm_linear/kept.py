@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def _keep(
     expected: Tensor | None = None,
     order: Tensor | None = None,
     count: Tensor | None = None,
-) -> list[Tensor]:
+) -> List[Tensor]:  # noqa: UP006 (PyTorch 2.6 knows no other form)
     """Make what is kept of an input; :func:`keep` says what, :class:`Recipe` and :class:`TokenMask` the arguments."""
     recipe = Recipe(kind, rows, block, bits, uniform_mix)
     seeds = _on_device(seed, x.device)
