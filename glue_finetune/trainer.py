@@ -178,7 +178,8 @@ class CheckpointFiles(TrainerCallback):
             if self.sketched and model is not None:
                 save_sketch_state(model, folder / SKETCH_FILE)
             mark_complete(folder, self.settings)
-        earlier = [path for path in complete_checkpoints(folder.parent) if str(path) != state.best_model_checkpoint]
+        best = Path(state.best_model_checkpoint or "")
+        earlier = [path for path in complete_checkpoints(folder.parent) if path != best]
         for path in earlier[: -args.save_total_limit] if args.save_total_limit else []:
             with contextlib.suppress(OSError):  # what is left is removed when a run is resumed
                 remove_checkpoint(path)

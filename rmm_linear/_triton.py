@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +26,18 @@ from rmm_linear.sketches.transforms import next_power_of_two
 KINDS = ("countsketch", "rows", "gaussian", "rademacher", "hadamard")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
+_OLDEST_TRITON = (3, 4)
 _NAME = "rmm_linear.kernels"
 _CHECKOUT = Path(__file__).resolve().parents[1] / "kernels" / "torch-ext" / "rmm_kernels"
 
 
 @functools.cache
 def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether there is a Triton that compiles all kernels; 3.2 and 3.3 do not."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    found = re.match(r"(\d+)\.(\d+)", importlib.import_module("triton").__version__)
+    return found is not None and (int(found[1]), int(found[2])) >= _OLDEST_TRITON
 
 
 def applies_to(tensor: Tensor, kind: str | None = None) -> bool:

@@ -34,28 +34,33 @@ _OTHER_SEQUENCE = "encoder_hidden_states"
 
 @dataclass(eq=False)
 class AttentionMask:
-    """An attention mask, flattened; its ranks are made when the first layer asks.
+    """An attention mask, flattened.
 
     Attributes:
         flat: Shape (N,).
         sequences: The batch.
-        ranks: The token mask, once it is made.
+        ranks: The token mask; None on CPU if nothing is padded. It is not left to the layers: in a selective
+            checkpoint, a recomputation must run the operators that the forward pass ran.
     """
 
     flat: Tensor
     sequences: int
-    ranks: TokenMask | None = None
+    ranks: TokenMask | None
 
-    def token_mask(self) -> TokenMask | None:
-        """Return the token mask, the same one every time.
+    @classmethod
+    def of(cls, mask: Tensor) -> AttentionMask:
+        """Read a mask.
+
+        Args:
+            mask: Shape (batch, sequence).
 
         Returns:
-            The mask; None on CPU if nothing is padded.
+            The mask with its ranks.
         """
-        if self.ranks is None:
-            self.ranks = TokenMask.of(self.flat)
-        padded = self.flat.device.type != "cpu" or int(self.ranks.count) < len(self.flat)
-        return self.ranks if padded else None
+        flat = mask.detach().reshape(-1)
+        ranks = TokenMask.of(flat)
+        padded = flat.device.type != "cpu" or int(ranks.count) < len(flat)
+        return cls(flat, mask.shape[0], ranks if padded else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +106,10 @@ class Given:
             return None
         if not isinstance(given, Tensor) or given.dim() != 2:
             return outer
-        flat = given.detach().reshape(-1)
-        if outer is not None and outer.flat.data_ptr() == flat.data_ptr() and outer.flat.shape == flat.shape:
+        is_same = outer is not None and outer.flat.data_ptr() == given.data_ptr() and given.is_contiguous()
+        if outer is not None and is_same and outer.flat.numel() == given.numel():
             return outer
-        return AttentionMask(flat, given.shape[0])
+        return AttentionMask.of(given)
 
     def fitting(self, tokens: int) -> Given:
         """Leave out what is of other rows than a layer sees.

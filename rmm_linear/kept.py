@@ -89,10 +89,11 @@ def _keep(
     recipe = Recipe(kind, rows, block, bits, uniform_mix)
     seeds = _on_device(seed, x.device)
     if recipe.draws(x.shape[0]):
-        drawn = ops.draw_rows(x, seeds, kind, rows, uniform_mix, expected, order, count)
+        index, scale = ops.draw_rows(x, seeds, kind, rows, uniform_mix, expected, order, count)
+        stored = scale / ops.lift(x.dtype, x.shape[0], rows)
         if bits is None:
-            return [ops.make_rows(x, *drawn), *drawn]
-        return [*ops.packed_rows(x, seeds, *drawn, bits), *drawn, seeds]
+            return [ops.make_rows(x, index, stored), index, scale]
+        return [*ops.packed_rows(x, seeds, index, stored, bits), index, scale, seeds]
     if bits is not None:
         return [*ops.packed_sketch(x, seeds, kind, rows, bits, block, order, count), seeds]
     power = ops.lift(x.dtype, x.shape[0], kept_rows(x.shape[0], rows, block))
@@ -213,10 +214,11 @@ def weight_gradient(
 
 
 def _gradient_of_drawn(y: Tensor, kept: tuple[Tensor, ...], recipe: Recipe, features: int) -> Tensor:
+    power = ops.lift(y.dtype, y.shape[0], recipe.rows)
     if recipe.bits is None:
         z, index, scale = kept
-        return ops.gather_rows(y, index, scale).T @ z
+        return ops.gather_rows(y, index, scale * power).T @ z
     codes, ranges, index, scale, seeds = kept
-    drawn = ops.gather_rows(y, index, scale)
+    drawn = ops.gather_rows(y, index, scale * power)
     # SᵀY has K rows already; K rows are not sketched again.
     return ops.unpacked_product(drawn, codes, ranges, seeds, recipe.kind, recipe.rows, recipe.bits, features)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear.bits import BitsChoice
 from rmm_linear.config import RMMConfig
@@ -96,8 +97,9 @@ class SketchedLayer(nn.Module):
         is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_choice.bits is None
         if is_choosing and not in_backward() and not is_capturing(input.device):
             dtype = autocast_dtype(input) or input.dtype
-            x = input.detach().reshape(call.tokens, -1)
-            self.rmm_choice.observe(x, config, dtype.itemsize, call.mask)
+            with _disable_current_modes():  # a selective checkpoint counts the operators that it will run again
+                x = input.detach().reshape(call.tokens, -1)
+                self.rmm_choice.observe(x, config, dtype.itemsize, call.mask)
         # Asked without an estimator too: siblings may have one.
         expected = functools.partial(self._expected, call) if recipe.draws(call.tokens) else None
         on_backward = functools.partial(self._on_backward, call)

@@ -23,7 +23,7 @@ def next_node() -> int:
     """Return the number of the node that this thread makes next.
 
     Returns:
-        A number that never falls.
+        A number that never falls; every thread has its own.
     """
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 

@@ -293,7 +293,7 @@ def _describe(given: Given, shape: tuple[int, ...], device: torch.device, masked
         device,
         None if ids is None else ids.detach().reshape(-1),
         index if index is not None and len(shape) > 1 and len(index) == shape[0] else None,
-        mask.token_mask() if masked and mask is not None else None,
+        mask.ranks if masked and mask is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ class Waiting:
         """Remember nothing."""
         self._passes: deque[ForwardPass] = deque(maxlen=_MOST)
         self._over: deque[ForwardPass] = deque(maxlen=_MOST)
-        self._tasks: dict[int, ForwardPass] = {}
+        # By what the backward pass itself holds: one that fails runs no callback, but drops it.
+        self._tasks: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def open(self, module: nn.Module) -> None:
         """Begin a forward pass, and forget those whose backward pass is over.
@@ -146,20 +148,30 @@ class Waiting:
             return None
         if self._tasks and task not in self._tasks:
             # A backward pass inside of a recomputation: what runs was made there.
-            return next(reversed(self._tasks.values()))
+            return list(self._tasks.values())[-1].known
         node = running_node()
-        known = (known for passes in (self._passes, self._over) for known in reversed(passes))
-        found = None if node is None else next((each for each in known if each.made(node)), None)
-        if found is None:
+        fitting = [] if node is None else [each for each in (*self._passes, *self._over) if each.made(node)]
+        if len(fitting) != 1:  # every thread numbers its nodes by itself
             return None
+        found = fitting[0]
         found.is_recalled = True
-        if task not in self._tasks:
-            Variable._execution_engine.queue_callback(functools.partial(self._end, task))
-        self._tasks[task] = found
+        running = self._tasks.get(task)
+        if running is None:
+            running = self._tasks[task] = _Running(found)
+            Variable._execution_engine.queue_callback(functools.partial(_end, running))
+        running.known = found
         return found
 
-    def _end(self, task: int) -> None:
-        self._tasks.pop(task, None)
+
+@dataclass(eq=False)
+class _Running:
+    """The forward pass whose backward pass is running."""
+
+    known: ForwardPass
+
+
+def _end(running: _Running) -> None:
+    """Nothing is left to do: the backward pass has held the argument until now."""
 
 
 def _same(first: AttentionMask | None, second: AttentionMask | None) -> bool:

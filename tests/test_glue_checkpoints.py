@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from fault_helpers import at_write, in_a_child, kill
 from glue_helpers import fails, flags, write_cola
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glue_finetune import training
 from glue_finetune.cli import main
 from glue_finetune.complete import SETTINGS_FILE, check_files, complete_checkpoints, mark_complete, remove_checkpoint
 from glue_finetune.errors import UserError
 from glue_finetune.files import claimed
-from glue_finetune.trainer import StepTimer
+from glue_finetune.trainer import CheckpointFiles, StepTimer
 
 STEPS = 3  # per epoch: 24 rows in batches of 8
 SKETCH: dict[str, Any] = {"kind": "wta", "norm_estimator": "position", "ratio": 0.3, "disable_tqdm": "true"}
@@ -217,3 +218,16 @@ def test_a_run_that_finds_the_folder_changed_when_it_is_its_turn_does_not_write_
 
 def files_of(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_best_checkpoint_stays_however_the_folder_is_written(tmp_path, monkeypatch):
+    """The Trainer joins names, and keeps the "./" that a path has lost."""
+    monkeypatch.chdir(tmp_path)
+    args = TrainingArguments("./out", save_total_limit=1, use_cpu=True, report_to="none")
+    for step in (5, 10):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("weights")
+        state = TrainerState(global_step=step, best_model_checkpoint="./out/checkpoint-5")
+        CheckpointFiles({}, sketched=False).on_save(args, state, TrainerControl())
+    assert {path.name for path in complete_checkpoints(Path("out"))} == {"checkpoint-5", "checkpoint-10"}

@@ -1,12 +1,13 @@
 """Activation checkpointing where forward and backward passes come in any order: masks and widths are a pass's own."""
 
 import math
+import threading
 
 import pytest
 import torch
 from helpers import enable_checkpointing, tiny_model, token_ids
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.bits import STEPS
@@ -236,3 +237,62 @@ def test_a_forward_pass_before_the_choice_is_recomputed_in_the_width_it_had(alon
         losses.pop(0).backward()
     assert any(choice.bits not in (None, 4) for choice in choices)  # in 4 bits until they have chosen
     assert all(math.isfinite(loss.item()) for loss in losses)
+
+
+class Masked(nn.Module):
+    """A linear in a checkpoint, whose padding reaches no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, attention_mask=None):
+        return checkpoint(lambda t: self.layer(t).tanh(), x, use_reentrant=False) * attention_mask.unsqueeze(-1)
+
+
+def half_real(first):
+    mask = torch.zeros(4, 16, dtype=torch.int64)
+    mask[:, :8] = int(first)
+    mask[:, 8:] = int(not first)
+    return mask
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_to_the_next_one():
+    """Half of the tokens are real and half of the rows are kept: the gradient is exact by the pass's own mask."""
+    model, x = Masked(), torch.randn(4, 16, 8)
+    model(x, attention_mask=half_real(False)).square().sum().backward()
+    exact = model.layer.weight.grad.clone()
+    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1)
+    model(x, attention_mask=half_real(True)).square().sum().backward()
+    failing = torch.randn(4, 16, 8, requires_grad=True)
+
+    def fail(gradient):
+        raise ValueError("as meant")
+
+    failing.register_hook(fail)
+    first = model(failing, attention_mask=half_real(True)).square().sum()
+    second = model(x, attention_mask=half_real(False)).square().sum()
+    with pytest.raises(ValueError, match="as meant"):
+        first.backward()
+    model.zero_grad()
+    second.backward()
+    torch.testing.assert_close(model.layer.weight.grad, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_passes_of_several_threads_never_take_each_others_masks():
+    """Threads number their nodes by themselves. PyTorch refuses a recomputation that keeps other tensors, as one does
+    that finds no mask."""
+    model, x, losses = Masked(), torch.randn(4, 16, 8), {}
+    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1)
+    model(x, attention_mask=half_real(True)).square().sum().backward()
+
+    def run(first):
+        losses[first] = model(x, attention_mask=half_real(first)).square().sum()
+
+    for first in (True, False):
+        thread = threading.Thread(target=run, args=(first,))
+        thread.start()
+        thread.join()
+    for loss in losses.values():
+        with pytest.raises(CheckpointError, match="different number of tensors"):
+            loss.backward()

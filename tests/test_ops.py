@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import types
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, RMMLinear, ops, packing, sketched_linear
+from rmm_linear import RMMConfig, RMMLinear, _triton, ops, packing, sketched_linear
 from rmm_linear.kept import Recipe, keep
-from rmm_linear.sketches import FAMILIES, TokenMask, kept_rows, sketch
+from rmm_linear.sketches import FAMILIES, SAMPLERS, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
 KEEP = torch.ops.rmm_linear.keep.default
@@ -228,7 +229,7 @@ def test_a_layer_on_the_kernels_is_the_layer(kind, block, mask, bits, monkeypatc
     ("backend", "mask"), [("torch", "all"), ("torch", "some"), pytest.param("triton", "some", marks=needs_triton)]
 )
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize(("kind", "block"), BLOCKS)
+@pytest.mark.parametrize(("kind", "block"), [*BLOCKS, *((kind, None) for kind in SAMPLERS)])
 def test_float16_has_room_for_the_sums_of_what_it_holds(kind, block, bits, mask, backend, monkeypatch):
     """A channel that is large in all tokens: sums of them pass 65,504 where the tokens and dW do not.
 
@@ -303,3 +304,11 @@ def test_every_replay_of_a_captured_graph_draws_a_fresh_sketch(bits):
         values.append(((layer.weight.grad * exact).sum() / exact.square().sum()).item())
     assert len(set(values)) > 190
     assert abs(statistics.mean(values) - 1) < 4 * statistics.stdev(values) / len(values) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"), [("3.3.1", False), ("3.4.0", True), ("3.10.0+git1", True), ("4.0", True)]
+)
+def test_kernels_are_left_to_a_triton_that_compiles_them(version, is_enough, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version, __spec__=True))
+    assert _triton._is_installed.__wrapped__() == is_enough
