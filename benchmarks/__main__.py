@@ -16,7 +16,7 @@ from benchmarks.readme import update
 from benchmarks.records import RESULTS, Row, environment, write_rows
 from benchmarks.runner import run_cases
 from benchmarks.suites import SUITES
-from rmm_linear.tables import table
+from rmm_linear._support.tables import table
 
 
 def main(argv: list[str] | None = None) -> int:

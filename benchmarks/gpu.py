@@ -25,8 +25,8 @@ from benchmarks.processes import ProcessError, call
 from benchmarks.records import Row, environment, read_rows, write_rows
 from benchmarks.runner import run_cases
 from benchmarks.suites import SUITES
-from rmm_linear.files import write_text
-from rmm_linear.tables import table
+from rmm_linear._support.files import write_text
+from rmm_linear._support.tables import table
 
 SECONDS = 450.0
 SHARES = {"parity": 3, "kernels": 2, "linear": 4, "model": 3}

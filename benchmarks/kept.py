@@ -13,8 +13,8 @@ import torch
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from rmm_linear import convert, revert
+from rmm_linear._support.tables import table
 from rmm_linear.memory import track_saved
-from rmm_linear.tables import table
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
 from glue_finetune.tasks import get_task
 from rmm_linear import RMMConfig, convert
-from rmm_linear.tables import table
+from rmm_linear._support.tables import table
 from rmm_linear.variance import GradientProbe
 
 PLAIN, IDLE, LOOKING = "no probe", "a probe that does not look", "a probe that looks"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rmm_linear import __version__
-from rmm_linear.files import write_text
+from rmm_linear._support.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

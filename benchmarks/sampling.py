@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from benchmarks.noise import load_glue
 from benchmarks.readme import README, inserted
 from benchmarks.records import RESULTS, environment
+from rmm_linear._support.files import write_text
 from rmm_linear.config import RMMConfig
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator, norm_estimators
 from rmm_linear.estimators.registry import NONE
-from rmm_linear.files import write_text
 from rmm_linear.scope import ForwardScope
 from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities
 from rmm_linear.sketches.sampling import row_norms

@@ -12,7 +12,7 @@ from typing import Any
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import write_json
-from rmm_linear.files import digest
+from rmm_linear._support.files import digest
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 SETTINGS_FILE = "glue_settings.json"

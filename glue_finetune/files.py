@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from glue_finetune.errors import UserError, one_line
-from rmm_linear.files import write_text
+from rmm_linear._support.files import write_text
 
 try:
     import fcntl

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from rmm_linear.files import replacing, write_text
+from rmm_linear._support.files import replacing, write_text
 
 BASELINE = "exact"
 MIB = 2**20

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
 from rmm_linear.nodes import in_backward, next_node, running_node
 from rmm_linear.packing import WIDTHS, rounding_variance
-from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
 from rmm_linear.sketches.philox import signs
 

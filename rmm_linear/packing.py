@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import native
-from rmm_linear.precision import without_autocast
+from rmm_linear._support.autocast import without_autocast
 from rmm_linear.rounding import (
     GROUP,
     WIDTHS,

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
 from rmm_linear.estimators.registry import NONE
 from rmm_linear.scope import ForwardScope
-from rmm_linear.tables import table
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rmm_linear.files import digest, replacing
+from rmm_linear._support.files import digest, replacing
 
 _DIGEST = "tensors_sha256"
 _SUFFIX = ".safetensors"

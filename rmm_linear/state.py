@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rmm_linear._support.files import write_text
 from rmm_linear._version import __version__
 from rmm_linear.bits import BitsChoice
 from rmm_linear.estimators import NormEstimator, make_norm_estimator
-from rmm_linear.files import write_text
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.scope import ForwardScope
 from rmm_linear.sidecar import read_tensors, tensors_beside

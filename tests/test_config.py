@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-import rmm_linear.files
 from rmm_linear import RMMConfig, __version__
+from rmm_linear._support import files
 from rmm_linear.sketches import KINDS, has_blocks
 
 FULL = RMMConfig(
@@ -202,7 +202,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch, step):
     def fail(*args):
         raise OSError("disk full")
 
-    owner, name = (rmm_linear.files.os, "fsync") if step == "fsync" else (rmm_linear.files.Path, "replace")
+    owner, name = (files.os, "fsync") if step == "fsync" else (files.Path, "replace")
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(OSError, match="disk full"):
         RMMConfig(ratio=0.5).save(path)

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.validation import check_integer
 from rmm_linear.estimators.base import LayerCall, RelativeEstimator
 
 

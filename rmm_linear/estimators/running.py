@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.validation import check_integer
 from rmm_linear.estimators.base import LayerCall, RelativeEstimator, check_tensors
 
 POSITION, TOKEN = "position", "token"

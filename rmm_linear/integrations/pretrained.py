@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch import nn
 
+from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.convert import convert, revert
-from rmm_linear.files import write_text
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.report import ConversionReport
 from rmm_linear.sidecar import tensors_beside

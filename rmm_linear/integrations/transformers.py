@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.memory import peak, track_saved
 from rmm_linear.report import ConversionReport

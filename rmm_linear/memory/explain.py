@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.tables import table
 from rmm_linear.memory.ledger import Ledger, track_saved
-from rmm_linear.tables import table
 
 if TYPE_CHECKING:
     from rmm_linear.config import RMMConfig

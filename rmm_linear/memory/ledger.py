@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.tables import table
+from rmm_linear._support.tables import table
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rmm_linear.files import replacing
+from rmm_linear._support.files import replacing
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance.batches import load_tensors, load_texts
 from rmm_linear.variance.plots import plot_noise_against_memory

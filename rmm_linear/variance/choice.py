@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rmm_linear.precision import without_autocast
+from rmm_linear._support.autocast import without_autocast
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.pairs import over_layers
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear._support.validation import check_integer
 from rmm_linear.packing import rounding_variance
-from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, sketch, variance
 from rmm_linear.variance.pairs import check_pair, check_sketch, over_layers, sampling_probabilities
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer, check_kind
+from rmm_linear._support.validation import check_integer, check_kind
 from rmm_linear.sketches import SAMPLERS, TokenMask, has_blocks, probabilities, row_norms
 
 

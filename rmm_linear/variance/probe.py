@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.linear import SketchedLayer
 from rmm_linear.matching import is_conv1d, nearest, not_selected, output_heads

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.validation import check_integer
 from rmm_linear.sketches import Moments
 from rmm_linear.variance.closed_forms import correlation
 from rmm_linear.variance.pairs import over_layers

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rmm_linear._support.tables import table
 from rmm_linear.sketches import KINDS
-from rmm_linear.tables import table
 from rmm_linear.variance.records import LayerRecord
 from rmm_linear.variance.survey import MemoryNoise, noise_at_memory
 

@@ -13,8 +13,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rmm_linear.files import write_text
-from rmm_linear.tables import table
+from rmm_linear._support.files import write_text
+from rmm_linear._support.tables import table
 
 if TYPE_CHECKING:
     import pandas as pd

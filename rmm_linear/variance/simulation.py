@@ -18,9 +18,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from rmm_linear.checks import check_integer
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear._support.validation import check_integer
 from rmm_linear.packing import pack, unpack
-from rmm_linear.precision import without_autocast
 from rmm_linear.sketches import FAMILIES, TokenMask, sketch
 from rmm_linear.variance.closed_forms import rows_by_length
 from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear._support.tables import table
 from rmm_linear.bits import STEPS, BitsChoice
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing import WIDTHS
 from rmm_linear.sketches import KINDS, TokenMask
-from rmm_linear.tables import table
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.records import LayerRecord, record_layers
 

@@ -1,0 +1,1 @@
+"""Helpers without sketches: files, tables, validation, autocast, provenance."""
