@@ -25,7 +25,7 @@ lint: $(VENV)/.test
 	$(BIN)/pyright
 
 # torch first: resolved together with the rest, another version of it could win.
-$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/native/*.[ch])
+$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -37,4 +37,4 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/native/_library*
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/backends/native/_library*

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.linear import BLOCK
-from rmm_linear import ops, packing
-from rmm_linear._triton import kernels
+from rmm_linear.backends.triton import kernels
+from rmm_linear.ops import sketch as ops
+from rmm_linear.packing import pack as packing
 from rmm_linear.sketches import kept_rows, sketch
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample

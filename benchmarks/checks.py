@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gate import relative_error
-from rmm_linear._triton import kernels
+from rmm_linear.backends.triton import kernels
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample

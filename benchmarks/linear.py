@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.paper import PaperLinear
 from rmm_linear import RMMConfig, RMMLinear
-from rmm_linear.bits import STEPS
+from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.sketches import KINDS
 
 REFERENCE = "nn.Linear"

@@ -22,8 +22,8 @@ from glue_finetune.minilm import save_minilm
 from glue_finetune.tasks import get_task
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import MEMORIES, describe, noise_at_memory, train_and_record
-from rmm_linear.variance.batches import make_batch
 from rmm_linear.variance.plots import plot_noise_against_memory
+from rmm_linear.variance.survey.batches import make_batch
 
 
 def load_glue(

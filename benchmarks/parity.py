@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks import DTYPES, MASKS, SEED, SHAPES, VIEWS, Check, Inputs, close, relative_error, same
-from rmm_linear import RMMConfig, ops, packing, sketched_linear
-from rmm_linear._triton import kernels
+from rmm_linear import RMMConfig, sketched_linear
+from rmm_linear.backends.triton import kernels
+from rmm_linear.ops import sketch as ops
+from rmm_linear.packing import pack as packing
 from rmm_linear.sketches import SAMPLERS, sketch
 from rmm_linear.sketches.rows import sample
 

@@ -14,7 +14,7 @@ from benchmarks.processes import ProcessError, call
 from benchmarks.records import Row
 from benchmarks.suites import SUITES, setup
 from benchmarks.timing import interleaved, quartiles
-from rmm_linear.bits import STEPS
+from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.memory import peak, track_saved
 
 logger = logging.getLogger("benchmarks")

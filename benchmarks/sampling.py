@@ -28,13 +28,13 @@ from benchmarks.readme import README, inserted
 from benchmarks.records import RESULTS, environment
 from rmm_linear._support.files import write_text
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.model_context import ForwardScope
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator, norm_estimators
-from rmm_linear.estimators.registry import NONE
-from rmm_linear.scope import ForwardScope
+from rmm_linear.norm_estimators.registry import NONE
 from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities
 from rmm_linear.sketches.sampling import row_norms
 from rmm_linear.variance import sgd_variance, sketch_variance
-from rmm_linear.variance.records import LayerRecord, record_layers
+from rmm_linear.variance.survey.records import LayerRecord, record_layers
 
 CSV = RESULTS / "sampling.csv"
 BEGIN = "<!-- python -m benchmarks.sampling: begin -->"

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.tasks import Task
 from rmm_linear import ConversionReport, RMMConfig, convert, read_sketch_state
-from rmm_linear.estimators.samples import SAMPLE_INDEX
+from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 from glue_finetune.errors import UserError, one_line
 from rmm_linear import RMMConfig
 from rmm_linear.estimators import norm_estimators
-from rmm_linear.estimators.registry import NONE
+from rmm_linear.norm_estimators.registry import NONE
 from rmm_linear.sketches import KINDS
 
 EXACT = "exact"  # the kind that converts nothing

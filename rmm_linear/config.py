@@ -15,9 +15,9 @@ from typing import Any
 from rmm_linear._support.files import write_text
 from rmm_linear._support.validation import check_fraction, check_integer, check_kind, check_pattern, read_names
 from rmm_linear._version import __version__
-from rmm_linear.estimators.registry import NONE, check_norm_estimator
-from rmm_linear.kept import DRAWN_BYTES, Recipe
-from rmm_linear.packing import WIDTHS, packed_bytes
+from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
+from rmm_linear.ops.save import DRAWN_BYTES, Recipe
+from rmm_linear.packing.pack import WIDTHS, packed_bytes
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, has_blocks
 
 STATE_KEY = "sketch_state"

@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rmm_linear._triton import kernels
+from rmm_linear.backends.triton import kernels
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 
-from rmm_linear.estimators import registry
+from rmm_linear.norm_estimators import registry
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")

@@ -7,7 +7,7 @@ import torch
 from helpers import ALL_ARCHITECTURES, batch_of, gradients, loss_of, tiny_model, token_ids
 
 from rmm_linear import convert
-from rmm_linear.packing import pack
+from rmm_linear.packing.pack import pack
 from rmm_linear.variance import required_ratio, sgd_variance, simulate_variance, sketch_variance
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}

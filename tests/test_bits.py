@@ -15,9 +15,9 @@ from rmm_linear import (
     save_sketch_state,
     sketch_state,
 )
-from rmm_linear.bits import STEPS, BitsChoice, predicted_noise
+from rmm_linear.context.auto_bits import STEPS, BitsChoice, predicted_noise
 from rmm_linear.memory import track_saved
-from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.pack import packed_bytes
 from rmm_linear.sketches import TokenMask
 from rmm_linear.variance import sketch_variance
 

@@ -11,7 +11,7 @@ from packaging.version import parse as version
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.nodes import in_backward
+from rmm_linear.context.autograd_nodes import in_backward
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 EXACT = {"ratio": 1.0, "min_rows": 1}

@@ -26,7 +26,7 @@ from rmm_linear.estimators import (
     register_norm_estimator,
     with_sample_index,
 )
-from rmm_linear.kept import keep
+from rmm_linear.ops.save import keep
 from rmm_linear.sketches import TokenMask
 
 CPU = torch.device("cpu")
@@ -469,7 +469,7 @@ def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypa
     batch, expected = batch_of(), []
     model(**batch).loss.backward()
     known = attention.key.rmm_estimator.predict(call_of(4, 20, mask=batch["attention_mask"].tolist()))
-    monkeypatch.setattr("rmm_linear.functional.keep", lambda *args: (expected.append(args[4]), keep(*args))[1])
+    monkeypatch.setattr("rmm_linear.layers.functional.keep", lambda *args: (expected.append(args[4]), keep(*args))[1])
     model(**batch).loss.backward()
     (found,) = expected
     torch.testing.assert_close(found, known, rtol=1e-5, atol=0)

@@ -10,7 +10,7 @@ from test_glue_training import _Bomb
 from glue_finetune import compare, training
 from glue_finetune.cli import main
 from rmm_linear import RMMConfig
-from rmm_linear.variance.results import COLUMNS
+from rmm_linear.variance.probe.results import COLUMNS
 
 SKETCH = {"kind": "gaussian", "ratio": 0.2, "seed": 7, "num_train_epochs": 1}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.bits import STEPS
+from rmm_linear.context.auto_bits import STEPS
 
 # Five of 20 tokens are real and a quarter of the rows is kept: gradients are exact if the mask is the pass's own.
 RARE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}

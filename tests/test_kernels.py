@@ -15,7 +15,7 @@ if sys.platform != "linux":  # where the test extra has Triton, and a failing im
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
 from benchmarks import checks, parity
-from rmm_linear._triton import kernels
+from rmm_linear.backends.triton import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAKE = checks.Inputs(DEVICE)

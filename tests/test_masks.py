@@ -7,8 +7,8 @@ import torch
 from helpers import chances, heavy_tailed, tiny_model, token_ids
 
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
-from rmm_linear.kept import Recipe, keep, weight_gradient
-from rmm_linear.packing import rounding_variance
+from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.packing.pack import rounding_variance
 from rmm_linear.sketches import (
     FAMILIES,
     KINDS,

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmm_linear import RMMLinear, native, ops, packing
-from rmm_linear.rounding import Draws
+from rmm_linear import RMMLinear
+from rmm_linear.backends import native
+from rmm_linear.ops import sketch as ops
+from rmm_linear.packing import pack as packing
+from rmm_linear.packing.rounding import Draws
 from rmm_linear.sketches import sketch, sketch_parts
 from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.noise import load_glue, main
 from glue_finetune.acceptability import write_corpus
 from rmm_linear import RMMConfig
-from rmm_linear.bits import STEPS
+from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import (
     LayerRecord,
@@ -26,7 +26,7 @@ from rmm_linear.variance import (
     sketch_variance,
     train_and_record,
 )
-from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise, medians
+from rmm_linear.variance.survey.survey import AUTO, PAPER, MemoryNoise, medians
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, RMMLinear, _triton, ops, packing, sketched_linear
-from rmm_linear.kept import Recipe, keep
+from rmm_linear import RMMConfig, RMMLinear, sketched_linear
+from rmm_linear.backends import triton as _triton
+from rmm_linear.ops import sketch as ops
+from rmm_linear.ops.save import Recipe, keep
+from rmm_linear.packing import pack as packing
 from rmm_linear.sketches import FAMILIES, SAMPLERS, TokenMask, kept_rows, sketch
 
 SEED = torch.tensor([77])
@@ -161,7 +164,7 @@ def test_another_backend_is_refused(value, monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the kernels that run, in order."""
-    from rmm_linear import _triton
+    from rmm_linear.backends import triton as _triton
 
     names = []
 
@@ -276,7 +279,7 @@ def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
     """A number would be the same in every replay; the device's generator moves on."""
     x, recipe = made(), Recipe("countsketch", 7)
     assert [int(keep(x, recipe, 5)[-1]) for _ in range(2)] == [5, 5]
-    monkeypatch.setattr("rmm_linear.kept.is_capturing", lambda device: True)
+    monkeypatch.setattr("rmm_linear.ops.save.is_capturing", lambda device: True)
     seeds = {int(keep(x, recipe, 5)[-1]) for _ in range(3)}
     assert len(seeds) == 3
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rmm_linear.packing import pack, packed_bytes, rounding_variance, turn_back, unpack
-from rmm_linear.rounding import Draws, turn_groups
+from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, turn_back, unpack
+from rmm_linear.packing.rounding import Draws, turn_groups
 
 Z = 4.0
 WIDTHS = [8, 4, 2]

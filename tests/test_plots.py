@@ -16,7 +16,7 @@ from rmm_linear.variance.plots import (
     plot_noise_by_layer,
     plot_noise_over_training,
 )
-from rmm_linear.variance.survey import AUTO, PAPER
+from rmm_linear.variance.survey.survey import AUTO, PAPER
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "variance.py"
 

@@ -9,10 +9,10 @@ from probe_helpers import ROUGH, by_hand, close, padded_batch, recorded, same
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.kept import keep
+from rmm_linear.ops.save import keep
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
-from rmm_linear.variance.calls import noises
+from rmm_linear.variance.probe.call import noises
 
 
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
@@ -69,7 +69,7 @@ def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypat
         assert expected is not None
         return keep(x, recipe, seed, mask, expected)
 
-    monkeypatch.setattr("rmm_linear.functional.keep", look)
+    monkeypatch.setattr("rmm_linear.layers.functional.keep", look)
     inputs, gradients, found = {}, {}, []
 
     def run():

@@ -14,7 +14,7 @@ from torch import nn
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.variance import GradientProbe
-from rmm_linear.variance.results import COLUMNS, ProbeResults, ProbeRow
+from rmm_linear.variance.probe.results import COLUMNS, ProbeResults, ProbeRow
 
 # Which layers
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import RMMLinear, convert
 from rmm_linear.memory import peak
 from rmm_linear.variance import GradientProbe
-from rmm_linear.variance.calls import noises
+from rmm_linear.variance.probe.call import noises
 
 # Training does not notice
 

@@ -10,8 +10,10 @@ from helpers import chances
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, ops, packing, sketched_linear
-from rmm_linear.kept import Recipe, keep
+from rmm_linear import RMMConfig, sketched_linear
+from rmm_linear.ops import sketch as ops
+from rmm_linear.ops.save import Recipe, keep
+from rmm_linear.packing import pack as packing
 from rmm_linear.sketches import (
     SAMPLERS,
     TokenMask,

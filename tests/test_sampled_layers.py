@@ -8,9 +8,9 @@ from helpers import bytes_kept, checkpointed, heavy_tailed, six_features
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
-from rmm_linear.functional import Plan, planned_linear
-from rmm_linear.kept import Recipe, keep, weight_gradient
-from rmm_linear.sharing import SharedSketches
+from rmm_linear.context.sketch_cache import SharedSketches
+from rmm_linear.layers.functional import Plan, planned_linear
+from rmm_linear.ops.save import Recipe, keep, weight_gradient
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, TokenMask
 
 ROUGH = {"ratio": 0.25, "min_rows": 1}
@@ -109,7 +109,7 @@ def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant,
         seen.append(kept)
         return weight_gradient(y, kept, *rest)
 
-    monkeypatch.setattr("rmm_linear.functional.weight_gradient", look)
+    monkeypatch.setattr("rmm_linear.layers.functional.weight_gradient", look)
     for _ in range(3):
         model(x).sum().backward()
     assert len(seen) == 3

@@ -15,7 +15,7 @@ from helpers import heavy_tailed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rmm_linear.packing import pack, rounding_variance, unpack
+from rmm_linear.packing.pack import pack, rounding_variance, unpack
 from rmm_linear.sketches import (
     SAMPLERS,
     Drawn,

@@ -12,8 +12,8 @@ from fault_helpers import at_write, full_disk, in_a_child, kill, no_room
 from helpers import Mlp
 
 from rmm_linear import RMMConfig, convert, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
+from rmm_linear.conversion.state import load_saved_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
-from rmm_linear.state import load_saved_state
 
 WTA = {"kind": "wta", "memory": 0.5, "min_rows": 1, "norm_estimator": "position"}
 

@@ -11,7 +11,7 @@ from helpers import Mlp, checkpointed, seeds_of, six_features
 from torch import nn
 
 from rmm_linear import convert
-from rmm_linear.seeds import draw_seed, mix, peek_seed
+from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 EXACT = {"ratio": 1.0, "min_rows": 1}

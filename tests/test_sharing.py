@@ -9,7 +9,7 @@ from torch import nn
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
-from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.pack import packed_bytes
 
 ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 

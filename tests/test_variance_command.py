@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from glue_finetune.acceptability import make_corpus
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance.__main__ import main as command
-from rmm_linear.variance.batches import load_texts, read_labels
-from rmm_linear.variance.survey import AUTO
+from rmm_linear.variance.survey.batches import load_texts, read_labels
+from rmm_linear.variance.survey.survey import AUTO
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from helpers import heavy_tailed
 from test_variance import ROWS, Z, padded
 
 from rmm_linear.memory import peak
-from rmm_linear.packing import WIDTHS, pack, rounding_variance, unpack
+from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack
 from rmm_linear.sketches import KINDS, TokenMask, has_blocks, variance
 from rmm_linear.variance import sgd_variance, simulate_sgd_variance, simulate_variance, sketch_variance
-from rmm_linear.variance.pairs import sampling_probabilities
+from rmm_linear.variance.arguments import sampling_probabilities
 from rmm_linear.variance.simulation import Simulation, draw_sketches
 
 GROUP = 50

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rmm_linear.sidecar import remove_with_tensors
-from rmm_linear.state import read_sketch_state, save_sketch_state, sketched_layers
+from rmm_linear.conversion.state import read_sketch_state, save_sketch_state, sketched_layers
+from rmm_linear.conversion.state_files import remove_with_tensors
 
 logger = logging.getLogger(__name__)
 

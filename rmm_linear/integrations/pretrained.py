@@ -2,7 +2,8 @@
 
 Weights are those of the original model, so ``model.save_pretrained(folder)`` and every other way of saving stays as it
 is. What the folder lacks is that the model was converted, how, and what its sketches have learned: that goes into one
-small JSON file, and with norm estimators into a safetensors file that it names, see :mod:`rmm_linear.sidecar`.
+small JSON file, and with norm estimators into a safetensors file that it names, see
+:mod:`rmm_linear.conversion.state_files`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import nn
 
 from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
-from rmm_linear.convert import convert, revert
-from rmm_linear.linear import SketchedLayer
-from rmm_linear.report import ConversionReport
-from rmm_linear.sidecar import tensors_beside
-from rmm_linear.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
-from rmm_linear.wrappers import unwrapped
+from rmm_linear.conversion.convert import convert, revert
+from rmm_linear.conversion.names import unwrapped
+from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
+from rmm_linear.conversion.state_files import tensors_beside
+from rmm_linear.layers.linear import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
 

@@ -14,8 +14,8 @@ import torch
 
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
+from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.memory import peak, track_saved
-from rmm_linear.report import ConversionReport
 from rmm_linear.variance import GradientProbe, ProbeResults, ProbeRow
 
 try:

@@ -1,7 +1,20 @@
-"""Where memory goes: bytes kept for the backward pass per module, peak memory, what a conversion would change."""
+"""Where memory goes: bytes saved for the backward pass per module, peak memory, what a conversion would change."""
 
-from rmm_linear.memory.explain import Explanation, LayerMemory, explain
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
-__all__ = ["Explanation", "LayerMemory", "Ledger", "Peak", "explain", "peak", "track_saved"]
+# These need the conversion, which imports this folder: looked up when they are asked for.
+_OF_THE_CONVERSION = ("Explanation", "LayerMemory", "explain")
+
+__all__ = ["Ledger", "Peak", "peak", "track_saved"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_THE_CONVERSION:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("rmm_linear.conversion.explain"), name)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear import native
+from rmm_linear.backends import native
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
 from rmm_linear.sketches.philox import philox, unpack_signs
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from rmm_linear import native
+from rmm_linear.backends import native
 
 _WORD = 0xFFFFFFFF
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85

@@ -1,14 +1,14 @@
 """The noise of a weight gradient: what the sketch adds, and what minibatch sampling adds anyway."""
 
-from rmm_linear.variance.choice import effective_batch, required_ratio
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
-from rmm_linear.variance.probe import GradientProbe
+from rmm_linear.variance.probe.probe import GradientProbe
+from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
 from rmm_linear.variance.published import paper_bound, paper_sketch_variance
-from rmm_linear.variance.recommendation import quietest, recommend
-from rmm_linear.variance.records import LayerRecord, record_layers
-from rmm_linear.variance.results import ProbeResults, ProbeRow
 from rmm_linear.variance.simulation import Simulation, simulate_sgd_variance, simulate_variance
-from rmm_linear.variance.survey import MEMORIES, MemoryNoise, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.survey.recommendation import quietest, recommend
+from rmm_linear.variance.survey.records import LayerRecord, record_layers
+from rmm_linear.variance.survey.survey import MEMORIES, MemoryNoise, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.targets import effective_batch, required_ratio
 
 __all__ = [
     "MEMORIES",

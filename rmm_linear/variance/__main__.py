@@ -19,10 +19,10 @@ import torch
 
 from rmm_linear._support.files import replacing
 from rmm_linear.sketches import KINDS
-from rmm_linear.variance.batches import load_tensors, load_texts
 from rmm_linear.variance.plots import plot_noise_against_memory
-from rmm_linear.variance.recommendation import describe_layers
-from rmm_linear.variance.survey import MEMORIES, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.survey.batches import load_tensors, load_texts
+from rmm_linear.variance.survey.recommendation import describe_layers
+from rmm_linear.variance.survey.survey import MEMORIES, describe, noise_at_memory, train_and_record
 
 
 def main(argv: list[str] | None = None) -> int:

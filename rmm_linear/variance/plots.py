@@ -14,9 +14,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear.sketches import KINDS
+from rmm_linear.variance.probe.results import SEQUENCES
 from rmm_linear.variance.published import bound_of
-from rmm_linear.variance.results import SEQUENCES
-from rmm_linear.variance.survey import AUTO, PAPER, MemoryNoise
+from rmm_linear.variance.survey.survey import AUTO, PAPER, MemoryNoise
 
 if TYPE_CHECKING:
     import pandas

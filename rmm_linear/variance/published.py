@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rmm_linear._support.validation import check_integer
 from rmm_linear.sketches import Moments
+from rmm_linear.variance.arguments import over_layers
 from rmm_linear.variance.closed_forms import correlation
-from rmm_linear.variance.pairs import over_layers
 
 
 def paper_sketch_variance(x: Tensor, grad_output: Tensor, *, rows: int) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.packing import pack, unpack
+from rmm_linear.packing.pack import pack, unpack
 from rmm_linear.sketches import FAMILIES, TokenMask, sketch
+from rmm_linear.variance.arguments import check_pair, check_sketch, sampling_probabilities
 from rmm_linear.variance.closed_forms import rows_by_length
-from rmm_linear.variance.pairs import check_pair, check_sketch, sampling_probabilities
 
 _GROUP, _GROUPS = 50, 40  # draws in a group at most, and groups at least: their spread must be known
 _ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take

@@ -1,0 +1,222 @@
+"""Compiled forms of what plain PyTorch does slowly on CPU: random numbers, CountSketch and packing.
+
+Built when the package is installed, if there is a C compiler; without it, and with RMM_BACKEND=torch, everything runs
+in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rmm_linear.backends.select import requested_backend
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_SHARE = 1 << 16  # elements that are worth a thread
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("rmm_linear.backends.native._library")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return ctypes.CDLL(spec.origin)
+    except OSError as error:  # of another machine, as in a copied folder
+        logger.warning("%s cannot be loaded (%s); plain PyTorch takes its place.", spec.origin, error)
+        return None
+
+
+def applies_to(*tensors: Tensor) -> bool:
+    """Say whether the compiled code can take these tensors.
+
+    Args:
+        *tensors: Tensors of any device and class.
+
+    Returns:
+        True if the library was built, is wanted, and all are plain tensors on CPU.
+    """
+    if requested_backend() == "torch" or _load() is None:
+        return False
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_neg():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what :func:`rmm_linear.sketches.philox.philox` does.
+
+    Args:
+        seed: Key, int64 with one element.
+        offset: Counters, int64, any shape.
+        stream: Number of the stream.
+
+    Returns:
+        Four int64 tensors of the shape of ``offset``.
+    """
+    offset = offset.contiguous()
+    words = offset.new_empty(4, *offset.shape)
+    key, count = _long(int(seed)), _long(offset.numel())
+    _function("rmm_philox")(key, _long(stream), count, _pointer(offset), _pointer(words))
+    first, second, third, fourth = words.unbind()
+    return first, second, third, fourth
+
+
+def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return what :func:`rmm_linear.sketches.countsketch.signs_and_shifts` does.
+
+    Args:
+        seed: int64 with one element.
+        tokens: N.
+        rows: K.
+
+    Returns:
+        Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
+    """
+    signs = seed.new_empty(tokens, dtype=torch.int8)
+    shifts = seed.new_empty(-(-tokens // rows))
+    _function("rmm_signs_and_shifts")(_long(int(seed)), _long(tokens), _long(rows), _pointer(signs), _pointer(shifts))
+    return signs, shifts
+
+
+def draws(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :class:`rmm_linear.packing.rounding.Draws` holds.
+
+    Args:
+        seed: int64 with one element.
+        stream: Number of the stream.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+
+    Returns:
+        Signs of the turn, float32, shape (64,); int32 of shape (rows,) and of shape (columns,).
+    """
+    signs = seed.new_empty(64, dtype=torch.float32)
+    a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
+    sizes = (_long(stream), _long(rows), _long(columns))
+    _function("rmm_draws")(_long(int(seed)), *sizes, _pointer(signs), _pointer(a), _pointer(c))
+    return signs, a, c
+
+
+def pack(
+    matrix: Tensor,
+    bits: int,
+    signs: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    codes: Tensor,
+    ranges: Tensor,
+    hashing: tuple[Tensor, Tensor] | None = None,
+) -> bool:
+    """Round rows to ``bits`` per element; :mod:`rmm_linear.packing.pack` says how.
+
+    Args:
+        matrix: float32, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
+        bits: 8, 4 or 2.
+        signs: Of the turn, float32, shape (64,).
+        rows: Of the chances, int32, shape (K,).
+        columns: Of the chances, int32, shape (I,).
+        codes: To write, uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
+        ranges: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the sketch is packed row by row.
+
+    Returns:
+        Whether all ranges are finite.
+
+    Raises:
+        MemoryError: If there is none for a row of the sketch.
+    """
+    token_signs, shifts = hashing or (signs, signs)
+    segments = len(shifts) if hashing else 1
+    result = _function("rmm_pack", ctypes.c_int)(
+        *_matrix(matrix), _long(len(rows)), _long(segments), _pointer(shifts), _pointer(token_signs),
+        ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges),
+        _threads(matrix),
+    )  # fmt: skip
+    if result > 1:
+        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
+    return result == 0
+
+
+def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
+    """Write the rows that packed storage stands for, whole groups left turned.
+
+    Args:
+        codes: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
+        ranges: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        bits: 8, 4 or 2.
+        matrix: To write, float32, shape (K, I), contiguous.
+    """
+    rows, columns = matrix.shape
+    _function("rmm_unpack")(
+        _pointer(codes), _pointer(ranges), _long(rows), _long(columns), ctypes.c_int(bits), _pointer(matrix),
+        _threads(matrix),
+    )  # fmt: skip
+
+
+def turn_back(matrix: Tensor, signs: Tensor) -> None:
+    """Undo the turn of whole groups of 64 columns, in place.
+
+    Args:
+        matrix: float32, shape (O, I), contiguous.
+        signs: Of the turn, float32, shape (64,).
+    """
+    rows, columns = matrix.shape
+    _function("rmm_turn_back")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
+
+
+def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:
+    """Return some rows of SᵀM; :mod:`rmm_linear.sketches.countsketch` says how.
+
+    Args:
+        matrix: M, float32, shape (N, D), N > K, elements of a row side by side.
+        signs: int8, shape (N,).
+        shifts: int64, shape (⌈N/K⌉,).
+        rows: K.
+        begin: First row of SᵀM.
+        end: The row after the last, at most K.
+
+    Returns:
+        Shape (end − begin, D).
+    """
+    z = matrix.new_empty(end - begin, matrix.shape[1])
+    _function("rmm_countsketch")(
+        *_matrix(matrix), _long(rows), _long(len(shifts)), _pointer(shifts), _pointer(signs), _long(begin),
+        _long(end - begin), _pointer(z), _threads(matrix),
+    )  # fmt: skip
+    return z
+
+
+def _function(name: str, result: type[ctypes.c_int] | None = None) -> Callable[..., int]:
+    function = getattr(_load(), name)
+    function.restype = result
+    return function
+
+
+def _matrix(matrix: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
+    return _pointer(matrix), _long(matrix.shape[0]), _long(matrix.shape[1]), _long(matrix.stride(0))
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _long(number: int) -> ctypes.c_int64:
+    return ctypes.c_int64(number)
+
+
+def _threads(matrix: Tensor) -> ctypes.c_int:
+    """As many as PyTorch uses, where there is work for them."""
+    return ctypes.c_int(max(1, min(torch.get_num_threads(), matrix.numel() // _SMALLEST_SHARE)))

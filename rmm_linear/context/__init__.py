@@ -1,0 +1,1 @@
+"""What the layers of a converted model share during one forward pass."""

@@ -1,0 +1,141 @@
+"""bits="auto": the width of the stored elements, chosen for each layer by its predicted noise.
+
+At one number of bytes, few bits mean many rows: less sketch noise, more rounding noise. Which weighs more depends on
+the batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
+
+The prediction needs no gradient. Y is stood in for by random signs on the tokens that count: the sketch term is then
+the kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the
+prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width. A
+forward pass that came before the choice is recomputed in the width it had.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.autograd_nodes import in_backward, next_node, running_node
+from rmm_linear.packing.pack import WIDTHS, rounding_variance
+from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
+from rmm_linear.sketches.philox import signs
+
+STEPS = 4
+_COLUMNS = 8
+_STREAM = 4
+
+
+@dataclass
+class BitsChoice:
+    """The widths a layer tries, and the one it keeps.
+
+    Attributes:
+        bits: The chosen width, or None while the layer still looks.
+        steps: Inputs looked at.
+        noise: Width to the predicted noise so far.
+        since: Number of the autograd graph's next node when the width was chosen.
+        backward_seen: Whether a backward pass came since the last call, for layers by themselves.
+    """
+
+    bits: int | None = None
+    steps: int = 0
+    noise: dict[int, float] = field(default_factory=dict)
+    since: int = field(default=0, compare=False)
+    backward_seen: bool = field(default=False, compare=False)
+
+    def width(self) -> int | None:
+        """Return the width for a call that is made now, or made again.
+
+        Returns:
+            The choice, if the call was first made after it; None before.
+        """
+        node = running_node() if in_backward() else None
+        return None if node is not None and node < self.since else self.bits
+
+    def observe(self, x: Tensor, config: RMMConfig, itemsize: int, mask: TokenMask | None) -> None:
+        """Add the predicted noise of one input, and choose after the last one.
+
+        Args:
+            x: Layer input, shape (N, I).
+            config: The layer's configuration.
+            itemsize: Bytes per element that is stored unpacked.
+            mask: The tokens that count, or None.
+        """
+        predicted = {bits: predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS}
+        if not all(math.isfinite(noise) for noise in predicted.values()):
+            return  # an input with NaN or an infinity shows nothing
+        for bits, noise in predicted.items():
+            self.noise[bits] = self.noise.get(bits, 0.0) + noise
+        self.steps += 1
+
+    def settle(self) -> None:
+        """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
+        if self.bits is None and self.steps >= STEPS:
+            self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
+            self.since = next_node()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have no graph yet, and other processes number theirs anew."""
+        return {**vars(self), "since": 0}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as plain JSON types.
+
+        Returns:
+            A dictionary that :meth:`from_dict` takes back.
+        """
+        return {"bits": self.bits, "steps": self.steps, "noise": {str(k): v for k, v in self.noise.items()}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> BitsChoice:
+        """Make a choice from :meth:`to_dict`'s result.
+
+        Args:
+            values: The dictionary.
+
+        Returns:
+            The choice.
+
+        Raises:
+            ValueError: If the dictionary is none of to_dict's.
+        """
+        bits, steps = values["bits"], values["steps"]
+        noise = {int(k): float(v) for k, v in values["noise"].items()}
+        if not (bits is None or (type(bits) is int and bits in WIDTHS)) or type(steps) is not int or steps < 0:
+            raise ValueError(f"bits must be None, 8, 4 or 2 and steps a count, got {bits!r} and {steps!r}")
+        if set(noise) != (set(WIDTHS) if steps else set()):
+            raise ValueError(f"noise must name the widths 8, 4 and 2 after {steps} steps, got {sorted(noise)}")
+        return cls(bits, steps, noise)
+
+
+@without_autocast
+def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:
+    """Return the noise that a width would add to dW, for a Y of random signs.
+
+    Args:
+        x: Layer input, shape (N, I).
+        config: The layer's configuration.
+        itemsize: Bytes per element that is stored unpacked.
+        bits: The width.
+        mask: The tokens that count, or None.
+
+    Returns:
+        Predicted E‖dŴ − dW‖² by ‖Y‖²_F.
+    """
+    recipe = config.recipe(x.shape[0], x.shape[1], itemsize, bits)
+    if recipe is None:
+        return 0.0
+    seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+    y = signs(seed, x.shape[0] * _COLUMNS, _STREAM).view(-1, _COLUMNS).to(torch.float32)
+    if mask is not None:
+        y = y * mask.real.unsqueeze(1)
+    p = probabilities(row_norms(x), recipe.uniform_mix, mask=mask) if recipe.draws(x.shape[0]) else None
+    shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask, "p": p}
+    z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
+    rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum()
+    return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

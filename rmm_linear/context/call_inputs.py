@@ -1,0 +1,207 @@
+"""What the modules around a layer were given: the attention mask, the token ids, the examples' numbers.
+
+They are read from the calls of the model and of every submodule whose forward takes an ``attention_mask``. An inner
+module's mask or ids take the place of an outer one's for the layers inside.
+
+Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
+none known, and any other mask changes nothing. Modules that see rows of two sequences make none known either: the whole
+of an encoder-decoder model (its encoder is given its mask again) and a decoder with cross-attention. The same holds for
+``input_ids``, except that a module without any leaves those around it as they are.
+
+The examples' numbers come as ``sample_index`` with the outermost call, and are taken out of it: the forward of the
+model never sees them, unless it has a parameter of that name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
+from rmm_linear.sketches import TokenMask
+
+_MASK = "attention_mask"
+_IDS = "input_ids"
+_TWO_SEQUENCES = "decoder_attention_mask"
+_OTHER_SEQUENCE = "encoder_hidden_states"
+
+
+@dataclass(eq=False)
+class AttentionMask:
+    """An attention mask, flattened.
+
+    Attributes:
+        flat: Shape (N,).
+        sequences: The batch.
+        ranks: The token mask; None on CPU if nothing is padded. It is not left to the layers: in a selective
+            checkpoint, a recomputation must run the operators that the forward pass ran.
+    """
+
+    flat: Tensor
+    sequences: int
+    ranks: TokenMask | None
+
+    @classmethod
+    def of(cls, mask: Tensor) -> AttentionMask:
+        """Read a mask.
+
+        Args:
+            mask: Shape (batch, sequence).
+
+        Returns:
+            The mask with its ranks.
+        """
+        flat = mask.detach().reshape(-1)
+        ranks = TokenMask.of(flat)
+        padded = flat.device.type != "cpu" or int(ranks.count) < len(flat)
+        return cls(flat, mask.shape[0], ranks if padded else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a module was given, itself or by those around it.
+
+    Attributes:
+        mask: The attention mask.
+        input_ids: Token ids, shape (batch, sequence).
+        sample_index: The examples' numbers, int64 of shape (batch,), on the CPU.
+    """
+
+    mask: AttentionMask | None = None
+    input_ids: Tensor | None = None
+    sample_index: Tensor | None = None
+
+    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> Given:
+        """Say what holds inside of a module that is called now.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            This object itself where the call changes nothing.
+        """
+        names = parameters(module)
+        if _MASK not in names and _IDS not in names:
+            return self
+        given, is_known = given_mask(names, args, kwargs)
+        mask = self._mask(given) if is_known else self.mask
+        ids = _argument(names, _IDS, args, kwargs)
+        if _TWO_SEQUENCES in names:
+            ids = None
+        elif not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            ids = self.input_ids
+        return self if mask is self.mask and ids is self.input_ids else Given(mask, ids, self.sample_index)
+
+    def _mask(self, given: Any) -> AttentionMask | None:
+        outer = self.mask
+        if given is None:
+            return None
+        if not isinstance(given, Tensor) or given.dim() != 2:
+            return outer
+        is_same = outer is not None and outer.flat.data_ptr() == given.data_ptr() and given.is_contiguous()
+        if outer is not None and is_same and outer.flat.numel() == given.numel():
+            return outer
+        return AttentionMask.of(given)
+
+    def fitting(self, tokens: int) -> Given:
+        """Leave out what is of other rows than a layer sees.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            The mask and the ids if they are of N tokens, and the numbers.
+        """
+        mask = self.mask if self.mask is not None and len(self.mask.flat) == tokens else None
+        ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
+        return Given(mask, ids, self.sample_index)
+
+
+def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+    """Take the examples' numbers out of the outermost call.
+
+    Args:
+        module: The outermost module.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The numbers, int64 of shape (batch,) on the CPU, or None; and the arguments without them, unless the module's
+        own forward names them.
+
+    Raises:
+        TypeError: If they are no integers, or of another shape.
+    """
+    given = kwargs.get(SAMPLE_INDEX)
+    if SAMPLE_INDEX not in parameters(module):
+        kwargs = {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
+    if given is None:
+        return None, kwargs
+    index = torch.as_tensor(given)
+    if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise TypeError(
+            f"{SAMPLE_INDEX} must have one integer for each example of the batch, got {index.dtype} of the shape "
+            f"{tuple(index.shape)}. rmm_linear.estimators.with_sample_index makes it."
+        )
+    return index.detach().to("cpu", torch.int64), kwargs
+
+
+def takes_mask(module: nn.Module) -> bool:
+    """Say whether a module's forward takes an attention mask.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if it names one.
+    """
+    return _MASK in parameters(module)
+
+
+def parameters(module: nn.Module) -> tuple[str, ...]:
+    """Name the parameters of a module's forward.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The names in their order, without self.
+    """
+    return _names(type(module).forward)
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]  # tens of microseconds, asked in every step
+
+
+def given_mask(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the attention mask of a call, and whether the module says anything about masks.
+
+    Args:
+        names: Its forward's :func:`parameters`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The argument, None if there is none or the rows are those of two sequences; and whether there is a parameter.
+    """
+    if _MASK not in names:
+        return None, False
+    two = _TWO_SEQUENCES in names or _argument(names, _OTHER_SEQUENCE, args, kwargs) is not None
+    return None if two else _argument(names, _MASK, args, kwargs), True
+
+
+def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
+    """An argument of a call, by keyword or position; None if it was not given."""
+    if name in kwargs:
+        return kwargs[name]
+    position = names.index(name) if name in names else len(args)
+    return args[position] if position < len(args) else None

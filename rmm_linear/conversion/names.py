@@ -1,0 +1,147 @@
+"""Match the names of layers with patterns by PEFT's rule, and strip the prefixes of torch.compile, DDP and FSDP."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+
+# Of torch.compile, torch's checkpoint_wrapper and the older FSDP, which may also stand in the middle of a name.
+_NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def matches(patterns: str | Sequence[str], name: str) -> bool:
+    """Say whether a layer is meant.
+
+    Args:
+        patterns: A regular expression for the whole name, or a list of names and dotted suffixes.
+        name: Dotted name of the layer in the model.
+
+    Returns:
+        True if it is.
+
+    Example:
+        >>> matches(["query"], "layer.0.query"), matches(["query"], "layer.0.subquery")
+        (True, False)
+    """
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, name) is not None
+    return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
+
+
+def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
+    """Say why a configuration does not mean a layer.
+
+    Args:
+        name: Dotted name of the layer in the model.
+        module: The layer.
+        config: Its ``target_modules`` and ``exclude_modules`` decide.
+        heads: The model's :func:`output_heads`.
+
+    Returns:
+        The reason, or None for a layer that is meant.
+    """
+    if config.target_modules == "all-linear":
+        if any(module is head for head in heads):
+            return "the output head"
+    elif not matches(config.target_modules, name):
+        return "not in target_modules"
+    if config.exclude_modules is not None and matches(config.exclude_modules, name):
+        return "in exclude_modules"
+    return None
+
+
+def nearest(pattern: str, names: Sequence[str]) -> str:
+    """Name the layers whose names look most like a pattern.
+
+    Args:
+        pattern: A pattern that matches nothing.
+        names: Names of the layers there are.
+
+    Returns:
+        Three names at most, the nearest first, with commas between them.
+    """
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        tails = (".".join(parts[i:]) for i in range(len(parts)))
+        return max(difflib.SequenceMatcher(None, pattern, tail).ratio() for tail in tails)
+
+    return ", ".join(sorted(names, key=likeness, reverse=True)[:3])
+
+
+def output_heads(model: nn.Module) -> list[nn.Module]:
+    """Find the layers that make logits over the vocabulary, asked of every submodule that knows its own.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The layers; empty for a model without any.
+    """
+    heads: list[nn.Module] = []
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        if callable(get):
+            try:
+                head = get()
+            except (AttributeError, NotImplementedError):
+                continue
+            if isinstance(head, nn.Module):
+                heads.append(head)
+    return heads
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Say whether a module is GPT-2's Conv1D itself, without importing transformers.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if it is.
+    """
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of what torch.compile, DataParallel and DistributedDataParallel put around it.
+
+    Args:
+        model: A model, wrapped or not.
+
+    Returns:
+        The model itself.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> unwrapped(nn.DataParallel(model)) is model
+        True
+    """
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif (inner := model._modules.get("_orig_mod")) is not None:
+            model = inner
+        else:
+            return model
+
+
+def own_name(name: str) -> str:
+    """Return the name that a module has where nothing in the model is wrapped.
+
+    Args:
+        name: Dotted name in an unwrapped model, parts of which may be wrapped.
+
+    Returns:
+        The same without the wrappers' own names.
+
+    Example:
+        >>> own_name("encoder.0._orig_mod.dense")
+        'encoder.0.dense'
+    """
+    return ".".join(part for part in name.split(".") if part not in _NAMES)

@@ -1,0 +1,150 @@
+"""What a conversion did: one line to grep, a table to read, a dictionary to save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from rmm_linear._support.tables import table
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.norm_estimators.registry import NONE
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One layer of a conversion.
+
+    Attributes:
+        name: Dotted name in the model.
+        type: Class of the original layer.
+        in_features: I.
+        out_features: O.
+        config: How the layer keeps its input.
+        frozen: Whether its weight required no gradient: then it keeps nothing, until it is unfrozen.
+    """
+
+    name: str
+    type: str
+    in_features: int
+    out_features: int
+    config: RMMConfig
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of :func:`rmm_linear.convert`.
+
+    Attributes:
+        config: The configuration the conversion was asked for.
+        converted: Name to layer, in the model's order.
+        skipped: Name of every other linear-like layer to the reason why it was left alone.
+        dry_run: Whether the model was left as it was.
+        scope: The converted model's shared state, from which ``bits`` and ``groups`` are read; None after a dry run.
+    """
+
+    config: RMMConfig
+    converted: dict[str, ConvertedLayer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    dry_run: bool = False
+    scope: ForwardScope | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the converted layers whose weight required no gradient, and which therefore keep nothing."""
+        return [name for name, layer in self.converted.items() if layer.frozen]
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Name of every layer that has settled on a width under ``bits="auto"`` to that width."""
+        if self.scope is None:
+            return {}
+        return {self.scope.names[index]: c.bits for index, c in self.scope.choices.items() if c.bits is not None}
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names of the layers that were seen to share one sketch of one input, group by group."""
+        if self.scope is None:
+            return []
+        return [tuple(self.scope.names[index] for index in group) for group in sorted(self.scope.shared.groups)]
+
+    @property
+    def estimator_bytes(self) -> dict[str, int]:
+        """Name of every layer with a norm estimator to the bytes that this takes now, of sample caches on the host."""
+        if self.scope is None:
+            return {}
+        return {self.scope.names[index]: e.bytes for index, e in sorted(self.scope.estimators.items())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types.
+
+        Returns:
+            A dictionary with the keys config, converted, skipped, bits, groups, estimator_bytes and dry_run.
+        """
+        converted = {
+            name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
+        }
+        return {
+            "config": self.config.to_dict(),
+            "converted": converted,
+            "skipped": dict(self.skipped),
+            "bits": self.bits,
+            "groups": [list(group) for group in self.groups],
+            "estimator_bytes": self.estimator_bytes,
+            "dry_run": self.dry_run,
+        }
+
+    def summary(self) -> str:
+        """Return the report's first line.
+
+        Returns:
+            One line of ``key=value`` pairs behind ``rmm_linear:``.
+        """
+        config = self.config
+        return (
+            f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} "
+            f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
+            f"dry_run={self.dry_run}"
+        )
+
+    def __str__(self) -> str:
+        """Return the summary line and a table in which numbered siblings share a row."""
+        rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
+        return f"{self.summary()}\n{table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        converted = [
+            (layer.name, str(layer.in_features), str(layer.out_features), _kept(layer))
+            for layer in self.converted.values()
+        ]
+        return converted + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+
+
+def _sketch_fields(config: RMMConfig) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k not in ("target_modules", "exclude_modules", "overrides")}
+
+
+def _amount(config: RMMConfig, between: str) -> str:
+    amount = ("ratio", config.ratio) if config.ratio is not None else ("memory", config.memory)
+    bits = "" if config.bits == "auto" and config.ratio is not None else f" bits{between}{config.bits}"
+    return f"{amount[0]}{between}{amount[1]:g}{bits}"
+
+
+def _kept(layer: ConvertedLayer) -> str:
+    if layer.frozen:
+        return "nothing: frozen"
+    config = layer.config
+    block = "" if config.block is None else f", blocks of {config.block}"
+    expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
+    return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
+
+
+def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    """Group rows that differ in one number of their name only: layer.0.query, layer.1.query → layer.*.query."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        groups.setdefault((pattern, *cells), []).append(name)
+    return {(names[0] if len(names) == 1 else key[0], *key[1:]): names for key, names in groups.items()}

@@ -1,0 +1,206 @@
+"""The state of a conversion that a checkpoint needs beside the parameters.
+
+Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. What ``bits="auto"`` has
+chosen, or seen so far, and which layers share a sketch, goes into a small JSON file beside them. What norm estimators
+have learned are tensors; they go into a safetensors file beside that, see :mod:`rmm_linear.conversion.state_files`.
+Layers are named as in the model itself, however it is wrapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from rmm_linear._support.files import write_text
+from rmm_linear._version import __version__
+from rmm_linear.context.auto_bits import BitsChoice
+from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.conversion.names import own_name, unwrapped
+from rmm_linear.conversion.state_files import read_tensors, tensors_beside
+from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
+
+
+def sketch_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the sketched layers of a model have chosen.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        A dictionary of plain JSON types: the library's version, the choice of every sketched layer by its name, the
+        groups of layers that share a sketch, and the name of every layer's norm estimator.
+    """
+    layers = sketched_layers(model)
+    groups = []
+    for scope, numbers in _scopes(layers).items():
+        names = {number: name for name, number in numbers.items()}
+        groups += [[names[n] for n in group] for group in scope.shared.groups if set(group) <= set(names)]
+    return {
+        "rmm_linear_version": __version__,
+        "layers": {name: layer.rmm_choice.to_dict() for name, layer in layers.items()},
+        "groups": sorted(groups),
+        "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
+    }
+
+
+def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the norm estimators of a model have learned.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The tensors of :meth:`rmm_linear.estimators.NormEstimator.tensors`, as "LAYER:TENSOR"; not copied.
+    """
+    return {
+        f"{name}:{key}": tensor
+        for name, layer in sketched_layers(model).items()
+        if layer.rmm_estimator is not None
+        for key, tensor in layer.rmm_estimator.tensors().items()
+    }
+
+
+def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
+    """Give the sketched layers of a model the choices of another, converted in the same way.
+
+    Args:
+        model: A converted model.
+        state: The result of :func:`sketch_state`.
+        tensors: The result of :func:`sketch_tensors`; without it, norm estimators begin anew.
+
+    Raises:
+        ValueError: If the layers or their norm estimators are not the same, or the state is malformed; then nothing
+            changes.
+    """
+    layers = sketched_layers(model)
+    try:
+        choices = {name: BitsChoice.from_dict(values) for name, values in state["layers"].items()}
+        groups = [tuple(map(str, group)) for group in state.get("groups", [])]
+        names = dict(state.get("norm_estimators", {}))
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The sketch state must be the result of sketch_state, got something else ({error!r})."
+        ) from None
+    different = sorted(set(layers) ^ set(choices))
+    if different or not {name for group in groups for name in group} <= set(layers):
+        raise ValueError(
+            "The sketch state must be of a model with the same sketched layers, "
+            f"got other ones: {', '.join(different[:3]) or 'groups of others'}. "
+            "Convert the model with the configuration that the state was saved under."
+        )
+    estimators = _read_estimators(layers, names, tensors or {})
+    for name, layer in layers.items():
+        vars(layer.rmm_choice).update(vars(choices[name]))
+        layer.rmm_choice.settle()  # the saved step was complete
+        layer._set_estimator(estimators.get(name))
+    for scope, numbers in _scopes(layers).items():
+        scope.shared.groups |= {tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)}
+
+
+def _read_estimators(
+    layers: dict[str, SketchedLayer], names: dict[str, str], tensors: dict[str, Tensor]
+) -> dict[str, NormEstimator]:
+    """Make new estimators of what was saved, so that an error leaves the old ones as they are."""
+    wanted = {name: layer.rmm_config.norm_estimator for name, layer in layers.items() if layer.rmm_estimator}
+    if different := sorted(name for name in {**wanted, **names} if wanted.get(name) != names.get(name)):
+        first = different[0]
+        raise ValueError(
+            f"The sketch state must be of the same norm estimators, got {names.get(first, 'none')!r} for {first}, "
+            f"which has {wanted.get(first, 'none')!r}. Convert the model with the configuration it was saved under."
+        )
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in wanted}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition(":")
+        if name not in parts:
+            raise ValueError(
+                f"The tensors must be of the model's norm estimators, got {key!r}. Use the file of its own."
+            )
+        parts[name][part] = tensor
+    estimators: dict[str, NormEstimator] = {}
+    for name, kind in wanted.items():
+        estimator = make_norm_estimator(kind)
+        if estimator is None:
+            continue
+        try:
+            estimator.load_tensors(parts[name])
+        except ValueError as error:
+            raise ValueError(f"The tensors of {name} do not fit its norm estimator {kind!r}: {error}") from error
+        estimators[name] = estimator
+    return estimators
+
+
+def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
+
+    An earlier state in the same place stays whole until the new one is. Tensors need the package safetensors, which
+    transformers brings.
+
+    Args:
+        model: A converted model.
+        path: File to write; that of the tensors has a digest and ``.safetensors`` behind its name.
+    """
+    path = Path(path)
+    with tensors_beside(path, sketch_tensors(model)) as named:
+        write_text(path, json.dumps({**sketch_state(model), **named}, indent=1) + "\n")
+
+
+def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read what :func:`save_sketch_state` wrote into a model.
+
+    Args:
+        model: A converted model.
+        path: File to read.
+
+    Raises:
+        ValueError: If a file is malformed, missing or of another model; the message names it. Then nothing changes.
+    """
+    path = Path(path)
+    try:
+        state: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:  # the first of brackets without end
+        raise ValueError(f"{path}: {error}") from error
+    load_saved_state(model, path, state)
+
+
+def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
+    """Give a model the state that was read from a JSON file, with the tensors beside that.
+
+    Args:
+        model: A converted model.
+        path: The JSON file.
+        state: What it has.
+
+    Raises:
+        ValueError: As for :func:`read_sketch_state`.
+    """
+    try:
+        load_sketch_state(model, state, read_tensors(path, state))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
+    """List the sketched layers of a model.
+
+    Args:
+        model: A model, wrapped or not.
+
+    Returns:
+        The layers by their names in the model itself.
+    """
+    found = unwrapped(model).named_modules()
+    return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
+
+
+def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, int]]:
+    """The layers' scopes, one for each conversion, and the numbers of their layers by name."""
+    found: dict[ForwardScope, dict[str, int]] = {}
+    for name, layer in layers.items():
+        if layer.rmm_scope is not None:
+            found.setdefault(layer.rmm_scope, {})[name] = layer.rmm_index
+    return found

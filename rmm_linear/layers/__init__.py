@@ -1,0 +1,1 @@
+"""Modules and functions whose input is saved as a sketch."""

@@ -1,0 +1,158 @@
+"""The inputs of a model's layers, and what keeps them: one forward pass, looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.memory.ledger import Ledger, track_saved
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """What one forward pass showed of a layer's input.
+
+    Attributes:
+        tokens: N.
+        itemsize: Bytes per element that is kept.
+        storage: Key of its storage in the ledger; None when autograd does not keep it.
+        bytes: Bytes of the storage.
+        others: What keeps the storage beside the layers looked at: names of operators.
+    """
+
+    tokens: int
+    itemsize: int
+    storage: tuple[str, int] | None
+    bytes: int
+    others: tuple[str, ...]
+
+
+def unsaved_reason(seen: LayerInput) -> str | None:
+    """Say why sketching a layer's input saves nothing, whatever the sketch's size.
+
+    Args:
+        seen: What a forward pass showed.
+
+    Returns:
+        The reason, or None.
+    """
+    if seen.storage is None:
+        return "autograd does not keep its input"
+    return f"{' and '.join(seen.others)} keeps this tensor anyway" if seen.others else None
+
+
+def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[dict[str, LayerInput], Ledger]:
+    """Run one forward pass in training mode and look at what is kept.
+
+    Args:
+        model: The model.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+        names: Layers whose inputs are looked at.
+
+    Returns:
+        Name to input for the layers that ran, and the ledger of the whole pass.
+    """
+    modules = {name: module for name, module in model.named_modules() if name in names}
+    calls: dict[str, Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(name, next(iter((*args, *kwargs.values()))).detach())
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in modules.items()]
+    try:
+        with _undisturbed(model), torch.enable_grad(), track_saved(model) as ledger:
+            output = _call(model, batch)
+            # Now, while the graph lives: what it keeps is read off its nodes.
+            keepers = _keepers(output)
+            storages = dict(ledger.storages)
+            return {
+                name: _seen(calls[name], name, storages, keepers, names) for name in modules if name in calls
+            }, ledger
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _seen(
+    x: Tensor,
+    name: str,
+    storages: Mapping[tuple[str, int], Any],
+    keepers: Mapping[tuple[str, int], Sequence[str]],
+    names: Sequence[str],
+) -> LayerInput:
+    tokens = x.shape[:-1].numel()
+    key = (str(x.device), x.untyped_storage().data_ptr())
+    if key in storages and set(storages[key].modules) & set(names):
+        others = [module for module in storages[key].modules if module not in names]
+        operators = sorted({_friendly(n) for n in keepers.get(key, ()) if not _is_linear(n)})
+        kept_by_others = tuple(operators or others) if others or operators else ()
+        return LayerInput(tokens, x.element_size(), key, storages[key].bytes, kept_by_others)
+    # Autocast keeps a copy of its own in another dtype.
+    copies = [(k, e) for k, e in storages.items() if name in e.modules and e.bytes * 2 in (x.nbytes, 2 * x.nbytes)]
+    if copies:
+        copy_key, entry = copies[0]
+        return LayerInput(tokens, entry.bytes // max(x.numel(), 1), copy_key, entry.bytes, ())
+    return LayerInput(tokens, x.element_size(), None, 0, ())
+
+
+def _is_linear(node: str) -> bool:
+    return node.startswith(("Addmm", "Mm", "Linear", "MkldnnLinear", "Bmm"))
+
+
+def _friendly(node: str) -> str:
+    if "ScaledDotProduct" in node:
+        return "scaled_dot_product_attention"
+    return node.removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
+
+
+def _keepers(output: Any) -> dict[tuple[str, int], list[str]]:
+    """Names of the graph's nodes by the storages that they keep."""
+    found: dict[tuple[str, int], list[str]] = {}
+    todo = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node: Any = todo.pop()
+        for attribute in dir(node):
+            if attribute.startswith("_saved_") or attribute == "saved_tensors":
+                for leaf in tree_leaves(getattr(node, attribute)):
+                    if isinstance(leaf, Tensor):
+                        key = (str(leaf.device), leaf.untyped_storage().data_ptr())
+                        found.setdefault(key, []).append(node.name())
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return found
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Training mode inside; mode, buffers and random numbers as before outside."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,1 @@
+"""PyTorch operators of the sketches, with fakes and FLOP formulas, dispatched by device."""

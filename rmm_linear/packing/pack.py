@@ -1,0 +1,293 @@
+"""Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
+
+Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
+bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down
+and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
+The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+
+Before rounding, a group of 64 is turned by random signs and the orthonormal Hadamard transform: one large column no
+longer stretches the range of the 63 others. The turn is orthonormal, so the mean stays z and the squared error is that
+of the turned elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the left, on
+YᵀZ instead of Z: see ``turned`` of :func:`unpack` and :func:`turn_back`.
+
+An element in row b and column j is rounded up if a_b xor c_j, a number of 23 bits read as a fraction, lies in the last
+f of [0, 1), with a_b and c_j uniform and independent. Any two of these numbers are independent, and the variance of dW,
+a second moment, asks for no more: it is that of a fresh number per element, for rows + columns random numbers instead
+of rows · columns.
+
+Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass.
+
+Source of stochastic rounding per group for stored activations: Chen et al. 2021 (ActNN), arXiv 2104.14129.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.backends import native
+from rmm_linear.packing.rounding import (
+    GROUP,
+    WIDTHS,
+    Draws,
+    group_ranges,
+    group_steps,
+    pack_rows,
+    turn_groups,
+    turned_groups,
+    unpack_rows,
+)
+from rmm_linear.sketches.countsketch import signs_and_shifts
+
+_CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
+_COMPILED_CHUNK = 1 << 20
+
+
+def packed_bytes(rows: int, columns: int, bits: int) -> int:
+    """Return the bytes that :func:`pack` makes of a matrix.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        bits: 8, 4 or 2.
+
+    Returns:
+        Bytes of codes, scales and offsets.
+
+    Example:
+        >>> packed_bytes(10, 128, 4)
+        720
+    """
+    return rows * (-(-columns * bits // 8) + 4 * -(-columns // GROUP))
+
+
+@without_autocast
+def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to ``bits`` per element, at random and without bias.
+
+    A NaN makes its whole group NaN.
+
+    Args:
+        matrix: Floating point, shape (rows, columns).
+        bits: 8, 4 or 2.
+        seed: int64 with one element, on the device of ``matrix``. It decides the turn of the groups and the rounding.
+
+    Returns:
+        Codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i holds the elements i, i + h, …, lower
+        bits first, where h is the group's bytes. And ranges, bfloat16, shape (rows, ⌈columns / 64⌉, 2): offset and
+        scale of every group.
+
+    Raises:
+        ValueError: If ``bits`` is not 8, 4 or 2.
+    """
+    return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
+
+
+def pack_parts(
+    part: Callable[[int, int], Tensor], shape: tuple[int, int] | torch.Size, bits: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`pack` does for a matrix that is made in parts, so that it never exists as a whole.
+
+    Args:
+        part: Makes the rows from one number up to another.
+        shape: Rows and columns of the matrix.
+        bits: 8, 4 or 2.
+        seed: See :func:`pack`; its device is that of the matrix.
+
+    Returns:
+        Codes and ranges.
+
+    Raises:
+        ValueError: As :func:`pack`.
+    """
+    _check_bits(bits)
+    rows, columns = shape
+    codes, ranges = empty_packed(rows, columns, bits, seed)
+    draws = Draws.of(seed, rows, columns)
+    for place in row_parts(rows, columns, seed):
+        values, found = part(place.start, place.stop), ranges[place]
+        if native.applies_to(values, codes):
+            whole = values.to(torch.float32)
+            whole = whole if whole.stride(1) == 1 else whole.contiguous()
+            finite = native.pack(whole, bits, draws.signs, draws.rows[place], draws.columns, codes[place], found)
+        else:
+            pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
+            finite = False  # not known
+        if not finite:
+            _spoil_infinite(found)
+    return codes, ranges
+
+
+def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack the CountSketch of a matrix row by row, in compiled form.
+
+    Args:
+        matrix: float32, shape (N, I), N > K, on CPU where :func:`rmm_linear.backends.native.applies_to` it.
+        rows: K.
+        bits: 8, 4 or 2.
+        seed: See :func:`pack`; also of the sketch.
+
+    Returns:
+        Codes and ranges.
+
+    Raises:
+        ValueError: As :func:`pack`.
+    """
+    _check_bits(bits)
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    codes, ranges = empty_packed(rows, matrix.shape[1], bits, seed)
+    draws = Draws.of(seed, rows, matrix.shape[1])
+    hashing = signs_and_shifts(seed, matrix.shape[0], rows)
+    if not native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing):
+        _spoil_infinite(ranges)
+    return codes, ranges
+
+
+def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Make room for a packed matrix.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        bits: 8, 4 or 2.
+        like: Any tensor on its device.
+
+    Returns:
+        Codes and ranges, with nothing in them yet.
+    """
+    codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
+    return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
+
+
+@without_autocast
+def unpack(
+    codes: Tensor,
+    ranges: Tensor,
+    seed: Tensor,
+    bits: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    turned: bool = False,
+) -> Tensor:
+    """Return the matrix that packed storage stands for.
+
+    Args:
+        codes: uint8, shape (rows, ⌈columns · bits / 8⌉).
+        ranges: bfloat16, shape (rows, ⌈columns / 64⌉, 2).
+        seed: The seed they were packed with.
+        bits: 8, 4 or 2.
+        columns: Columns of the matrix.
+        dtype: dtype of the result.
+        turned: Leave the groups turned; :func:`turn_back` undoes it later.
+
+    Returns:
+        Shape (rows, columns).
+
+    Example:
+        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
+        >>> error = unpack(*pack(z, 2, seed), seed, 2, 4, z.dtype) - z
+        >>> bool(error.abs().max() < 1.01)  # a step of the group, 3 / 3, and what bfloat16 adds
+        True
+    """
+    matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    for part in row_parts(codes.shape[0], columns, codes):
+        values = matrix[part]
+        if dtype != torch.float32:
+            values = torch.empty(values.shape, dtype=torch.float32, device=codes.device)
+        if native.applies_to(codes, ranges):
+            native.unpack(codes[part], ranges[part], bits, values)
+        else:
+            unpack_rows(codes[part], ranges[part], bits, values)
+        if dtype != torch.float32:
+            matrix[part] = values
+    return matrix if turned else turn_back(matrix, seed)
+
+
+def turn_back(matrix: Tensor, seed: Tensor) -> Tensor:
+    """Undo the turn of a matrix's whole groups of 64 columns.
+
+    Args:
+        matrix: A result of ``unpack(..., turned=True)``, or a product of any matrix with it, shape (rows, columns).
+        seed: The seed it was packed with.
+
+    Returns:
+        Shape (rows, columns), dtype of ``matrix``.
+    """
+    return turn_back_(matrix.clone(memory_format=torch.contiguous_format), seed)
+
+
+def turn_back_(matrix: Tensor, seed: Tensor) -> Tensor:
+    """Do what :func:`turn_back` does, to a matrix that nobody else needs.
+
+    Args:
+        matrix: See there; its memory may be used.
+        seed: The seed it was packed with.
+
+    Returns:
+        Shape (rows, columns), dtype of ``matrix``.
+    """
+    draws = Draws.of(seed, 0, GROUP)
+    if matrix.dtype == torch.float32 and matrix.is_contiguous() and native.applies_to(matrix):
+        native.turn_back(matrix, draws.signs)
+        return matrix
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    return turn_groups(wide, draws.turn.T).to(matrix.dtype)
+
+
+@without_autocast
+def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
+    """Return the variance that packing adds to every row, exactly.
+
+    Args:
+        matrix: Floating point, shape (rows, columns).
+        bits: 8, 4 or 2.
+        seed: The seed that it is packed with, int64 with one element.
+
+    Returns:
+        E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
+
+    Raises:
+        ValueError: If ``bits`` is not 8, 4 or 2.
+    """
+    _check_bits(bits)
+    rows, columns = matrix.shape
+    result = matrix.new_zeros(rows, dtype=torch.float64)
+    turn = Draws.of(seed, 0, GROUP).turn
+    for part in row_parts(rows, columns, matrix):
+        for _, _, groups in turned_groups(matrix[part], turn):
+            ranges = group_ranges(groups, bits)
+            fraction = group_steps(groups, ranges).frac_().double()
+            result[part] += (ranges[..., 1:].double().square() * fraction * (1 - fraction)).sum((1, 2))
+    return result
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in WIDTHS:
+        raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
+
+
+def _spoil_infinite(ranges: Tensor) -> None:
+    """Make every group NaN that holds a NaN or an infinity, or whose range is beyond float32."""
+    ranges.masked_fill_(~ranges.isfinite().all(-1, keepdim=True), torch.nan)
+
+
+def row_parts(rows: int, columns: int, tensor: Tensor) -> Iterator[slice]:
+    """Cut a matrix into rows that are handled at a time: on CPU few enough for its cache, else all.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        tensor: Any tensor on its device.
+
+    Yields:
+        The rows.
+    """
+    step = max(1, rows)
+    if tensor.device.type == "cpu":
+        step = max(1, (_COMPILED_CHUNK if native.applies_to(tensor) else _CHUNK) // max(1, columns))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))

@@ -1,0 +1,146 @@
+"""What packing does with a group of columns, in plain PyTorch: the turn, the range, the rounding, the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rmm_linear.backends import native
+from rmm_linear.sketches.philox import philox, unpack_signs
+
+GROUP = 64
+WIDTHS = (8, 4, 2)
+_STREAM = 3
+_EXPONENT_OF_ONE = 0x3F800000
+_MARGIN = 2.0**-18  # of a scale, so that no step and chance, rounded, add up to one code too many
+_SMALLEST = 2.0**-126  # normal number of float32: the reciprocal of a smaller one may be infinite
+_ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS}  # 1 in every code of a byte
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the seed decides: the signs of the turn (64,), and a (rows,) and c (columns,), int32.
+
+    Bit for bit, a xor c is a float32 number in [1, 2).
+    """
+
+    signs: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def turn(self) -> Tensor:
+        """The signs, then the Hadamard transform."""
+        return self.signs.unsqueeze(1) * _hadamard(self.signs.device)
+
+    @classmethod
+    def of(cls, seed: Tensor, rows: int, columns: int) -> Draws:
+        """Draw for a matrix of ``rows`` and ``columns``."""
+        if native.applies_to(seed):
+            return cls(*native.draws(seed, _STREAM, rows, columns))
+        a, c, words, _ = philox(seed, torch.arange(max(rows, columns, 2), device=seed.device), _STREAM)
+        signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)
+        a, c = ((word >> 9).to(torch.int32) for word in (a[:rows], c[:columns]))
+        return cls(signs, a | _EXPONENT_OF_ONE, c)
+
+
+def pack_rows(values: Tensor, bits: int, draws: Draws, a: Tensor, codes: Tensor, ranges: Tensor) -> None:
+    """Write the codes and ranges of some rows, ``a`` being those rows' part of the chances."""
+    for span, places, groups in turned_groups(values, draws.turn):
+        ranges[:, places] = found = group_ranges(groups, bits)
+        chance = (a[:, None, None] ^ draws.columns[span].view(groups.shape[1:])).view(torch.float32)
+        # Whatever the cast makes of NaN is multiplied by a scale of NaN.
+        above = group_steps(groups, found).add_(chance).to(torch.int32)
+        codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
+    codes -= _ONES[bits]  # chances lie in [1, 2), so every code was one too high
+
+
+def unpack_rows(codes: Tensor, ranges: Tensor, bits: int, values: Tensor) -> None:
+    """Write the rows, float32, that codes and ranges stand for, whole groups left turned."""
+    for span, places, size in _spans(values.shape[1]):
+        offset, scale = ranges[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
+        groups = values[:, span].unflatten(1, (-1, size))
+        _split(codes[:, _bytes(span, bits)], bits, groups)
+        groups.mul_(scale).add_(offset)
+
+
+def _hadamard(device: torch.device) -> Tensor:
+    """The orthonormal Hadamard matrix of a group: its sign is the parity of the bits that i and j share."""
+    index = torch.arange(GROUP, device=device)
+    shared = index.unsqueeze(1) & index
+    for shift in (4, 2, 1):
+        shared = shared ^ (shared >> shift)
+    return (1 - 2 * (shared & 1)).to(torch.float32) * GROUP**-0.5
+
+
+def turn_groups(values: Tensor, turn: Tensor) -> Tensor:
+    """Multiply every whole group of 64 columns by a (64, 64) matrix."""
+    rows, columns = values.shape
+    whole = columns // GROUP * GROUP
+    if not whole:
+        return values
+    turned = (values[:, :whole].reshape(-1, GROUP) @ turn.to(values.dtype)).view(rows, whole)
+    return turned if whole == columns else torch.cat((turned, values[:, whole:]), dim=1)
+
+
+def turned_groups(rows: Tensor, turn: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Columns, places among the groups, and the groups, float32 (rows, groups, size), the whole ones turned."""
+    for span, places, size in _spans(rows.shape[1]):
+        groups = rows[:, span].to(torch.float32).unflatten(1, (-1, size))
+        yield span, places, groups.reshape(-1, GROUP).mm(turn).view(groups.shape) if size == GROUP else groups
+
+
+def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
+    """The whole groups, then the shorter last one: columns, places among the groups, columns per group."""
+    whole = columns // GROUP
+    if whole:
+        yield slice(0, whole * GROUP), slice(0, whole), GROUP
+    if columns > whole * GROUP:
+        yield slice(whole * GROUP, columns), slice(whole, whole + 1), columns - whole * GROUP
+
+
+def _bytes(span: slice, bits: int) -> slice:
+    """Where the codes of some columns lie."""
+    return slice(span.start * bits // 8, -(-span.stop * bits // 8))
+
+
+def group_ranges(groups: Tensor, bits: int) -> Tensor:
+    """Offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    offset = _round_down(low)
+    scale = _round_down((offset - high) * ((1 + _MARGIN) / (2**bits - 1))).neg_()
+    return torch.stack((offset, scale), dim=-1).to(torch.bfloat16)
+
+
+def group_steps(groups: Tensor, ranges: Tensor) -> Tensor:
+    """How many steps of its group's scale every element lies above the offset."""
+    offset, scale = ranges.to(torch.float32).unsqueeze(-1).unbind(2)
+    return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))
+
+
+def _round_down(values: Tensor) -> Tensor:
+    """The largest bfloat16 number that is not above a float32 number, as float32."""
+    bits = values.view(torch.int32)
+    away = (bits >> 31).bitwise_and_(0xFFFF)  # cutting bits off moves a negative number up
+    return away.add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Put 8 / bits codes, each one too high, into a number: int32 (rows, groups, size) to (…, ⌈size · bits / 8⌉)."""
+    per_byte, size = 8 // bits, codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -size % per_byte), value=1) if size % per_byte else codes
+    joined, *others = codes.chunk(per_byte, dim=-1)
+    for place, other in enumerate(others, start=1):
+        joined = torch.add(joined, other, alpha=2 ** (place * bits))
+    return joined
+
+
+def _split(stored: Tensor, bits: int, groups: Tensor) -> None:
+    """Undo :func:`_join`: bytes (rows, groups · bytes) into codes (rows, groups, size)."""
+    stored = stored.unflatten(1, (groups.shape[1], -1))
+    for place, part in enumerate(groups.split(stored.shape[-1], dim=-1)):
+        codes = stored[..., : part.shape[-1]] >> (place * bits)
+        part.copy_(codes.bitwise_and_(2**bits - 1))

@@ -1,0 +1,293 @@
+"""One call of one layer that a probe looks at: what is remembered of it, and the numbers made of its X and Y.
+
+X and Y meet in the backward pass. As a rule X waits for Y, in the hook on the layer's output, and so no longer than the
+graph of the step lives. Activation checkpointing exists so that X does not wait. There, only a few of X's elements are
+kept, by which the recomputation's X is told from those of other calls: of the same layer in this step, and of forward
+passes that nobody looks at. With the reentrant kind Y then comes to the recomputed output, with the other kind to the
+output of the forward pass, and either before X or after it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.layers.functional import autocast_dtype, recipe_for
+from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.norm_estimators import LayerCall
+from rmm_linear.ops.save import Recipe
+from rmm_linear.sketches import TokenMask, kept_rows, probabilities, row_norms
+from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
+from rmm_linear.variance.probe.results import SEQUENCES, TOKENS, ProbeRow
+
+_SAMPLE = 64
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a layer.
+
+    Attributes:
+        step: Number of the step.
+        module: Name of the layer.
+        kind: Family of the layer's sketch.
+        recipe: How the layer keeps X; None where it keeps X itself.
+        mask_padding: Whether what it keeps leaves padding out.
+        bits: Width of what it keeps.
+        shape: Shape of X.
+        mask: Token mask, shape (batch, sequence), or None.
+        expected: ŷ, what the layer's norm estimator expected of ‖yᵢ‖, shape (N,); None without.
+        missed: Whether the layer was run again with another X of this shape.
+        sample: A few elements of X, where X itself is seen in a recomputation.
+        handle: The hook on the output; None while there is no output to hook.
+        x: X, from when it is seen until Y is there.
+        y: Y, from when it is seen until X is there.
+        version: X's version counter when it was seen.
+    """
+
+    step: int
+    module: str
+    kind: str
+    recipe: Recipe | None
+    mask_padding: bool
+    bits: int
+    shape: torch.Size
+    mask: Tensor | None
+    expected: Tensor | None = None
+    missed: bool = False
+    sample: Tensor | None = None
+    handle: RemovableHandle | None = None
+    x: Tensor | None = None
+    y: Tensor | None = None
+    version: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        name: str,
+        module: nn.Module,
+        x: Tensor,
+        mask: Tensor | None,
+        config: RMMConfig,
+        bits: int | None,
+    ) -> Call:
+        """Describe a call that has just been made.
+
+        Args:
+            step: Number of the step.
+            name: Name of the layer.
+            module: The layer.
+            x: Its input, shape (*, I).
+            mask: Token mask, or None.
+            config: How the layer keeps its input, or would.
+            bits: The width chosen by ``bits="auto"``, or None.
+
+        Returns:
+            The call, which holds no X yet.
+        """
+        weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
+        recipe = recipe_for(x, weight, config, bits)
+        width = None if recipe is None else recipe.bits
+        itemsize = (autocast_dtype(x) or x.dtype).itemsize
+        expected = _expected(module, x) if recipe is not None and recipe.draws(x.shape[:-1].numel()) else None
+        width = width or 8 * itemsize
+        return cls(step, name, config.kind, recipe, config.mask_padding, width, x.shape, mask, expected)
+
+    def see(self, x: Tensor) -> None:
+        """Hold X until Y is there.
+
+        Args:
+            x: The layer's input.
+        """
+        self.x, self.version = x.detach(), _version(x)
+
+    def is_overwritten(self) -> bool:
+        """Say whether X is no longer what the layer was given.
+
+        Returns:
+            True if something was written into it since it was seen.
+        """
+        return self.x is not None and _version(self.x) != self.version
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.x = self.y = self.sample = self.mask = self.expected = None
+        if self.handle is not None:
+            self.handle.remove()
+
+    def likeness(self, x: Tensor) -> float:
+        """Compare an input with the one of this call.
+
+        Args:
+            x: An input, shape (*, I).
+
+        Returns:
+            Largest difference between the elements looked at by their largest size; infinity if it cannot be this one.
+        """
+        if self.sample is None or x.shape != self.shape:
+            return math.inf
+        now, then = sample(x).double(), self.sample.double()
+        scale = float(then.abs().amax()) if len(then) else 0.0
+        return float((now - then).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(now, then) else math.inf)
+
+    def measure(self, x: Tensor, y: Tensor) -> ProbeRow:
+        """Compute the row from X and Y.
+
+        Args:
+            x: X, shape (*, I).
+            y: Y, shape (*, O).
+
+        Returns:
+            The row. Where X or Y is not finite, its numbers are NaN.
+        """
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding, self.expected)
+        tokens = x.shape[0]
+        rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
+        samples = TOKENS if self.samples is None else SEQUENCES
+        sketched, sgd, sgd_tokens = found.sketch, found.sgd, found.sgd_tokens
+        ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
+        layer = (self.step, self.module, self.kind, rows, self.bits)
+        return ProbeRow(*layer, tokens, samples, found.alpha, sgd, sgd_tokens, sketched, ratio)
+
+    @property
+    def samples(self) -> tuple[int, int] | None:
+        """(batch, sequence) of X, or None where it is not known or a variance over sequences does not exist."""
+        shape = self.shape[:-1]
+        if len(shape) < 2 and self.mask is not None:
+            shape = self.mask.shape
+        return (shape[0], shape[1:].numel()) if len(shape) > 1 and shape[0] > 1 else None
+
+
+def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
+    """ŷ as the layer had it in the call that has just been made."""
+    if not isinstance(module, SketchedLayer):
+        return None
+    shape, scope = tuple(x.shape[:-1]), module.rmm_scope
+    if scope is None:
+        return None if module.rmm_estimator is None else module.rmm_estimator.predict(LayerCall(shape, x.device))
+    return scope.expected(module.rmm_index, scope.known_call(shape, x.device, module.rmm_config.mask_padding))
+
+
+@dataclass(frozen=True)
+class Noises:
+    """The numbers of one layer and batch, as in :class:`~rmm_linear.variance.ProbeRow`; NaN for what does not exist."""
+
+    alpha: float
+    sgd: float
+    sgd_tokens: float
+    sketch: float
+
+
+def noises(
+    x: Tensor,
+    y: Tensor,
+    recipe: Recipe | None,
+    samples: tuple[int, int] | None,
+    mask: Tensor | None,
+    mask_padding: bool = True,
+    expected: Tensor | None = None,
+) -> Noises:
+    """Compute α, D²_SGD and D²_sketch of one layer and batch.
+
+    Args:
+        x: Layer input, shape (N, I).
+        y: Gradient by the layer's output, shape (N, O).
+        recipe: How the layer keeps X; None where it keeps X itself, without noise.
+        samples: (batch, sequence), or None for a variance over tokens.
+        mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
+        mask_padding: Whether the sketch leaves out what is masked.
+        expected: ŷ, what was expected of ‖yᵢ‖, shape (N,), for kinds that draw rows by it; None where nothing is known.
+
+    Returns:
+        The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
+    """
+    alpha = _correlation(x, y)
+    if math.isnan(alpha):
+        # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
+        finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
+        return Noises(math.nan, *[0.0 if finite else math.nan] * 3)
+    real = None if mask is None else mask.reshape(-1).bool()
+    if real is not None and bool(y[real.logical_not()].any()):
+        real = None
+    tokens = _between_tokens(x, y, alpha, x.shape[0] if real is None else int(real.sum()))
+    sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
+    if recipe is None:
+        return Noises(alpha, sgd, tokens, 0.0)
+    real, p = real if mask_padding else None, None
+    if recipe.draws(x.shape[0]):
+        ranks = None if real is None else TokenMask.of(real)
+        p = probabilities(row_norms(x), recipe.uniform_mix, expected, ranks)
+    shape: dict[str, Any] = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
+    sketched = sketch_variance(x, y, **shape, mask=real, probabilities=p, draws=1)
+    return Noises(alpha, sgd, tokens, float(sketched))
+
+
+def _between_tokens(x: Tensor, y: Tensor, alpha: float, count: int) -> float:
+    """D²_SGD over ``count`` tokens, the others having no gradient, from α instead of one more product."""
+    if count < 2:
+        return math.nan
+    a, b = x.double().square().sum(1), y.double().square().sum(1)
+    p, d = float(a.sum() * b.sum()), float(a @ b)
+    return max(0.0, count * d - alpha * p) / (count - 1)
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """α = g/P; NaN for 0/0 and for what is not finite."""
+    # A sum of squares: the product may be made in float32, at half the price. Of unit norm, it does not overflow there.
+    x, y = (m.to(accumulator_dtype(m.dtype)) / torch.linalg.vector_norm(m, dtype=torch.float64) for m in (x, y))
+    return float((x.T.to(y.dtype) @ y).square().sum(dtype=torch.float64))
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def sample(x: Tensor) -> Tensor:
+    """Copy a few elements of an input.
+
+    Args:
+        x: The input.
+
+    Returns:
+        Elements from the whole of it, about 64, or all if there are fewer.
+    """
+    stride = max(1, x.numel() // _SAMPLE) | 1  # odd, or one column might be all that is looked at
+    return x.detach().reshape(-1)[::stride].clone()
+
+
+def in_checkpoint() -> bool:
+    """Say whether a function is running that PyTorch's activation checkpointing will run again.
+
+    Returns:
+        True inside of ``torch.utils.checkpoint.checkpoint``.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Say whether a call of a layer leads to a gradient by its weight.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        False for a frozen weight, and for a sketched layer in eval mode.
+    """
+    weight: Any = module.weight
+    return weight.requires_grad and (module.training or not isinstance(module, SketchedLayer))

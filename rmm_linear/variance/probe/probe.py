@@ -1,0 +1,276 @@
+"""GradientProbe: how much noise the sketches add to minibatch noise, looked at while a model trains."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import weakref
+from bisect import insort_left
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rmm_linear._support.validation import check_integer
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.autograd_nodes import in_backward
+from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads
+from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.variance.probe.call import Call, in_checkpoint, is_trained, sample
+from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
+
+logger = logging.getLogger(__name__)
+
+_ALIKE = 0.05  # recomputation repeats X to the bit, or nearly so; other calls' elements are of another size and sign
+
+
+class GradientProbe(ProbeResults):
+    """Computes D²_SGD, D²_sketch and α of a model's linear layers on a few steps of its training.
+
+    A context manager around a training loop; both passes of a step must lie inside. Looked at is every n-th forward
+    pass in training mode with gradients, or the next one after :meth:`arm`. On such a pass X is held from the layer's
+    call until its gradient is there (under activation checkpointing from its recomputation), by which the weight
+    gradient is unchanged: nothing is written into tensors and no random number is drawn. On the others, the cost is one
+    hook on the model. What stays after the backward pass are floats, in ``rows``.
+
+    For sketched layers the sketch is the layer's own, with its mask and what its norm estimator expects. For other
+    linear layers it is what ``config`` would make of them, with nothing expected, and in 4 bits where that says
+    ``bits="auto"``: the choice needs inputs of several steps. The rounding term of packed sketches is computed for one
+    S instead of a mean over several. Under loss scaling all variances are in units of the scaled gradient.
+
+    D²_SGD is over sequences where X has the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences
+    are. Elsewhere, and where the batch is one sequence, which has no variance, it is over tokens; ``samples`` says so
+    in every row, and medians keep the two apart. D²_SGD over tokens is there in any case, padding left out.
+
+    Time of one look: up to four products like dW in float64 and one sketch, per layer; about as much as a training
+    step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres make products in
+    float64 at 1/32 or 1/64 of their speed in float32: there a look costs many steps, so take fewer of them, or fewer
+    ``modules``. Memory: X of the layers looked at, and copies of one layer's X and Y in float64.
+
+    Args:
+        model: The model that is called: the outermost module, if one wraps another.
+        modules: The layers, by the rule of ``RMMConfig.target_modules``. None is all sketched layers, or in a model
+            without any those that ``config`` would convert.
+        every: Look at every so many forward passes. None looks only after :meth:`arm`.
+        config: The sketch for layers that are not converted; None is ``RMMConfig()``.
+
+    Attributes:
+        passes: Forward passes seen, in training mode and with gradients.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If no linear layer matches, or ``every`` is less than one.
+
+    Example:
+        >>> import torch, rmm_linear
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> _ = rmm_linear.convert(model, kind="rademacher", ratio=0.25)
+        >>> with GradientProbe(model, modules=["0"], every=2) as probe:
+        ...     for _ in range(4):
+        ...         model(torch.randn(4, 100, 8)).square().mean().backward()
+        >>> [(row.step, row.module, row.kind, row.rows, row.tokens) for row in probe.rows]
+        [(2, '0', 'rademacher', 100, 400), (4, '0', 'rademacher', 100, 400)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: str | Sequence[str] | None = None,
+        every: int | None = 50,
+        config: RMMConfig | None = None,
+    ) -> None:
+        """Choose the layers."""
+        super().__init__()
+        check_integer("every", every, optional=True)
+        if config is not None and not isinstance(config, RMMConfig):
+            raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}.")
+        self.model, self.every, self.passes = model, every, 0
+        self._config = (config or RMMConfig()).replace(overrides={} if config is None else config.overrides)
+        self._modules = _choose(model, modules, self._config)
+        self._order = {name: place for place, name in enumerate(self._modules)}
+        self._armed: int | None = None
+        self._step: int | None = None  # the number of the pass that is looked at
+        self._warned = False
+        self._root: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
+        self._scope: ForwardScope | None = None  # of a model that has none
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # they belong to their graphs
+        self._recomputed: list[Call] = []  # these have no X, and must outlive a first pass without a graph
+
+    def __enter__(self) -> GradientProbe:
+        """Begin to count forward passes."""
+        if self._root is not None:
+            raise RuntimeError("A GradientProbe can be entered once at a time, and this one is. Make another one.")
+        self._root = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove every hook, and let go of what waits for a backward pass."""
+        if self._root is not None:
+            self._root.remove()
+            self._root = None
+        self._unwatch()
+        for call in list(self._calls):
+            call.close()
+        self._armed = self._step = None
+        if exception[:1] == (None,) and not self.passes:
+            logger.warning(
+                "GradientProbe saw no forward pass of %s in training mode with gradients. It must be given the module "
+                "that is called, the outermost one.",
+                type(self.model).__name__,
+            )
+
+    def arm(self, step: int) -> None:
+        """Look at the next forward pass, as training loops do that count their steps themselves.
+
+        Args:
+            step: Number of the step, for the rows.
+        """
+        self._armed = step
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_backward():
+            return
+        self._step = None
+        for call in self._recomputed:  # half of what an interrupted backward pass has seen
+            call.x = call.y = None
+        if not self._recomputed:
+            self._unwatch()
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self.passes += 1
+        if self._armed is not None:
+            self._step, self._armed = self._armed, None
+        elif self.every is not None and self.passes % self.every == 0:
+            self._step = self.passes
+        if self._step is not None:
+            self._unwatch()
+            self._watch(args, kwargs)
+
+    def _watch(self, args: Any, kwargs: Any) -> None:
+        for name, module in self._modules.items():
+            before, after = functools.partial(self._before, name), functools.partial(self._after, name)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
+        if any(not isinstance(module, SketchedLayer) for module in self._modules.values()):
+            self._scope = ForwardScope()
+            self._scope.attach_inside(self.model, args, kwargs)
+
+    def _unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        missed = next((call.module for call in self._recomputed if call.missed), None)
+        self._recomputed.clear()
+        if missed is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: activation checkpointing ran it again with another input, so it is not looked at. With dropout, "
+                "preserve_rng_state must be True.",
+                missed,
+            )
+        if self._scope is not None:
+            self._scope.detach()
+            self._scope = None
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See X where the recomputation's output gets no gradient; it may even end inside of this layer's call."""
+        if in_backward() and (call := self._find(name, _input(args, kwargs), hooked=True)) is not None:
+            call.see(_input(args, kwargs))
+            self._meet(call)
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        x = _input(args, kwargs)
+        if in_backward():
+            call = self._find(name, x, hooked=False)
+            if call is not None and output.requires_grad:
+                call.see(x)
+                call.handle = output.register_hook(functools.partial(self._arrive, call))
+            return
+        if self._step is None or not is_trained(module):
+            return
+        call = self._describe(name, module, x)
+        self._calls.add(call)
+        if torch.is_grad_enabled() and not in_checkpoint():
+            call.see(x)
+        else:
+            call.sample = sample(x)
+            self._recomputed.append(call)
+        if output.requires_grad:
+            call.handle = output.register_hook(functools.partial(self._arrive, call))
+
+    def _describe(self, name: str, module: nn.Module, x: Tensor) -> Call:
+        if isinstance(module, SketchedLayer):
+            config, scope, bits = module.rmm_config, module.rmm_scope, module.rmm_choice.bits
+        else:
+            config, scope, bits = self._config.for_module(name), self._scope, None
+        mask = None if scope is None else scope.known_mask(x.shape[:-1].numel())
+        return Call.of(self._step or 0, name, module, x, mask, config, bits)
+
+    def _find(self, name: str, x: Tensor, *, hooked: bool) -> Call | None:
+        """The call that is recomputed: the one with the same input, as several may wait."""
+        waiting = [
+            call
+            for call in self._recomputed
+            if call.module == name and call.x is None and (call.handle is not None) == hooked
+        ]
+        found = [call.likeness(x) for call in waiting]
+        if found and min(found) < _ALIKE:
+            return waiting[found.index(min(found))]
+        for call, likeness in zip(waiting, found, strict=True):
+            call.missed |= likeness < math.inf
+        return None
+
+    def _arrive(self, call: Call, y: Tensor) -> None:
+        call.y = y.detach()
+        self._meet(call)
+
+    def _meet(self, call: Call) -> None:
+        if call.x is None or call.y is None:
+            return
+        if call.is_overwritten():
+            logger.warning("%s: its input was overwritten after its call, so it is not looked at.", call.module)
+        else:
+            insort_left(self.rows, call.measure(call.x, call.y), key=self._place)
+        call.close()  # also when this graph is walked again
+        if call in self._recomputed:
+            self._recomputed.remove(call)
+
+    def _place(self, row: ProbeRow) -> tuple[int, int]:
+        return row.step, self._order.get(row.module, -1)
+
+
+def _choose(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
+    names = {module: name for name, module in model.named_modules() if name}
+    linears = {name: module for module, name in names.items() if _can_be_probed(module)}
+    if not linears:
+        raise ValueError(
+            f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "
+            "single layer: torch.nn.Sequential(layer), and call that."
+        )
+    sketched: dict[str, nn.Module] = {n: module for n, module in linears.items() if isinstance(module, SketchedLayer)}
+    if modules is None and sketched:
+        return sketched
+    wanted = config if modules is None else config.replace(target_modules=modules, exclude_modules=None)
+    heads = output_heads(model)
+    chosen = {name: m for name, m in linears.items() if not_selected(name, m, wanted, heads) is None}
+    if not chosen:
+        target = wanted.target_modules
+        pattern = target if isinstance(target, str) else target[0]
+        raise ValueError(
+            f"modules must match a linear layer, got {target!r}, which matches none. "
+            f"The nearest layers are {nearest(pattern, list(linears))}."
+        )
+    return chosen
+
+
+def _can_be_probed(module: nn.Module) -> bool:
+    return isinstance(module, SketchedLayer) or type(module) is nn.Linear or is_conv1d(module)
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(iter((*args, *kwargs.values())))

@@ -1,0 +1,1 @@
+"""Sketch noise of all kinds and widths on recorded inputs and gradients."""

@@ -1,0 +1,209 @@
+"""How noisy every kind and width of sketch would be at the same memory, on a model's own training step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear._support.tables import table
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.auto_bits import STEPS, BitsChoice
+from rmm_linear.packing.pack import WIDTHS
+from rmm_linear.sketches import KINDS, TokenMask
+from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
+from rmm_linear.variance.survey.records import LayerRecord, record_layers
+
+logger = logging.getLogger(__name__)
+
+Choices = dict[tuple[str, float], BitsChoice]
+MEMORIES = (0.05, 0.1, 0.2)
+PAPER = "gaussian with padding (the paper)"
+AUTO = 'countsketch, bits="auto"'
+
+
+@dataclass(frozen=True)
+class MemoryNoise:
+    """The noise of one layer at one memory.
+
+    Attributes:
+        layer: Name of the layer.
+        setting: Kind of sketch, or a word about how it is used, such as :data:`PAPER`.
+        bits: Bits per stored element; 16 or 32 is the input's own dtype.
+        memory: Bytes kept by bytes of the input; one row at least.
+        noise: D²_sketch / D²_SGD, samples being sequences where the layer sees them.
+    """
+
+    layer: str
+    setting: str
+    bits: int
+    memory: float
+    noise: float
+
+
+def train_and_record(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    modules: str | Sequence[str] = "all-linear",
+    memories: Sequence[float] = MEMORIES,
+    itemsize: int = 2,
+    learning_rate: float = 1e-4,
+) -> tuple[list[LayerRecord], Choices]:
+    """Train exactly on all batches but the last one, and record the layers on that.
+
+    A fresh head has gradients unlike those of training; a few steps cure that. As in training, ``bits="auto"`` chooses
+    from the inputs of the first batches.
+
+    Args:
+        model: See :func:`record_layers`. Its weights change if there is more than one batch.
+        batches: Training batches.
+        modules: Which layers, as ``target_modules`` of :class:`rmm_linear.RMMConfig`.
+        memories: Fractions of the input's bytes to choose bits for.
+        itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
+        learning_rate: Of AdamW.
+
+    Returns:
+        The layers that see tokens on the last batch (heads with one row per sequence stay exact and are left out), and
+        the choice of bits by layer and memory, empty with fewer than 5 batches.
+
+    Raises:
+        ValueError: If there is no batch, or no layer sees tokens.
+    """
+    batches = list(batches)
+    if not batches:
+        raise ValueError("The noise is measured on a batch, got none. Give at least one.")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    choices: Choices = {}
+    records: list[LayerRecord] = []
+    seen: list[LayerRecord] = []
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        seen = record_layers(model, batch, modules)
+        records = [record for record in seen if record.samples is not None]
+        if step == len(batches) - 1:
+            break
+        optimizer.step()
+        for record in records if step < STEPS else ():
+            ranks = None if record.mask is None else TokenMask.of(record.mask)
+            for memory in memories:
+                choice = choices.setdefault((record.name, memory), BitsChoice())
+                choice.observe(record.x, RMMConfig(memory=memory, min_rows=1), itemsize, ranks)
+                choice.settle()
+    optimizer.zero_grad()
+    if not records:
+        raise ValueError("Sketches are for layers that see tokens, inputs of three dimensions, and the model has none.")
+    sequences = {record.samples[0] for record in records if record.samples is not None}
+    unknown = [record.name for record in seen if record.samples is None and len(record.x) not in sequences]
+    if unknown:
+        logger.warning(
+            "%d layers are left out, %s among them: their rows are neither sequences nor known tokens of them. Give "
+            "the batch an attention_mask of shape (batch, sequence).",
+            len(unknown), unknown[0],
+        )  # fmt: skip
+    return records, choices if len(batches) > STEPS else {}
+
+
+def noise_at_memory(
+    records: Sequence[LayerRecord],
+    *,
+    kinds: Sequence[str] = KINDS,
+    widths: Sequence[int | None] = (None, *WIDTHS),
+    memories: Sequence[float] = MEMORIES,
+    itemsize: int = 2,
+    choices: Choices | None = None,
+    draws: int = 1,
+) -> list[MemoryNoise]:
+    """Compute D²_sketch / D²_SGD for every layer, kind, width and memory, padding left out of the sketch.
+
+    The memory is what it says on small batches too, where a conversion would keep ``min_rows`` rows.
+
+    The published method is added: a dense Gaussian in the input's own dtype, with the padding. So is the default
+    ``bits="auto"``, if ``choices`` has what it chose.
+
+    Args:
+        records: See :func:`record_layers`.
+        kinds: Some of :data:`rmm_linear.sketches.KINDS`.
+        widths: Bits per stored element; None is the input's dtype.
+        memories: Fractions of the input's bytes.
+        itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
+        choices: What ``bits="auto"`` chose, see :func:`train_and_record`.
+        draws: As for :func:`rmm_linear.variance.sketch_variance`.
+
+    Returns:
+        One entry for each.
+    """
+    found: list[MemoryNoise] = []
+    for record in records:
+        x, y, name = record.x, record.grad_output, record.name
+        sgd = sgd_variance(x, y, samples=record.samples)
+        for memory in memories:
+            known: dict[tuple[str, int | None], float] = {}
+            for kind, bits in product(kinds, widths):
+                known[kind, bits] = float(_sketch_noise(record, kind, bits, memory, itemsize, draws) / sgd)
+                found.append(MemoryNoise(name, kind, bits or 8 * itemsize, memory, known[kind, bits]))
+            paper = sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd
+            found.append(MemoryNoise(name, PAPER, 8 * itemsize, memory, float(paper)))
+            if choices and (name, memory) in choices:
+                bits = choices[name, memory].bits
+                auto = known.get(("countsketch", bits))
+                if auto is None:
+                    auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
+                found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
+    return found
+
+
+def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: float, itemsize: int, draws: int) -> Tensor:
+    """D²_sketch of the rows that fit into the memory; zero where the input itself does."""
+    x, y = record.x, record.grad_output
+    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).recipe(x.shape[0], x.shape[1], itemsize)
+    if recipe is None:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    return sketch_variance(x, y, kind=kind, rows=recipe.rows, bits=bits, mask=record.mask, draws=draws)
+
+
+def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
+    """Return the median over layers by setting and memory.
+
+    Args:
+        noises: See :func:`noise_at_memory`.
+
+    Returns:
+        Title of the setting, with its bits, to memory to the median of D²_sketch / D²_SGD.
+    """
+    values: dict[str, dict[float, list[float]]] = {}
+    for entry in noises:
+        title = entry.setting if entry.setting == AUTO else f"{entry.setting}, {entry.bits} bits"
+        values.setdefault(title, {}).setdefault(entry.memory, []).append(entry.noise)
+    return {title: {memory: median(layers) for memory, layers in row.items()} for title, row in values.items()}
+
+
+def describe(records: Sequence[LayerRecord], noises: Sequence[MemoryNoise], itemsize: int) -> str:
+    """Lay out what was found: a line about the batch, and the table of medians.
+
+    Args:
+        records: See :func:`record_layers`.
+        noises: See :func:`noise_at_memory`.
+        itemsize: Bytes per element of the input.
+
+    Returns:
+        The text, without a final line break.
+    """
+    batch, length = records[0].samples or (len(records[0].x), 1)
+    mask = records[0].mask
+    padding = 0.0 if mask is None else 100 * (1 - float(mask.double().mean()))
+    alpha = median(float(correlation(record.x, record.grad_output)) for record in records)
+    head = (
+        f"{batch} x {length} tokens, {padding:.0f} % padding, {len(records)} layers, {8 * itemsize}-bit input, "
+        f"median alpha {alpha:.2g}; median over layers of D2_sketch / D2_SGD"
+    )
+    found = medians(noises)
+    memories = list(next(iter(found.values())))
+    header = ("kept", *(f"{100 * memory:g} %" for memory in memories))
+    return f"{head}\n{table(header, [(title, *(f'{row[m]:.3f}' for m in memories)) for title, row in found.items()])}"
