@@ -9,7 +9,7 @@ from peft_helpers import HIDDEN, RANK, ROUGH, ROWS, TARGETS, WTA, lora, step
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
-from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.memory import track_saved
 
 architectures = pytest.mark.parametrize("architecture", list(TARGETS))

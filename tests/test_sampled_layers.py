@@ -8,7 +8,7 @@ from helpers import bytes_kept, checkpointed, heavy_tailed, six_features
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
-from rmm_linear.context.sketch_cache import SharedSketches
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.functional import Plan, planned_linear
 from rmm_linear.ops.save import Recipe, keep, weight_gradient
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, TokenMask
@@ -123,7 +123,7 @@ def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant,
 def test_siblings_keep_one_sketch_and_ask_once_what_is_expected(kind, bits):
     x, y = heavy_tailed(40, 70, 3, torch.float32)
     weights = [torch.zeros(3, 70, requires_grad=True) for _ in range(3)]
-    shared, asked = SharedSketches(), []
+    shared, asked = SketchCache(), []
 
     def expected():
         asked.append(1)

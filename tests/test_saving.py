@@ -26,8 +26,8 @@ def learned(steps=4, **fields):
     for _ in range(steps):
         model(torch.randn(4, 10, 12)).square().sum().backward()
     for layer in (model.first, model.second):
-        if hasattr(layer, "rmm_choice"):
-            layer.rmm_choice.settle()  # the step is complete, as it is for one that is read
+        if hasattr(layer, "rmm_auto_bits"):
+            layer.rmm_auto_bits.choose()  # the step is complete, as it is for one that is read
     return model
 
 
@@ -41,7 +41,7 @@ MODELS = {
 
 def content(model):
     """All that a save is of, so that two of them can be compared."""
-    config = next(layer.rmm_scope.config for layer in model.modules() if hasattr(layer, "rmm_scope"))
+    config = next(layer.rmm_context.config for layer in model.modules() if hasattr(layer, "rmm_context"))
     return config, sketch_state(model), {name: tensor.tolist() for name, tensor in sketch_tensors(model).items()}
 
 
@@ -140,7 +140,7 @@ def test_the_same_tensors_saved_again_on_a_full_disk_stay(tmp_path, monkeypatch)
     model = learned()
     save_conversion(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    scope = model.first.rmm_scope
+    scope = model.first.rmm_context
     scope.config = scope.config.replace(exclude_modules=["none"])
     for number in range(5):
         with monkeypatch.context() as patch:
