@@ -6,7 +6,6 @@ import os
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from rmm_linear.backends import native, triton
 
@@ -32,12 +31,12 @@ def requested_backend() -> str:
     return name
 
 
-def backend_of(tensor: Tensor, *others: Tensor) -> Backend:
-    """Choose by device, dtype, class and RMM_BACKEND.
+def backend_of(device: str, dtype: torch.dtype) -> Backend:
+    """Choose by device, dtype and RMM_BACKEND.
 
     Args:
-        tensor: The matrix that is worked on; its device and dtype decide.
-        *others: Seeds, codes and whatever else is read.
+        device: Type of the device of the matrix that is worked on.
+        dtype: Its dtype.
 
     Returns:
         "plain" runs everywhere.
@@ -46,23 +45,15 @@ def backend_of(tensor: Tensor, *others: Tensor) -> Backend:
         RuntimeError: If the kernels are asked for on CPU, and Triton does not interpret them.
         ValueError: If RMM_BACKEND holds something unknown.
     """
-    requested, device = requested_backend(), tensor.device.type
+    requested = requested_backend()
     if requested == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
             "RMM_BACKEND=triton runs on CPU in Triton's interpreter only, and TRITON_INTERPRET=1 is not set. "
             "Set it before Python starts, or use RMM_BACKEND=auto."
         )
-    if requested == "torch" or not all(map(_is_plain, (tensor, *others))):
+    if requested == "torch":
         return "plain"
-    is_supported = tensor.dtype in triton.DTYPES or not tensor.is_floating_point()
+    is_supported = dtype in triton.DTYPES or not dtype.is_floating_point
     if is_supported and (requested == "triton" or (device in _ACCELERATORS and triton.is_installed())):
         return "triton"
-    is_on_cpu = device == "cpu" and all(other.device.type == "cpu" for other in others)
-    return "native" if is_on_cpu and native.is_available() else "plain"
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
-    if type(tensor) is not Tensor or tensor.is_neg():
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return "native" if device == "cpu" and native.is_available() else "plain"

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.layers.functional import LinearCall, autocast_dtype, saved_linear, spec_for, unsaved_linear
+from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_capturing
 from rmm_linear.sketches import TokenMask, row_norms
@@ -78,8 +79,8 @@ class SketchedLayer(nn.Module):
             # Compilers ask for the gradient with respect to the weight beforehand.
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
             return run(input, weight, bias)
-        dtype = autocast_dtype(input)
-        spec = spec_for(input, weight, self.rmm_config, dtype, self._bits())
+        dtype = autocast_dtype(input.device.type, input.dtype)
+        spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, self.rmm_config, self._bits())
         if spec is None:
             return F.linear(input, weight, bias)
         if torch.compiler.is_compiling():

@@ -9,25 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rmm_linear.ops.save import weight_gradient
+from rmm_linear._support.autocast import cast
 from rmm_linear.ops.traced import weight_gradient_traced
+from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.sketches import TokenMask
 from rmm_linear.spec import SaveSpec
-
-
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast does: floating point but not float64.
-
-    Args:
-        tensor: Any tensor.
-        dtype: The dtype, or None while autocast is off.
-
-    Returns:
-        The tensor in that dtype.
-    """
-    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
 
 
 def _apply(

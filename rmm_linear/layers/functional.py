@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rmm_linear._support.autocast import autocast_dtype, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.layers.function import RefusedGradient, SketchedLinearFunction, UnsavedLinearFunction, cast
+from rmm_linear.layers.function import RefusedGradient, SketchedLinearFunction, UnsavedLinearFunction
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.traced import save_traced
 from rmm_linear.sketches import TokenMask
@@ -97,8 +98,8 @@ def sketched_linear(
         torch.Size([4, 8])
     """
     _check_arguments(input, config, seed, token_mask)
-    dtype = autocast_dtype(input)
-    spec = spec_for(input, weight, config, dtype)
+    dtype = autocast_dtype(input.device.type, input.dtype)
+    spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, config)
     if spec is None:
         return F.linear(input, weight, bias)
     if seed is None and not torch.compiler.is_compiling():
@@ -129,38 +130,23 @@ def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Te
 
 
 def spec_for(
-    input: Tensor, weight: Tensor, config: RMMConfig, dtype: torch.dtype | None, bits: int | None = None
+    shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, bits: int | None = None
 ) -> SaveSpec | None:
     """Return how a layer saves its input, by the shapes and dtypes alone.
 
     Args:
-        input: Activations X, shape (*, I).
+        shape: Of the input X, (*, I).
+        itemsize: Bytes per element that the layer computes with.
         weight: Shape (O, I).
         config: The layer's configuration.
-        dtype: Result of :func:`autocast_dtype`.
         bits: What ``bits="auto"`` stands for; None is the configuration's own rule.
 
     Returns:
         The spec; None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
     """
-    if not weight.requires_grad or 0 in weight.shape or input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
+    if not weight.requires_grad or 0 in weight.shape or not shape or shape[-1] != weight.shape[-1]:
         return None
-    return config.spec(input.shape[:-1].numel(), input.shape[-1], (dtype or input.dtype).itemsize, bits)
-
-
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast runs a linear layer in, or None while it is off.
-
-    Args:
-        input: Activations; their device and dtype decide.
-
-    Returns:
-        The dtype, or None.
-    """
-    device_type = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    return config.spec(shape[:-1].numel(), shape[-1], itemsize, bits)
 
 
 def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
@@ -177,7 +163,7 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
-    x = cast(input.detach(), call.dtype)
+    x = input.detach() if call.dtype is None else cast(input.detach(), call.dtype)
     # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
     saved = _saved(input, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
@@ -219,4 +205,6 @@ def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
-    return UnsavedLinearFunction.apply(input, RefusedGradient.apply(weight), bias, autocast_dtype(input))
+    return UnsavedLinearFunction.apply(
+        input, RefusedGradient.apply(weight), bias, autocast_dtype(input.device.type, input.dtype)
+    )

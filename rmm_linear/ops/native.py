@@ -70,7 +70,7 @@ def _side_by_side(matrix: Tensor) -> Tensor:
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
-    matrix, bits = plain.widened(matrix), spec.bits or 0
+    matrix, bits = matrix.float() if matrix.dtype == torch.float16 else matrix, spec.bits or 0
     hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask)
     if hashed is None:
         parts = sketches.sketch_parts(
@@ -90,9 +90,13 @@ def unpacked_product(
     y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
-    dtype, y = y.dtype, plain.widened(y)
-    parts = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
-    product = plain.product_in_parts(y, parts, codes, qparams, seed, spec, columns, unpack)
+    dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
+    sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
+    product = y.new_zeros(y.shape[1], columns)
+    for part in plain.product_parts(len(codes), columns, y.shape[1], y.dtype):
+        z = unpack(codes[part], qparams[part], seed, spec.bits or 0, columns, y.dtype, rotated=True)
+        transposed = sketched(part.start, part.stop).T
+        product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
     return _unrotate(product, seed).to(dtype)
 
 

@@ -5,7 +5,7 @@ On CPU what is only read once is made and used in parts, so that it never exists
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,76 +29,94 @@ def sketch(
     p: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return SᵀM as :func:`rmm_linear.sketches.sketch` does, in ``dtype`` if it is given."""
+    """Return SᵀM.
+
+    Args:
+        matrix: M, shape (N, D), floating point.
+        kind: One of :data:`rmm_linear.sketches.KINDS`.
+        seed: int64 with one element, on the device of ``matrix``.
+        rows: K, at least 1.
+        block: Tokens per block, or None.
+        mask: The tokens that count, or None for all.
+        p: Probability of every token, for kinds that sample rows by it.
+        dtype: The dtype the sketch is made in; None is that of ``matrix``.
+
+    Returns:
+        Shape (kept rows, D); ``matrix`` itself where all rows are kept in its dtype.
+    """
     matrix = matrix if dtype is None else matrix.to(dtype)
     return sketches.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
 
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM); :func:`rmm_linear.ops.sketch.packed_sketch` says what the arguments are."""
-    matrix, bits = widened(matrix), spec.bits or 0
+    """Return pack(SᵀM), made in one go.
+
+    Args:
+        matrix: M, shape (N, D), floating point. A sketch of float16 is made in float32, which has room for the sums.
+        seed: int64, shape (1,), on the device of ``matrix``; of S and of the rounding.
+        spec: Kind, rows, block and bits.
+        mask: The tokens that count, or None for all.
+
+    Returns:
+        Codes and qparams, see :func:`rmm_linear.packing.pack`.
+    """
+    matrix = matrix.float() if matrix.dtype == torch.float16 else matrix
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
     if matrix.device.type != "cpu":
-        return packing.pack(sketches.sketch(matrix, **shape), bits, seed)
-    rows = spec.kept_rows(matrix.shape[0])
-    return packing.pack_parts(sketches.sketch_parts(matrix, **shape), (rows, matrix.shape[1]), bits, seed)
+        return packing.pack(sketches.sketch(matrix, **shape), spec.bits or 0, seed)
+    size = spec.kept_rows(matrix.shape[0]), matrix.shape[1]
+    return packing.pack_parts(sketches.sketch_parts(matrix, **shape), size, spec.bits or 0, seed)
 
 
 def unpacked_product(
     y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return (SᵀY)ᵀ unpack(Z); :func:`rmm_linear.ops.sketch.unpacked_product` says what the arguments are."""
-    dtype, y = y.dtype, widened(y)
-    shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
-    if y.device.type == "cpu":
-        parts = sketches.sketch_parts(y, **shape)
-        return packing.unrotate(product_in_parts(y, parts, codes, qparams, seed, spec, columns), seed).to(dtype)
-    if mask is not None or len(codes) < y.shape[0]:
-        y = sketches.sketch(y, **shape)
-    z = packing.unpack(codes, qparams, seed, spec.bits or 0, columns, y.dtype, rotated=True)
-    return packing.unrotate(y.T @ z, seed).to(dtype)
+    """Return (SᵀY)ᵀ unpack(Z), with float32 accumulation at least.
 
-
-def widened(matrix: Tensor) -> Tensor:
-    """Return a float16 matrix in float32, which has room for the sums, and others as they are."""
-    return matrix.float() if matrix.dtype == torch.float16 else matrix
-
-
-def product_in_parts(
-    y: Tensor,
-    parts: Callable[[int, int], Tensor],
-    codes: Tensor,
-    qparams: Tensor,
-    seed: Tensor,
-    spec: SaveSpec,
-    columns: int,
-    unpack: Callable[..., Tensor] = packing.unpack,
-) -> Tensor:
-    """Return (SᵀY)ᵀ times the rotated Z, on CPU: rows of both are made and multiplied a part at a time.
+    The product is made with the groups still rotated, and rotated back afterwards: it has O rows where Z has K.
 
     Args:
-        y: Y, shape (N, O).
-        parts: Makes the rows of SᵀY from one number up to another.
+        y: Y, shape (N, O), floating point.
         codes: uint8, shape (K, ⌈I · bits / 8⌉).
         qparams: bfloat16, shape (K, ⌈I / 64⌉, 2).
-        seed: The seed of the packing.
+        seed: The seed of S and of the rounding, int64, shape (1,).
         spec: As Z was made.
         columns: I.
-        unpack: Unpacks rows, see :func:`rmm_linear.packing.unpack`.
+        mask: As Z was made.
 
     Returns:
-        Shape (O, I), its groups of columns still rotated.
+        Shape (O, I), dtype of ``y``.
     """
-    rows = len(codes)
-    # A half type would round after every part.
-    step = max(1, _CHUNK // max(1, columns, y.shape[1])) if y.dtype in (torch.float32, torch.float64) else max(1, rows)
-    product = y.new_zeros(y.shape[1], columns)
-    for begin in range(0, rows, step):
-        part = slice(begin, min(begin + step, rows))
-        z = unpack(codes[part], qparams[part], seed, spec.bits, columns, y.dtype, rotated=True)
-        transposed = parts(part.start, part.stop).T
-        product = product.addmm_(transposed, z) if begin else torch.mm(transposed, z)
-    return product
+    dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
+    shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
+    if y.device.type != "cpu":
+        if mask is not None or len(codes) < y.shape[0]:
+            y = sketches.sketch(y, **shape)
+        z = packing.unpack(codes, qparams, seed, spec.bits or 0, columns, y.dtype, rotated=True)
+        return packing.unrotate(y.T @ z, seed).to(dtype)
+    sketched, product = sketches.sketch_parts(y, **shape), y.new_zeros(y.shape[1], columns)
+    for part in product_parts(len(codes), columns, y.shape[1], y.dtype):
+        z = packing.unpack(codes[part], qparams[part], seed, spec.bits or 0, columns, y.dtype, rotated=True)
+        transposed = sketched(part.start, part.stop).T
+        product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
+    return packing.unrotate(product, seed).to(dtype)
+
+
+def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
+    """Cut the rows of Z into those that are unpacked and multiplied at a time on CPU.
+
+    Args:
+        rows: K.
+        columns: I.
+        outputs: O.
+        dtype: Of Y.
+
+    Yields:
+        The rows: all of them for half types, which would round after every part.
+    """
+    step = _CHUNK // max(1, columns, outputs) if dtype in (torch.float32, torch.float64) else rows
+    for begin in range(0, rows, max(1, step)):
+        yield slice(begin, min(begin + max(1, step), rows))
 
 
 def sample_rows(
@@ -109,17 +127,47 @@ def sample_rows(
     mask: TokenMask | None,
     generator: Generator = philox,
 ) -> RowSample:
-    """Sample K rows by their importance; :func:`rmm_linear.ops.rows.sample_rows` says what the arguments are."""
+    """Sample K rows of an input by what they weigh; :mod:`rmm_linear.sketches.sampling` says how.
+
+    Args:
+        x: Input X, shape (N, I), floating point.
+        seed: int64, shape (1,), on the device of ``x``.
+        spec: Kind, rows (K, less than N), and the part of the probability that all tokens share alike.
+        expected: ŷ, what is expected of ‖yᵢ‖, shape (N,); None where nothing is known.
+        mask: The tokens that count, or None for all.
+        generator: Makes the random words.
+
+    Returns:
+        Rows, int32, and their scales, float32, both of shape (K,).
+    """
     p = sketches.probabilities(sketches.row_norms(x), spec.uniform_mix, expected, mask)
     keys = sketches.random_keys(seed, spec.rows, generator)
     return sketches.sample_rows(p, keys, SAMPLERS[spec.kind], mask)
 
 
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) for sampled rows; :func:`rmm_linear.ops.rows.packed_rows` says what the arguments are."""
+    """Return pack(SᵀM) for sampled rows, made in one go.
+
+    Args:
+        matrix: M, shape (N, D), floating point.
+        seed: int64, shape (1,), on the device of ``matrix``; of the rounding.
+        sample: Rows and scales, shape (K,).
+        bits: 8, 4 or 2.
+
+    Returns:
+        Codes and qparams, see :func:`rmm_linear.packing.pack`.
+    """
     return packing.pack_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
 
 def row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
-    """Return a function of the first sampled row and the row after the last, which makes these rows of SᵀM."""
+    """Prepare to make some sampled rows after others.
+
+    Args:
+        matrix: M, shape (N, D).
+        sample: Rows and scales, shape (K,).
+
+    Returns:
+        A function of the first row and the row after the last, which makes these rows of SᵀM.
+    """
     return lambda begin, end: sketches.gather(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))

@@ -1,4 +1,4 @@
-"""What is saved of an input for the backward pass, and the weight gradient made from it.
+"""What is saved of an input for the backward pass.
 
 Saved are tensors only (a sketch Z, packed or not, and the seed of S or the sampled rows), because autograd's
 saved-tensor hooks, and with them activation checkpointing, see nothing else. One operator makes all of them: selective
@@ -8,24 +8,16 @@ was drawn again would give a gradient of noise, so whoever keeps the one must ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from rmm_linear.ops import table
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
 from rmm_linear.ops.fp16 import fp16_scale
-from rmm_linear.ops.rows import gather_rows, gather_rows_operator, packed_rows, sample_rows
-from rmm_linear.ops.sketch import (
-    packed_sketch,
-    scaled_sketch,
-    sketch_flops,
-    sketch_operator,
-    unpacked_product,
-    unpacked_product_operator,
-)
+from rmm_linear.ops.weight_gradient import scaled_sketch, sketch_flops
 from rmm_linear.packing import GROUP, empty_packed
 from rmm_linear.sketches import RowSample, TokenMask
 from rmm_linear.spec import SaveSpec
@@ -50,13 +42,13 @@ def save(
     """
     seeds = _on_device(seed, x.device)
     if spec.samples_rows(x.shape[0]):
-        index, scale = sample_rows(x, seeds, spec, expected, mask)
+        index, scale = table.SAMPLE_ROWS(x, seeds, spec, expected, mask)
         stored = RowSample(index, scale / fp16_scale(x.dtype, x.shape[0], spec.rows))
         if spec.bits is None:
-            return gather_rows(x, stored), index, scale
-        return *packed_rows(x, seeds, stored, spec.bits), index, scale, seeds
+            return table.GATHER_ROWS(x, stored), index, scale
+        return *table.PACKED_ROWS(x, seeds, stored, spec.bits), index, scale, seeds
     if spec.bits is not None:
-        return *packed_sketch(x, seeds, spec, mask), seeds
+        return *table.PACKED_SKETCH(x, seeds, spec, mask), seeds
     scale = fp16_scale(x.dtype, x.shape[0], spec.kept_rows(x.shape[0]))
     return scaled_sketch(x, seeds, spec, mask, 1 / scale), seeds
 
@@ -146,60 +138,3 @@ def is_capturing(device: torch.device) -> bool:
         False on all but CUDA's.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class _Parts(NamedTuple):
-    """What a weight gradient is made of: operators, or what runs below them."""
-
-    sketch: Callable[..., Tensor]
-    gather_rows: Callable[..., Tensor]
-    unpacked_product: Callable[..., Tensor]
-
-
-_FUNCTIONS = _Parts(scaled_sketch, gather_rows, unpacked_product)
-_OPERATORS = _Parts(sketch_operator, gather_rows_operator, unpacked_product_operator)
-
-
-def weight_gradient(
-    y: Tensor,
-    saved: Sequence[Tensor],
-    spec: SaveSpec,
-    features: int,
-    mask: TokenMask | None,
-    *,
-    in_operator: bool = False,
-) -> Tensor:
-    """Return the estimate of dW = YᵀX.
-
-    Args:
-        y: Gradient with respect to the layer's output, shape (N, O).
-        saved: Result of :func:`save`.
-        spec: The spec it was made by.
-        features: I.
-        mask: The mask it was made with.
-        in_operator: Whether an operator calls: operators call no others.
-
-    Returns:
-        (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
-    """
-    use = _FUNCTIONS if in_operator else _OPERATORS
-    if spec.samples_rows(y.shape[0]):
-        return _sampled_gradient(y, saved, spec, features, use)
-    *stored, seeds = saved
-    if spec.bits is not None:
-        return use.unpacked_product(y, *stored, seeds, spec, features, mask)
-    rows = spec.kept_rows(y.shape[0])
-    if mask is not None or rows < y.shape[0]:
-        y = use.sketch(y, seeds, spec, mask, fp16_scale(y.dtype, y.shape[0], rows))
-    return y.T @ stored[0]
-
-
-def _sampled_gradient(y: Tensor, saved: Sequence[Tensor], spec: SaveSpec, features: int, use: _Parts) -> Tensor:
-    power = fp16_scale(y.dtype, y.shape[0], spec.rows)
-    if spec.bits is None:
-        z, index, scale = saved
-        return use.gather_rows(y, RowSample(index, scale * power)).T @ z
-    codes, qparams, index, scale, seeds = saved
-    sampled = use.gather_rows(y, RowSample(index, scale * power))
-    # SᵀY has K rows already; K rows are not sketched again.
-    return use.unpacked_product(sampled, codes, qparams, seeds, spec, features, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rmm_linear import packing, sketches
@@ -27,17 +28,27 @@ class Operation:
     native: Callable[..., Any] | None = None
     triton: Callable[..., Any] | None = None
 
-    def choose(self, tensor: Tensor, *others: Tensor) -> Callable[..., Any]:
-        """Choose the implementation for some tensors.
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the implementation for the tensors among the arguments; the first of them decides.
 
         Args:
-            tensor: The matrix that is worked on.
-            *others: What else is read.
+            *arguments: As ``plain`` takes them.
+            **named: As ``plain`` takes them.
 
         Returns:
-            A function with the signature of ``plain``.
+            What ``plain`` returns.
         """
-        return getattr(self, backend_of(tensor, *others)) or self.plain
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        backend = backend_of(tensors[0].device.type, tensors[0].dtype)
+        implementation = getattr(self, backend) if all(map(_is_plain, tensors)) else None
+        return (implementation or self.plain)(*arguments, **named)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
+    if type(tensor) is not Tensor or tensor.is_neg():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 SKETCH = Operation(plain.sketch, native.sketch, triton.sketch)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
-from rmm_linear.ops.save import empty_saved, save, weight_gradient
+from rmm_linear.ops.save import empty_saved, save
+from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.base import SketchedLayer
-from rmm_linear.layers.functional import autocast_dtype, spec_for
+from rmm_linear.layers.functional import spec_for
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.sketches import TokenMask, probabilities, row_norms
 from rmm_linear.sketches.family import accumulator_dtype
@@ -94,9 +95,9 @@ class ProbeCall:
             The call, which holds no X yet.
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
-        spec = spec_for(x, weight, config, autocast_dtype(x), bits)
+        itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
+        spec = spec_for(x.shape, itemsize, weight, config, bits)
         width = None if spec is None else spec.bits
-        itemsize = (autocast_dtype(x) or x.dtype).itemsize
         expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize
         return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected)
