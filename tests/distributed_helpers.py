@@ -20,6 +20,7 @@ LENGTHS = ((20, 13, 17, 9), (7, 20, 20, 12))  # of each rank's sequences; the re
 
 
 HERE = Path(__file__).resolve().parent
+WORKER = HERE / "integration" / "distributed_worker.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -29,8 +30,8 @@ def environment():
 
 
 def run_ranks(part, folder):
-    """What two processes under torchrun found, rank by rank; see distributed_worker.py."""
-    command = [*TORCHRUN, "--nproc_per_node", "2", str(HERE / "distributed_worker.py"), part, str(folder)]
+    """What two processes under torchrun found, rank by rank; see integration/distributed_worker.py."""
+    command = [*TORCHRUN, "--nproc_per_node", "2", str(WORKER), part, str(folder)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

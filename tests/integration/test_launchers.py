@@ -14,7 +14,7 @@ from distributed_helpers import environment
 from glue_helpers import results_of
 from transformers import AutoModelForSequenceClassification
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
 COMMANDS = re.findall(r"^(?:torchrun|accelerate) .*", README, flags=re.MULTILINE)
 ACCUMULATED = "--gradient_accumulation_steps 2 --per_device_train_batch_size 4"

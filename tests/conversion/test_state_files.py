@@ -10,26 +10,11 @@ import pytest
 import torch
 from fault_helpers import at_write, full_disk, in_a_child, kill, no_room
 from helpers import Mlp
+from state_helpers import WTA, content, learned
 
 from rmm_linear import RMMConfig, convert, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
 from rmm_linear.conversion.state import load_saved_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
-
-WTA = {"kind": "wta", "memory": 0.5, "min_rows": 1, "norm_estimator": "position"}
-
-
-def learned(steps=4, **fields):
-    """A small model whose sketches have learned tensors, if its kind has any."""
-    torch.manual_seed(0)
-    model = Mlp()
-    convert(model, **{**WTA, **fields})
-    for _ in range(steps):
-        model(torch.randn(4, 10, 12)).square().sum().backward()
-    for layer in (model.first, model.second):
-        if hasattr(layer, "rmm_choice"):
-            layer.rmm_choice.settle()  # the step is complete, as it is for one that is read
-    return model
-
 
 MODELS = {
     "first": learned,
@@ -37,12 +22,6 @@ MODELS = {
     "other layers": partial(learned, target_modules=["first"]),
     "other kind": partial(learned, kind="countsketch", memory=None, ratio=0.5, norm_estimator="none"),
 }
-
-
-def content(model):
-    """All that a save is of, so that two of them can be compared."""
-    config = next(layer.rmm_scope.config for layer in model.modules() if hasattr(layer, "rmm_scope"))
-    return config, sketch_state(model), {name: tensor.tolist() for name, tensor in sketch_tensors(model).items()}
 
 
 def conversion(folder):

@@ -144,7 +144,7 @@ def test_a_quantized_layer_without_a_weight_is_skipped_with_its_reason():
 
 
 def test_a_layer_that_transformers_split_is_skipped():
-    """Transformers 5.0 splits some weights without DTensors; tests/test_distributed.py has models with them."""
+    """Transformers 5.0 splits some weights without DTensors; integration/test_distributed.py has models with them."""
     model = Mlp()
     model.first._hf_tp_plan = "local_colwise"
     assert convert(model).skipped == {"first": "tensor parallel layers cannot be sketched, DDP and fully_shard can"}

@@ -39,7 +39,7 @@ def check_statistics(kind, block, bits, masked, count):
     """The mean is the exact gradient; ‖error‖² is the variance of S plus, for each S, the rounding's, both exact.
 
     Few draws make a wide band: what is tested is the way that layers go. The formulas are held to narrow bands, on the
-    same data, in tests/test_variance.py and tests/test_variance_packed.py.
+    same data, in tests/variance/test_closed_forms.py and tests/variance/test_simulation.py.
     """
     x, y, mask = masked_data(masked)
     ranks = None if mask is None else TokenMask.of(mask)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fault_helpers import at_write, in_a_child, kill
 from helpers import tiny_model
-from test_callback import Sentences, make_trainer, weights
-from test_saving import content, learned
+from state_helpers import content, learned
+from trainer_helpers import Sentences, make_trainer, weights
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rmm_linear import RMMConfig, convert

@@ -1,7 +1,7 @@
 """The variance of packed sketches, seed by seed, and what simulations take and hold.
 
 For every S the rounding adds Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², exactly, so ‖error‖² less that has the mean of the unpacked
-variance. That is checked group by group of 50 draws, by a z-test over the groups' means as in tests/test_variance.py,
+variance. That is checked group by group of 50 draws, by a z-test over the groups' means as in test_closed_forms.py,
 and needs no mean of the rounding over seeds, which differs by half from one to the next at this size. The standard
 error is a few per cent of the whole variance, so a rounding term wrong by a fifth is seen in 2 bits, where it is the
 larger part.
@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 from helpers import heavy_tailed
-from test_variance import ROWS, Z, padded
+from statistical import ROWS, Z, padded
 
 from rmm_linear.memory import peak
 from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack

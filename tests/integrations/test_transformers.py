@@ -5,56 +5,13 @@ import math
 
 import pytest
 import torch
-from helpers import tiny_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from trainer_helpers import Sentences, make_trainer, weights
 
-from rmm_linear import RMMConfig, convert, sketch_tensors
+from rmm_linear import RMMConfig, sketch_tensors
 from rmm_linear.integrations.transformers import ProbeCallback, RMMCallback, SketchStateCallback
 from rmm_linear.memory import peak, track_saved
 
-ROUGH = RMMConfig(ratio=0.25, min_rows=1)
 LAYER = "roberta.encoder.layer.1.intermediate.dense"
-
-
-class Sentences(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        ids = torch.randint(3, 64, (20,), generator=torch.Generator().manual_seed(index))
-        mask = (torch.arange(20) < 20 - index % 8).long()
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 2}
-
-
-class Recorder(TrainerCallback):
-    """Stands before RMMCallback in the Trainer's list, as TensorBoard, W&B and the rest do."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append({**logs, "step": state.global_step})
-
-
-def make_trainer(folder, *, config=ROUGH, **options):
-    model = tiny_model("roberta")
-    report = None if config is None else convert(model, config)
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 6,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "use_cpu": True,
-        **options,
-    }
-    recorder = Recorder()
-    trainer = Trainer(model, TrainingArguments(**settings), train_dataset=Sentences(), callbacks=[recorder])
-    return trainer, report, recorder
 
 
 def probed(folder, *, every=2, limit=math.inf, **options):
@@ -66,10 +23,6 @@ def probed(folder, *, every=2, limit=math.inf, **options):
 
 def hooks(model):
     return [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()]
-
-
-def weights(trainer):
-    return [p.detach().clone() for p in trainer.model.parameters()]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ own standard error of the closed form (p = 3e-4 by chance for the 40 groups of a
 heavy one). The standard error is asserted too, so that a wrong formula could not hide behind a wide band. At this small
 size the rounding term differs by half from seed to seed. In 4 bits it is below a tenth of the variance, so that the
 mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a standard error.
-tests/test_variance_packed.py compares all widths seed by seed.
+tests/variance/test_simulation.py compares all widths seed by seed.
 """
 
 import math
@@ -13,6 +13,7 @@ import math
 import pytest
 import torch
 from helpers import heavy_tailed
+from statistical import ROWS, TOKENS, Z, padded
 
 from rmm_linear.sketches import KINDS, has_blocks, variance
 from rmm_linear.variance import (
@@ -28,17 +29,8 @@ from rmm_linear.variance import (
 )
 from rmm_linear.variance.simulation import Simulation
 
-Z = 4.0
-TOKENS, ROWS = 40, 8
 RAGGED = torch.tensor([4] * 3 + [0] * 20 + [9] + [4] * 10 + [-2] * 8)  # 4 sequences; one of them in two places
 WIDTHS = [None, 4]
-
-
-def padded():
-    """Heavy-tailed, correlated X and Y in two groups of columns, of which 40 % of the rows are padding."""
-    x, y = heavy_tailed(TOKENS, 70, 3)
-    mask = torch.rand(TOKENS, generator=torch.Generator().manual_seed(2)) < 0.6
-    return x, y * mask.unsqueeze(1), mask
 
 
 def counterexample(second=0.5):

@@ -1,6 +1,6 @@
 """norm_rows and wta: the probabilities, the draw, and both exact variances in every branch.
 
-Statistics as in tests/test_statistics.py: M draws with fixed seeds, z = 4. M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ the
+Statistics as in test_statistics.py: M draws with fixed seeds, z = 4. M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ the
 stated variance, and divided by it stays below z² = 16; the error along the exact gradient is within z of its own
 standard error; so is the mean of ‖error‖² around the closed form. With bits, the rounding's variance, exact for each S,
 is taken off each draw first.

@@ -18,7 +18,7 @@ from rmm_linear.variance.plots import (
 )
 from rmm_linear.variance.survey.survey import AUTO, PAPER
 
-NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "variance.py"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "variance.py"
 
 
 @pytest.fixture(autouse=True)

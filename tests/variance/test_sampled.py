@@ -1,6 +1,6 @@
 """The public formulas with probabilities of one's own: against simulation, with masks, by layers, and what is refused.
 
-The band is that of tests/test_variance.py: z = 4 over groups of 50 draws, and the standard error is asserted too.
+The band is that of test_closed_forms.py: z = 4 over groups of 50 draws, and the standard error is asserted too.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from helpers import heavy_tailed
-from test_variance import ROWS, TOKENS, Z, padded
+from statistical import ROWS, TOKENS, Z, padded
 
 from rmm_linear.sketches import SAMPLERS
 from rmm_linear.variance import required_ratio, sgd_variance, simulate_variance, sketch_variance
