@@ -1,12 +1,11 @@
 """What the tests with the Trainer share: sentences, a Trainer of a tiny converted model, and its logs and weights."""
 
 import torch
+from cases import CONFIG
 from helpers import tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from rmm_linear import RMMConfig, convert
-
-ROUGH = RMMConfig(ratio=0.25, min_rows=1)
+from rmm_linear import convert
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -29,7 +28,7 @@ class Recorder(TrainerCallback):
         self.logs.append({**logs, "step": state.global_step})
 
 
-def make_trainer(folder, *, config=ROUGH, **options):
+def make_trainer(folder, *, config=CONFIG, **options):
     model = tiny_model("roberta")
     report = None if config is None else convert(model, config)
     settings = {

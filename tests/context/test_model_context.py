@@ -7,15 +7,12 @@ import textwrap
 
 import pytest
 import torch
+from cases import ROUGH
 from helpers import Mlp, checkpointed, seeds_of, six_features
 from torch import nn
 
 from rmm_linear import convert
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
-EXACT = {"ratio": 1.0, "min_rows": 1}
-
 
 # Fresh
 

@@ -1,21 +1,20 @@
-"""Activation checkpointing where forward and backward passes come in any order: masks and widths are a pass's own."""
+"""Activation checkpointing where forward and backward passes come in any order: masks and widths are a pass's own.
+
+Two to five of 20 tokens are real and a quarter of the rows is kept: gradients are exact if the mask is the pass's own.
+"""
 
 import math
 import threading
 
 import pytest
 import torch
+from cases import ROUGH, checkpoints
 from helpers import enable_checkpointing, tiny_model, token_ids
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.context.auto_bits import STEPS
-
-# Five of 20 tokens are real and a quarter of the rows is kept: gradients are exact if the mask is the pass's own.
-RARE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
-
-checkpoints = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
 
 def batch(number, length=20):
@@ -62,7 +61,7 @@ def test_every_backward_pass_has_the_mask_of_its_own_forward_pass(architecture, 
     for converted in (False, True):
         model = tiny_model(architecture, dropout=0.0).train()
         if converted:
-            convert(model, exclude_modules=["lm_head", "classifier.dense", "classifier.out_proj"], **RARE)
+            convert(model, exclude_modules=["lm_head", "classifier.dense", "classifier.out_proj"], **ROUGH)
         enable_checkpointing(model, reentrant)
         results.append(play(model, order))
     assert_same(results[1], results[0])
@@ -74,7 +73,7 @@ def test_one_backward_pass_of_two_forward_passes(reentrant):
     for converted in (False, True):
         model = tiny_model("llama", dropout=0.0).train()
         if converted:
-            convert(model, exclude_modules=["lm_head"], **RARE)
+            convert(model, exclude_modules=["lm_head"], **ROUGH)
         enable_checkpointing(model, reentrant)
         (loss_of(model, 1) + loss_of(model, 2)).backward()
         results.append({"both": {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() == 2}})
@@ -88,7 +87,7 @@ def test_many_forward_passes_without_gradients_come_between(reentrant):
     for converted in (False, True):
         model = tiny_model("llama", dropout=0.0, layers=1).train()
         if converted:
-            convert(model, exclude_modules=["lm_head"], **RARE)
+            convert(model, exclude_modules=["lm_head"], **ROUGH)
         enable_checkpointing(model, reentrant)
         loss = loss_of(model, 0)
         with torch.no_grad():
@@ -105,7 +104,7 @@ def test_two_whole_models_in_one_checkpoint(reentrant):
     for converted in (False, True):
         model = tiny_model("llama", dropout=0.0).train()
         if converted:
-            convert(model, exclude_modules=["lm_head"], **RARE)
+            convert(model, exclude_modules=["lm_head"], **ROUGH)
         scale = torch.ones((), requires_grad=True)
         checkpoint(
             lambda scale, model=model: scale * (loss_of(model, 1) + loss_of(model, 2)), scale, use_reentrant=reentrant
@@ -142,7 +141,7 @@ def test_checkpoints_inside_of_checkpoints(forms):
         model = Tagger(*forms)
     for converted in (False, True):
         if converted:
-            convert(model, **RARE)
+            convert(model, **ROUGH)
         found, losses = [], [model(*tagged(number)) for number in (1, 2, 3)]
         for loss in (losses[1], losses[0], losses[2]):
             model.zero_grad()
@@ -166,7 +165,7 @@ class Twins(nn.Module):
 @checkpoints
 def test_two_masks_for_a_layer_in_one_forward_pass_are_refused(reentrant):
     model = Twins(reentrant)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     (x, first), (_, second) = tagged(1), tagged(2)
     with pytest.raises(RuntimeError, match=r"recomputes tagger.layer, which was called several times.*different"):
         model(x, first, second).backward()
@@ -176,7 +175,7 @@ def test_two_masks_for_a_layer_in_one_forward_pass_are_refused(reentrant):
 @checkpoints
 def test_a_second_backward_pass_after_another_forward_pass_is_refused(reentrant):
     model = Tagger(reentrant)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     loss = model(*tagged(1))
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
@@ -188,7 +187,7 @@ def test_a_second_backward_pass_after_another_forward_pass_is_refused(reentrant)
 def test_few_forward_passes_are_remembered():
     """None after its backward pass, and no more than 64 of those that have none."""
     model = Tagger(False)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     waiting = model.layer.rmm_scope._waiting
     for number in range(3):
         model(*tagged(number)).backward()

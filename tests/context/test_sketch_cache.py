@@ -4,14 +4,13 @@ import gc
 
 import pytest
 import torch
+from cases import ROUGH
 from helpers import SEED_BYTES, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
 from rmm_linear.packing.pack import packed_bytes
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 
 
 class Siblings(nn.Module):

@@ -7,15 +7,12 @@ import pickle
 
 import pytest
 import torch
+from cases import EXACT, ROUGH
 from helpers import ARCHITECTURES, Mlp, gradients, seeds_of, snapshot, tiny_model, token_ids
 from torch import nn
 from torch.nn.utils import parametrize
 
 from rmm_linear import RMMLinear, convert, revert
-
-EXACT = {"ratio": 1.0, "min_rows": 1}
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
-
 
 # Everything else about the model stays
 

@@ -4,13 +4,12 @@ import gc
 
 import pytest
 import torch
+from cases import ROUGH
 from helpers import tiny_model
 from torch import nn
 
 from rmm_linear import RMMLinear, convert
 from rmm_linear.memory import explain, peak, track_saved
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 
 
 class Shapes(nn.Module):

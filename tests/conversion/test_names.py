@@ -4,14 +4,12 @@ import logging
 
 import pytest
 import torch
+from cases import ROUGH
 from helpers import ARCHITECTURES, Mlp, snapshot, tiny_model
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from rmm_linear import RMMConfig, RMMLinear, convert, revert
-
-EXACT = {"ratio": 1.0, "min_rows": 1}
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 
 
 class Named(nn.Module):

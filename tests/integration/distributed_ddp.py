@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
+from cases import ROUGH_BODY
 from distributed_helpers import (
     DRAWS,
     LAYER,
-    ROUGH,
     all_gradients,
     apart,
     batches,
@@ -28,7 +28,7 @@ from rmm_linear import convert, sketch_tensors
 from rmm_linear.integrations.checkpoints import SketchStateCallback
 
 WTA = {
-    **ROUGH,
+    **ROUGH_BODY,
     "kind": "wta",
     "norm_estimator": "position_token",
     "overrides": {"dense": {"norm_estimator": "sample_cache"}},
@@ -69,7 +69,7 @@ def compiled(rank):
     torch.manual_seed(0)
     exact, made = Mlp(), Mlp()
     made.load_state_dict(exact.state_dict())
-    convert(made, **ROUGH)
+    convert(made, **ROUGH_BODY)
     made = DistributedDataParallel(made)
     sketched = torch.compile(made, backend="aot_eager")
     exact(x).square().mean().backward()
@@ -97,7 +97,7 @@ def accumulation(rank):
         network = model(False)
         optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
         if name == "sketched":
-            convert(network, **ROUGH)
+            convert(network, **ROUGH_BODY)
         before = {key: value.detach().clone() for key, value in network.named_parameters()}
         wrapped, prepared = accelerator.prepare(network, optimizer)
         synchronized, steps[name] = [], []
@@ -113,7 +113,7 @@ def accumulation(rank):
             network.load_state_dict(before, strict=False)
         assert synchronized == [False, True] * len(steps[name]), synchronized
     exact, found = steps["exact"][0], steps["sketched"]
-    skip = {f"{name}.weight" for name in convert(model(False), dry_run=True, **ROUGH).converted}
+    skip = {f"{name}.weight" for name in convert(model(False), dry_run=True, **ROUGH_BODY).converted}
     return {
         "exact parts": max(float((found[-1][key] - exact[key]).abs().max()) for key in exact.keys() - skip),
         "step": found[-1][LAYER].flatten().tolist(),

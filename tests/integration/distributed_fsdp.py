@@ -2,9 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from cases import ROUGH_BODY
 from distributed_helpers import (
     LAYER,
-    ROUGH,
     all_gradients,
     apart,
     batches,
@@ -135,7 +135,7 @@ def accumulation(rank):
 def architecture(rank, name):
     """All sketched weights of a model of two layers, each rank with half of the batch."""
     exact, sketched = (tiny_model(name, dropout=0.0).train() for _ in range(2))
-    report = convert(sketched, **ROUGH)
+    report = convert(sketched, **ROUGH_BODY)
     shard(exact), shard(sketched)
     inputs = {key: value[2 * rank : 2 * rank + 2] for key, value in batch_of(name).items()}
 
@@ -153,12 +153,12 @@ def architecture(rank, name):
 def sharded_first(rank):
     """Converted after fully_shard, as by who gets a model from a framework."""
     exact, sketched = (shard(model(False)) for _ in range(2))
-    report = convert(sketched, **ROUGH)
+    report = convert(sketched, **ROUGH_BODY)
     (inputs,) = batches(rank, 1)
     want = gradient_of(exact, inputs)
     torch.manual_seed(3)
     seeds = seeds_of(lambda: sketched(inputs["input_ids"]))
-    whole = convert(model(False), dry_run=True, **ROUGH)
+    whole = convert(model(False), dry_run=True, **ROUGH_BODY)
     return {
         "same layers": report.converted.keys() == whole.converted.keys(),
         "seeds": seeds,
@@ -186,7 +186,7 @@ def layers_by_themselves(rank):
         return all_gradients(network)
 
     exact, sketched = sharded(made()), made()
-    convert(sketched, **ROUGH)
+    convert(sketched, **ROUGH_BODY)
     sharded(sketched)
     is_sketched = isinstance(sketched.first, RMMLinear)
     rough = apart(gradient(sketched), gradient(exact))
@@ -196,5 +196,5 @@ def layers_by_themselves(rank):
         "rough": rough,
         "reverted": apart(gradient(sketched), gradient(exact)),
         "class": [kind.__name__ for kind in type(sketched.first).__mro__[:3]],
-        "too late": convert(sharded(made()), **ROUGH).skipped,
+        "too late": convert(sharded(made()), **ROUGH_BODY).skipped,
     }

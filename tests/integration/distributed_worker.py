@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cases import ROUGH_BODY
 from helpers import tiny_model, token_ids
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -19,17 +20,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from rmm_linear import convert, revert
 
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-
 
 def tensor_parallel():
     """What is said of layers that torch makes parallel after they were converted, and before."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     first, second = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-    convert(first, **ROUGH)
+    convert(first, **ROUGH_BODY)
     for network in (first, second):
         parallelize_module(network, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
-    report = convert(second, **ROUGH)
+    report = convert(second, **ROUGH_BODY)
     second(torch.randn(40, 8)).sum().backward()
     try:
         first(torch.randn(40, 8))
@@ -51,12 +50,12 @@ def transformers_parallel(folder):
     made = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).train()
     result = {"error": ""}
     try:
-        convert(made, **ROUGH)
+        convert(made, **ROUGH_BODY)
     except ValueError as error:
         result["error"] = str(error)
     for block in made.model.layers:  # a part of it that is on every rank as a whole
         block.extra = nn.Linear(16, 16)
-    result["converted"] = list(convert(made, **ROUGH).converted)
+    result["converted"] = list(convert(made, **ROUGH_BODY).converted)
     made(input_ids=token_ids()).logits.sum().backward()
     revert(made)
     return result

@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
+from cases import ROUGH_BODY, architectures
 from helpers import ALL_ARCHITECTURES, batch_of, gradients, loss_of, tiny_model, token_ids
 
 from rmm_linear import convert
 from rmm_linear.packing.pack import pack
 from rmm_linear.variance import required_ratio, sgd_variance, simulate_variance, sketch_variance
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 
 
 def made(architecture, dtype=torch.float32, width=16):
@@ -49,7 +47,7 @@ def test_half_types_are_those_of_the_exact_model_and_unbiased(architecture, dtyp
     """Gradients have the dtype of their weights; the projection's band has room for the half type's own rounding."""
     plain, model = made(architecture, dtype), made(architecture, dtype)
     loss, exact = step(plain, architecture, dtype, autocast)
-    sketched = {f"{name}.weight" for name in convert(model, **ROUGH).converted}
+    sketched = {f"{name}.weight" for name in convert(model, **ROUGH_BODY).converted}
     again, found = step(model, architecture, dtype, autocast)
     assert torch.equal(loss, again)
     assert found.keys() == exact.keys()
@@ -70,7 +68,7 @@ def test_half_types_are_those_of_the_exact_model_and_unbiased(architecture, dtyp
 def test_other_ways_to_keep_an_input_are_unbiased_in_half_types(fields, autocast):
     _, exact = step(made("llama"), "llama", torch.float32, autocast)
     model = made("llama")
-    sketched = {f"{name}.weight" for name in convert(model, **{**ROUGH, **fields}).converted}
+    sketched = {f"{name}.weight" for name in convert(model, **{**ROUGH_BODY, **fields}).converted}
     mean, error = mean_projection(lambda: step(model, "llama", torch.float32, autocast)[1], exact, sketched)
     assert abs(mean - 1) < 4 * error + 2 * torch.finfo(autocast).eps
     assert error < 0.2
@@ -119,7 +117,7 @@ def test_diagnostics_are_those_of_full_precision(kind, bits):
 
 def test_a_model_that_is_all_bfloat16_trains_in_it():
     model = made("roberta", torch.bfloat16)
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     labels = token_ids()[:, 0] % 2
     losses = []
@@ -144,7 +142,7 @@ def test_a_model_that_is_all_bfloat16_trains_in_it():
 def test_grad_scaler_skips_an_overflowing_step_and_goes_on(architecture, fields):
     """float16 gradients times 2⁴⁰ overflow: the step is skipped, the scale halved, until they are finite."""
     model = made(architecture)
-    sketched = [f"{name}.weight" for name in convert(model, **{**ROUGH, **fields}).converted]
+    sketched = [f"{name}.weight" for name in convert(model, **{**ROUGH_BODY, **fields}).converted]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -6,20 +6,13 @@ import warnings
 import pytest
 import torch
 import transformers
+from cases import EXACT, ROUGH, checkpoints, preserve
 from helpers import checkpointed, enable_checkpointing, gradients, seeds_of, six_features, tiny_model, token_ids
 from packaging.version import parse as version
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.context.autograd_nodes import in_backward
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
-EXACT = {"ratio": 1.0, "min_rows": 1}
-
-
-checkpoints = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-preserve = pytest.mark.parametrize("preserve", [True, False], ids=["preserve", "no-preserve"])
-
 
 # Invisible to everything else that is random
 

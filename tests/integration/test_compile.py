@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from cases import ROUGH_BODY
 from functorch.compile import make_boxed_func
 from helpers import (
     ALL_ARCHITECTURES,
@@ -26,7 +27,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
 
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 SEED = 7
 
 
@@ -113,7 +113,7 @@ def test_a_function_is_that_of_eager_code_for_the_same_seed(kind, bits):
 
 
 def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
-    layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH))
+    layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH_BODY))
     compiled = Graphs().compile(layer)
     x, y = heavy_tailed(40, 5, 3, torch.float32)
 
@@ -137,7 +137,7 @@ def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
 
 def test_in_eval_mode_compiled_layers_are_exact():
     """The compiler asks for the gradient by the weight beforehand, so the error of eager code has no place."""
-    layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH)).eval()
+    layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH_BODY)).eval()
     x, y = heavy_tailed(40, 5, 3, torch.float32)
     Graphs().compile(layer)(x).backward(y)
     assert torch.allclose(layer.weight.grad, y.T @ x, rtol=1e-5, atol=1e-4)
@@ -180,7 +180,7 @@ SKETCHES = {"bert": (4, 6), "gpt2": (4, 4), "llama": (4, 7), "vit": (4, 6), "t5"
 def test_every_architecture_is_one_graph_whose_siblings_share(one_seed, architecture):
     """With the gradients of eager code, and compiled twice: for one length, and for all (a picture has but one)."""
     model = tiny_model(architecture, dropout=0.0, layers=1).train()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     graphs = Graphs()
     compiled = graphs.compile(model)
     for length in (20, 24, 28) if architecture != "vit" else (20,):
@@ -215,7 +215,7 @@ def test_layers_share_a_sketch_of_what_is_an_output_too(autocast):
             return self.key(hidden) + self.value(hidden), hidden
 
     model = Siblings()
-    convert(model, target_modules=["inner", "key", "value"], **ROUGH)
+    convert(model, target_modules=["inner", "key", "value"], **ROUGH_BODY)
     graphs = Graphs()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         output, hidden = graphs.compile(model)(torch.randn(4, 10, 6))
@@ -260,7 +260,7 @@ def test_padding_that_carries_a_gradient_is_refused():
             return self.layer(x).square().mean()
 
     model = Pooled()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     mask = torch.ones(4, 10)
     compiled = Graphs().compile(model)
     compiled(torch.randn(4, 10, 5), attention_mask=mask).backward()
@@ -276,7 +276,7 @@ def test_checkpointing_inside_of_a_graph_is_unbiased(reentrant):
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     model(x.requires_grad_()).square().sum().backward()
     exact = model.block[0].weight.grad.clone()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     compiled = Graphs().compile(model)
     torch.manual_seed(4)
     values = []
@@ -342,7 +342,7 @@ def test_compiled_recomputations_repeat_the_dropout(compiled_with_checkpoints):
 def test_blocks_that_are_compiled_by_themselves_are_unbiased():
     model = tiny_model("roberta", dropout=0.0, layers=2).train()
     exact = step(model, batch(20))[1]
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     graphs = Graphs()
     for block in model.roberta.encoder.layer:
         block.compile(fullgraph=True, backend=graphs.backend)
@@ -363,7 +363,7 @@ def test_blocks_that_are_compiled_by_themselves_are_unbiased():
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
     model = tiny_model(architecture, dropout=0.0).train()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     compiled = torch.compile(model, fullgraph=True)
     for length in (20, 24) if architecture != "vit" else (20,):
         results = []
@@ -390,7 +390,7 @@ def test_inductor_draws_afresh_and_is_unbiased(options, monkeypatch):
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     model(x).square().sum().backward()
     exact = model.block[2].weight.grad.clone()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     compiled = torch.compile(model, fullgraph=True)
     torch.manual_seed(4)
     values = []

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from cases import ROUGH_BODY
 from helpers import SEED_BYTES, enable_checkpointing, tiny_model, token_ids
-from peft_helpers import HIDDEN, RANK, ROUGH, ROWS, TARGETS, WTA, lora, step
+from peft_helpers import HIDDEN, RANK, ROWS, TARGETS, WTA, lora, step
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
@@ -23,7 +24,7 @@ def is_sketched(name):
 def test_converted_after_all_that_is_not_an_adapter_is_exact(architecture):
     exact_loss, exact = step(lora(architecture), architecture)
     model = lora(architecture)
-    report = convert(model, **ROUGH)
+    report = convert(model, **ROUGH_BODY)
     loss, found = step(model, architecture)
     assert torch.equal(loss, exact_loss)
     assert found.keys() == exact.keys()
@@ -36,7 +37,7 @@ def test_converted_after_all_that_is_not_an_adapter_is_exact(architecture):
 def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
     """query and value have A matrices that read one tensor, and so keep one sketch; B reads 4 features."""
     model = lora("roberta")
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     with track_saved(model) as kept:
         model(input_ids=token_ids()).logits.sum().backward()
     stem = "base_model.model.roberta.encoder.layer.0.attention.self"
@@ -92,9 +93,9 @@ def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
 @pytest.mark.parametrize(
     ("setting", "reentrant"),
     [
-        pytest.param(ROUGH, None, id="plain"),
-        pytest.param(ROUGH, True, id="reentrant"),
-        pytest.param(ROUGH, False, id="non-reentrant"),
+        pytest.param(ROUGH_BODY, None, id="plain"),
+        pytest.param(ROUGH_BODY, True, id="reentrant"),
+        pytest.param(ROUGH_BODY, False, id="non-reentrant"),
         pytest.param({**WTA, "norm_estimator": "position_token"}, None, id="wta"),
         pytest.param({**WTA, "norm_estimator": "position_token"}, False, id="wta, non-reentrant"),
     ],
@@ -116,7 +117,7 @@ def test_lora_a_has_an_unbiased_gradient(setting, reentrant):
 
 def test_converted_before_the_base_is_sketched_until_it_is_frozen():
     base = tiny_model("roberta", dropout=0.0)
-    convert(base, **ROUGH)
+    convert(base, **ROUGH_BODY)
     model = lora("roberta", base)
     assert isinstance(
         model.get_submodule("base_model.model.roberta.encoder.layer.0.attention.self.query.base_layer"), RMMLinear
@@ -132,9 +133,9 @@ def test_converted_before_the_base_is_sketched_until_it_is_frozen():
     assert not [name for name in kept.by_module if name.endswith("base_layer")]
     # Converting again, as the error of a second conversion says, sketches them.
     with pytest.raises(ValueError, match=r"Call rmm_linear.revert\(model\) first"):
-        convert(model, **ROUGH)
+        convert(model, **ROUGH_BODY)
     revert(model)
-    report = convert(model, **ROUGH)
+    report = convert(model, **ROUGH_BODY)
     assert any(name.endswith("lora_A.default") for name in report.converted)
 
 
@@ -144,10 +145,10 @@ def test_merged_weights_are_those_of_the_exact_model(architecture, converted_fir
     plain = lora(architecture).merge_and_unload()
     base = tiny_model(architecture, dropout=0.0)
     if converted_first:
-        convert(base, **ROUGH)
+        convert(base, **ROUGH_BODY)
     model = lora(architecture, base)
     if not converted_first:
-        convert(model, **ROUGH)
+        convert(model, **ROUGH_BODY)
     merged = model.merge_and_unload()
     assert merged.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in merged.state_dict().items())
@@ -169,12 +170,12 @@ def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_fi
 
     source = lora("llama")
     if converted_first:
-        convert(source, **ROUGH)
+        convert(source, **ROUGH_BODY)
     source.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
     loaded = PeftModel.from_pretrained(tiny_model("llama", dropout=0.0), tmp_path, is_trainable=True).train()
     if not converted_first:
-        convert(loaded, **ROUGH)
+        convert(loaded, **ROUGH_BODY)
     first, second = source.state_dict(), loaded.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
+from cases import ROUGH_BODY
 from helpers import batch_of, loss_of, tiny_model
-from peft_helpers import ROUGH, lora, step
+from peft_helpers import lora, step
 
 from rmm_linear import RMMLinear, convert
 from rmm_linear.memory import track_saved
@@ -40,7 +41,7 @@ def quantized(folder, bits, checkpointing=False):
 @pytest.mark.parametrize("bits", BITS)
 def test_quantized_layers_are_skipped_with_the_reason_and_their_adapters_sketched(folder, bits):
     model = quantized(folder, bits)
-    report = convert(model, **ROUGH)
+    report = convert(model, **ROUGH_BODY)
     kind = {4: bitsandbytes.nn.Linear4bit, 8: bitsandbytes.nn.Linear8bitLt}[bits]
     layers = [name for name, module in model.named_modules() if isinstance(module, kind) and "lora" not in name]
     reason = f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
@@ -57,7 +58,7 @@ def test_quantized_layers_are_skipped_with_the_reason_and_their_adapters_sketche
 def test_what_adapters_keep_is_their_sketches(folder, bits):
     """20 rows for 80 tokens of 32 features, in float32, and a seed."""
     model = quantized(folder, bits)
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     with track_saved(model) as kept:
         loss_of(model, "llama", {"input_ids": batch_of("llama")["input_ids"]}).backward()
     assert kept.by_module[LORA_A] == 20 * 32 * 4 + 8
@@ -68,7 +69,7 @@ def test_adapters_train_and_the_gradient_of_lora_a_is_unbiased(folder, bits, che
     """z = 4 on the projection over 40 draws; only adapters have gradients."""
     exact_loss, exact = step(quantized(folder, bits), "llama")
     model = quantized(folder, bits, checkpointing)
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     torch.manual_seed(1)
     found = [step(model, "llama") for _ in range(40)]
     assert torch.equal(found[0][0], exact_loss)

@@ -5,23 +5,12 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    ALL_ARCHITECTURES,
-    batch_of,
-    checkpointed,
-    enable_checkpointing,
-    gradients,
-    loss_of,
-    six_features,
-    tiny_model,
-)
+from cases import ROUGH_BODY, architectures
+from helpers import batch_of, checkpointed, enable_checkpointing, gradients, loss_of, six_features, tiny_model
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
 from rmm_linear.memory.peak import Peak, _LiveTensors
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 
 
 def made(architecture, dropout=0.0):
@@ -43,7 +32,7 @@ def test_checkpointing_leaves_loss_and_exact_gradients_as_they_are(architecture,
     results = []
     for enabled in (False, True):
         model = made(architecture, dropout=0.1)
-        report = convert(model, mask_padding=False, **ROUGH)
+        report = convert(model, mask_padding=False, **ROUGH_BODY)
         if enabled:
             enable_checkpointing(model, reentrant)
         results.append(step(model, architecture))
@@ -64,7 +53,7 @@ def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reent
     """
     model = made(architecture)
     _, exact = step(model, architecture)
-    report = convert(model, **ROUGH)
+    report = convert(model, **ROUGH_BODY)
     enable_checkpointing(model, reentrant, preserve)
     names = [f"{name}.weight" for name in report.converted]
     length, values = sum(exact[name].square().sum() for name in names), []
@@ -84,7 +73,7 @@ def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reent
 def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architecture):
     """Z, the seed and the mask are saved tensors like others, so hooks move all of them."""
     model = made(architecture)
-    convert(model, mask_padding=False, bits=4, **ROUGH)
+    convert(model, mask_padding=False, bits=4, **ROUGH_BODY)
     expected = step(model, architecture)
     copies = []
 
@@ -112,7 +101,7 @@ def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architect
     """Nothing is held past the hooks, in nodes, closures or the scope."""
     model = made(architecture, dropout=0.1)
     if converted:
-        convert(model, bits=4, **ROUGH)
+        convert(model, bits=4, **ROUGH_BODY)
     batch = batch_of(architecture)
     with _LiveTensors(Peak()) as live:
         loss = loss_of(model, architecture, batch)

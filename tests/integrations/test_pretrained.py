@@ -7,16 +7,12 @@ import random
 
 import pytest
 import torch
-from helpers import ALL_ARCHITECTURES, Mlp, gradients, loss_of, tiny_model, token_ids
+from cases import ROUGH_BODY, architectures
+from helpers import Mlp, gradients, loss_of, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, sketch_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-
-
-architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 
 
 def step(model, optimizer=None, architecture="roberta"):
@@ -38,14 +34,14 @@ def same(first, second):
 def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first):
     source = tiny_model(architecture, dropout=0.0)
     if converted_first:
-        convert(source, **ROUGH)
+        convert(source, **ROUGH_BODY)
     source.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     loaded, info = type(source).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(loaded.state_dict(), source.state_dict())
     if not converted_first:
-        convert(loaded, **ROUGH)
+        convert(loaded, **ROUGH_BODY)
     first, second = (step(model.train(), architecture=architecture) for model in (loaded, source))
     assert torch.equal(first[0], second[0])
     assert first[1].keys() == second[1].keys()
@@ -53,7 +49,7 @@ def test_pretrained_folders_go_both_ways(tmp_path, architecture, converted_first
 
 def test_state_dicts_in_torch_files_go_both_ways(tmp_path):
     plain, converted = tiny_model("llama"), tiny_model("llama", dropout=0.0)
-    convert(converted, **ROUGH)
+    convert(converted, **ROUGH_BODY)
     torch.save(converted.state_dict(), tmp_path / "converted.pt")
     plain.load_state_dict(torch.load(tmp_path / "converted.pt", weights_only=True))  # tensors alone, no class of ours
     torch.save(plain.state_dict(), tmp_path / "plain.pt")
@@ -82,7 +78,7 @@ def test_an_optimizer_from_before_the_conversion_trains_on(architecture):
     model = tiny_model(architecture, dropout=0.0).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-16)  # gradients of queries are near 1e-8
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    report = convert(model, **ROUGH)
+    report = convert(model, **ROUGH_BODY)
     found = step(model, optimizer, architecture)[1]
     for name in report.converted:
         moved = before[f"{name}.weight"] - model.get_parameter(f"{name}.weight")
@@ -96,7 +92,7 @@ def test_an_optimizer_from_before_the_conversion_trains_on(architecture):
 @architectures
 def test_copies_of_a_converted_model_sketch_on_their_own(architecture, clone):
     model = tiny_model(architecture, dropout=0.1).train()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     step(model, architecture=architecture)
     twin = clone(model)
     before = gradients(model)
@@ -136,7 +132,10 @@ def test_a_conversion_is_found_again(tmp_path):
 
 def test_layers_that_an_example_left_out_stay_left_out(tmp_path):
     model = tiny_model("roberta", dropout=0.0).train()
-    fields = {**ROUGH, "overrides": {"intermediate.dense": {"ratio": 0.5}, "attention.output.dense": {"ratio": 0.3}}}
+    fields = {
+        **ROUGH_BODY,
+        "overrides": {"intermediate.dense": {"ratio": 0.5}, "attention.output.dense": {"ratio": 0.3}},
+    }
     report = convert(model, example={"input_ids": token_ids()}, **fields)
     save_conversion(model, tmp_path)
     found = convert_as_saved(tiny_model("roberta"), tmp_path)
@@ -230,7 +229,7 @@ def test_a_conversion_of_other_layers_is_refused_by_name(tmp_path):
 )
 def test_damaged_files_are_named_and_leave_the_model_as_it_was(tmp_path, damage):
     model = Mlp()
-    convert(model, **ROUGH)
+    convert(model, **ROUGH_BODY)
     save_conversion(model, tmp_path)
     path = tmp_path / "rmm_config.json"
     path.write_text(damage(path.read_text()))

@@ -5,13 +5,12 @@ import pickle
 
 import pytest
 import torch
+from cases import CONFIG
 from helpers import SEED_BYTES, bytes_kept, seeds_of
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from rmm_linear import RMMConfig, RMMLinear
-
-CONFIG = RMMConfig(kind="countsketch", ratio=0.25, min_rows=1)
+from rmm_linear import RMMLinear
 
 
 def layer(config=CONFIG, **kwargs):

@@ -4,27 +4,16 @@ import math
 
 import pytest
 import torch
+from cases import KIND_AND_BLOCK, ROUGH
 from helpers import chances, heavy_tailed, tiny_model, token_ids
 
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
 from rmm_linear.ops.save import Recipe, keep, weight_gradient
 from rmm_linear.packing.pack import rounding_variance
-from rmm_linear.sketches import (
-    FAMILIES,
-    KINDS,
-    SAMPLERS,
-    UNIFORM_MIX,
-    TokenMask,
-    has_blocks,
-    kept_rows,
-    sketch,
-    variance,
-)
+from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
 
 Z = 4.0
 TOKENS, ROWS = 40, 8
-KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]
-RARE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 
 
 def masked_data(masked):
@@ -178,13 +167,13 @@ def model(request):
 def test_padding_is_left_out_of_a_model(model):
     batch = padded_batch()
     exact = weight_gradients(model, batch)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     assert_exact(model, batch, exact)
     assert_exact(
         model, batch, exact, lambda: model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
     )
     revert(model)
-    convert(model, mask_padding=False, **RARE)
+    convert(model, mask_padding=False, **ROUGH)
     noisy = weight_gradients(model, batch)
     assert min(relative_error(noisy[name], exact[name]) for name in noisy) > 0.01
 
@@ -194,7 +183,7 @@ def test_padding_is_left_out_of_a_model(model):
 def test_under_activation_checkpointing(model, reentrant):
     batch = padded_batch()
     exact = weight_gradients(model, batch)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     for _ in range(2):
@@ -209,7 +198,7 @@ def test_two_forward_passes_before_one_backward(model):
     short, long = padded_batch(real=4), padded_batch(real=5)
     both = lambda: type("Sum", (), {"loss": model(**short).loss + model(**long).loss})()  # noqa: E731
     exact = weight_gradients(model, None, both)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     assert_exact(model, None, exact, both)
 
 
@@ -217,7 +206,7 @@ def test_when_the_models_own_hooks_are_passed_by(model):
     """PEFT calls the forward method of the model inside it directly."""
     batch = padded_batch()
     exact = weight_gradients(model, batch)
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     assert_exact(model, batch, exact, lambda: type(model).forward(model, **batch))
 
 
@@ -225,7 +214,7 @@ def test_rows_that_do_not_match_the_mask_ignore_it():
     """The head sees one row per sequence: it is sketched as if there were no mask."""
     model, batch, found = tiny_model("roberta", dropout=0.0).train(), padded_batch(), []
     for mask_padding in (True, False):
-        convert(model, target_modules=["classifier.dense"], mask_padding=mask_padding, **RARE)
+        convert(model, target_modules=["classifier.dense"], mask_padding=mask_padding, **ROUGH)
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch).loss.backward()
@@ -262,7 +251,7 @@ def test_a_decoders_mask_never_meets_the_encoders_rows():
     labels = token_ids(6, 20).masked_fill(decoder_mask == 0, -100)
     batch = padded_batch(real=12) | {"labels": labels, "decoder_attention_mask": decoder_mask}
     for mask_padding in (True, False):
-        convert(model, mask_padding=mask_padding, target_modules="decoder.*", **RARE)
+        convert(model, mask_padding=mask_padding, target_modules="decoder.*", **ROUGH)
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch).loss.backward()
@@ -283,7 +272,7 @@ def test_an_encoder_decoder_model_masks_its_encoder_only():
         return {n: p.grad.clone() for n, p in model.named_parameters() if n.startswith("encoder.block")}
 
     exact = encoder_gradients()
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     for name, gradient in encoder_gradients().items():
         assert relative_error(gradient, exact[name]) < 1e-3, name
 
@@ -302,11 +291,11 @@ class Pooling(torch.nn.Module):
 def test_padding_with_a_gradient_is_an_error_that_names_the_layer():
     model, mask = Pooling(), torch.ones(4, 10)
     mask[:, 5:] = 0
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     with pytest.raises(RuntimeError, match=r"masked tokens of inner carry a gradient.*mask_padding=False"):
         model(torch.randn(4, 10, 8), attention_mask=mask).backward()
     revert(model)
-    convert(model, mask_padding=False, **RARE)
+    convert(model, mask_padding=False, **ROUGH)
     model(torch.randn(4, 10, 8), attention_mask=mask).backward()
 
 
@@ -314,7 +303,7 @@ def test_a_first_step_without_any_gradient_does_not_pass_for_a_check():
     """As under a layer that starts at zero, LoRA's B among them."""
     model, mask = Pooling(), torch.ones(4, 10)
     mask[:, 5:] = 0
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     (model(torch.randn(4, 10, 8), attention_mask=mask) * 0).backward()
     with pytest.raises(RuntimeError, match="carry a gradient"):
         model(torch.randn(4, 10, 8), attention_mask=mask).backward()
@@ -323,7 +312,7 @@ def test_a_first_step_without_any_gradient_does_not_pass_for_a_check():
 def test_an_overflowing_first_step_does_not_pass_for_a_check():
     model, mask = Pooling(), torch.ones(4, 10)
     mask[:, 5:] = 0
-    convert(model, **RARE)
+    convert(model, **ROUGH)
     (model(torch.randn(4, 10, 8), attention_mask=mask) * math.nan).backward()
     with pytest.raises(RuntimeError, match="carry a gradient"):
         model(torch.randn(4, 10, 8), attention_mask=mask).backward()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import QUARTER, every_sampler, every_width
 from helpers import bytes_kept, checkpointed, heavy_tailed, six_features
 from torch.nn import functional as F
 
@@ -11,11 +12,7 @@ from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
 from rmm_linear.context.sketch_cache import SharedSketches
 from rmm_linear.layers.functional import Plan, planned_linear
 from rmm_linear.ops.save import Recipe, keep, weight_gradient
-from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, TokenMask
-
-ROUGH = {"ratio": 0.25, "min_rows": 1}
-every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
-every_width = pytest.mark.parametrize("bits", [None, 8, 4, 2])
+from rmm_linear.sketches import UNIFORM_MIX, TokenMask
 
 
 def recipe_of(kind, rows, bits=None):
@@ -91,7 +88,7 @@ def test_gradients_are_unbiased_under_checkpointing(kind, bits, reentrant):
         return model.block[0].weight.grad
 
     exact = gradient().clone()
-    convert(model, kind=kind, bits=bits, **ROUGH)
+    convert(model, kind=kind, bits=bits, **QUARTER)
     mean, error = mean_projection(gradient, exact)
     assert abs(mean - 1) < 4 * error
     assert error < 0.2
@@ -102,7 +99,7 @@ def test_gradients_are_unbiased_under_checkpointing(kind, bits, reentrant):
 def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant, monkeypatch):
     """The recomputation draws again, and replaces what was drawn as a whole."""
     model, x = checkpointed(use_reentrant=reentrant, dropout=0.0), six_features()
-    convert(model, kind=kind, target_modules=["block.0"], **ROUGH)
+    convert(model, kind=kind, target_modules=["block.0"], **QUARTER)
     seen = []
 
     def look(y, kept, *rest):
@@ -185,7 +182,7 @@ def test_autocast_keeps_half_and_gives_the_same_gradient(kind, bits):
 @every_sampler
 def test_gradients_accumulate(kind):
     x, y = heavy_tailed(60, 5, 4)
-    layer = RMMLinear(5, 4, dtype=torch.float64, config=RMMConfig(kind=kind, **ROUGH))
+    layer = RMMLinear(5, 4, dtype=torch.float64, config=RMMConfig(kind=kind, **QUARTER))
     single = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -226,7 +223,7 @@ def test_tokens_that_fit_are_exact_but_for_rounding(kind, bits):
 @every_width
 @every_sampler
 def test_no_tokens_at_all(kind, bits):
-    layer = RMMLinear(6, 3, config=RMMConfig(kind=kind, bits=bits, **ROUGH))
+    layer = RMMLinear(6, 3, config=RMMConfig(kind=kind, bits=bits, **QUARTER))
     layer(torch.zeros(0, 6)).sum().backward()
     assert not layer.weight.grad.any()
     weight = torch.zeros(3, 6, requires_grad=True)
@@ -240,7 +237,7 @@ def test_no_tokens_at_all(kind, bits):
 @every_sampler
 def test_an_input_of_zeros_has_a_gradient_of_zeros(kind, bits):
     weight = torch.zeros(3, 6, requires_grad=True)
-    config = RMMConfig(kind=kind, bits=bits, **ROUGH)
+    config = RMMConfig(kind=kind, bits=bits, **QUARTER)
     sketched_linear(torch.zeros(40, 6), weight, config=config, seed=1).sum().backward()
     assert not weight.grad.any()
 
@@ -278,7 +275,7 @@ def test_half_types(kind, dtype):
 def test_outputs_and_the_other_gradients_are_exact(kind):
     x = heavy_tailed(40, 6, 2, torch.float32)[0].requires_grad_()
     weight, bias = torch.randn(3, 6, requires_grad=True), torch.randn(3, requires_grad=True)
-    output = sketched_linear(x, weight, bias, config=RMMConfig(kind=kind, **ROUGH), seed=1)
+    output = sketched_linear(x, weight, bias, config=RMMConfig(kind=kind, **QUARTER), seed=1)
     assert torch.equal(output, F.linear(x, weight, bias))
     ours = torch.autograd.grad(output.sin().sum(), (x, bias))
     exact = torch.autograd.grad(F.linear(x, weight, bias).sin().sum(), (x, bias))

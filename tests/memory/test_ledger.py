@@ -4,13 +4,12 @@ import weakref
 
 import pytest
 import torch
+from cases import ROUGH
 from helpers import SEED_BYTES, Mlp, bytes_kept, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
 from rmm_linear.memory import track_saved
-
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1}
 
 
 def total(run, model):

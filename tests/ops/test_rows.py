@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cases import every_sampler
 from helpers import chances
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,7 +28,6 @@ from rmm_linear.sketches import (
 )
 
 SEED = torch.tensor([77])
-every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
 every_mask = pytest.mark.parametrize("mask", ["all", "some", "few"])
 every_backend = pytest.mark.parametrize(
     "backend",

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from cases import needs_triton
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, RMMLinear, sketched_linear
@@ -22,7 +23,6 @@ SEED = torch.tensor([77])
 KEEP = torch.ops.rmm_linear.keep.default
 DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9), ("hadamard", 9)]
 BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
-needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
 
 
 def made(tokens=40, columns=70, dtype=torch.float32):

@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from cases import every_sampler
 from helpers import heavy_tailed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,6 @@ from rmm_linear.sketches.sampling import NORM_ROWS, WTA, Sampler
 from rmm_linear.sketches.sampling import variance as sampling_variance
 
 Z = 4.0
-every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
 
 
 def winners(p, rows, kind=WTA):

@@ -7,13 +7,11 @@ import math
 
 import pytest
 import torch
+from cases import every_sampler
 from helpers import heavy_tailed
 from statistical import ROWS, TOKENS, Z, padded
 
-from rmm_linear.sketches import SAMPLERS
 from rmm_linear.variance import required_ratio, sgd_variance, simulate_variance, sketch_variance
-
-every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
 
 
 def chances(tokens=TOKENS):

@@ -11,18 +11,18 @@ import math
 
 import pytest
 import torch
+from cases import KIND_AND_BLOCK
 from helpers import heavy_tailed
 from statistical import ROWS, Z, padded
 
 from rmm_linear.memory import peak
 from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack
-from rmm_linear.sketches import KINDS, TokenMask, has_blocks, variance
+from rmm_linear.sketches import TokenMask, variance
 from rmm_linear.variance import sgd_variance, simulate_sgd_variance, simulate_variance, sketch_variance
 from rmm_linear.variance.arguments import sampling_probabilities
 from rmm_linear.variance.simulation import Simulation, draw_sketches
 
 GROUP = 50
-KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]
 kinds_and_widths = pytest.mark.parametrize(
     ("kind", "block", "bits"), [(kind, block, bits) for kind, block in KIND_AND_BLOCK for bits in WIDTHS]
 )

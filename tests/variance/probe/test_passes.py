@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
+from cases import CONFIG, checkpoints
 from helpers import Mlp, checkpointed, six_features, tiny_model
-from probe_helpers import ROUGH, by_hand, checkpoints, close, padded_batch, recorded, same, values
+from probe_helpers import by_hand, close, padded_batch, recorded, same, values
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from rmm_linear.variance import GradientProbe
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_every_n_counts_passes_in_training_mode_with_gradients(every):
     model = Mlp()
-    with GradientProbe(model, every=every, config=ROUGH) as probe:
+    with GradientProbe(model, every=every, config=CONFIG) as probe:
         for _ in range(6):
             model.train()
             model(torch.randn(40, 12)).sum().backward()
@@ -34,16 +35,16 @@ def test_every_n_counts_passes_in_training_mode_with_gradients(every):
 
 def test_gradient_accumulation_looks_at_single_passes():
     model, inputs = Mlp(), [torch.randn(40, 12) for _ in range(4)]
-    with GradientProbe(model, every=2, modules=["first"], config=ROUGH) as probe:
+    with GradientProbe(model, every=2, modules=["first"], config=CONFIG) as probe:
         seen = recorded(model, lambda: [model(x).square().sum().backward() for x in inputs])
     assert [row.step for row in probe.rows] == [2, 4]
     for row, (x, y) in zip(probe.rows, seen["first"][1::2], strict=True):
-        close(row, *by_hand(x, y, config=ROUGH, samples=None)[:3])
+        close(row, *by_hand(x, y, config=CONFIG, samples=None)[:3])
 
 
 def test_arm_looks_at_the_next_pass_only():
     model = Mlp()
-    with GradientProbe(model, every=None, config=ROUGH) as probe:
+    with GradientProbe(model, every=None, config=CONFIG) as probe:
         for step in range(4):
             if step == 2:
                 probe.arm(117)
@@ -53,7 +54,7 @@ def test_arm_looks_at_the_next_pass_only():
 
 def test_frozen_layers_and_sketched_ones_in_eval_mode_have_no_gradient():
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     model[0].weight.requires_grad_(False)
     model[1].eval()
     with GradientProbe(model, every=1) as probe:
@@ -79,13 +80,13 @@ def test_checkpointing_gives_the_same_numbers(reentrant, converted):
     for enable in (False, True):
         model = tiny_model("roberta", dropout=0.0).train()
         if converted:
-            convert(model, ROUGH)
+            convert(model, CONFIG)
         if enable:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        found.append(rows_of(model, lambda model: model(**batch).loss.backward(), config=ROUGH))
+        found.append(rows_of(model, lambda model: model(**batch).loss.backward(), config=CONFIG))
     assert len(found[0]) == 14
     same(*found)
 
@@ -96,7 +97,7 @@ def test_under_checkpointing_x_is_held_in_the_recomputation_only(reentrant):
     model.block[2].register_forward_pre_hook(
         lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage()))
     )
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         loss = model(six_features()).square().sum()
         assert [ref.expired() for ref in alive] == [True]
         loss.backward()
@@ -126,7 +127,7 @@ def test_several_calls_under_checkpointing(reentrant, within):
     for region in (lambda function, x: function(x), recompute):
         torch.manual_seed(0)
         found.append(
-            rows_of(Twice(region), lambda model: model(six_features()).square().sum().backward(), config=ROUGH)
+            rows_of(Twice(region), lambda model: model(six_features()).square().sum().backward(), config=CONFIG)
         )
     assert len(found[0]) == 2
     assert values(found[0][0]) != pytest.approx(values(found[0][1]), rel=0.01)
@@ -141,7 +142,7 @@ def test_several_passes_wait_for_their_backward(reentrant, joint, looked_at):
     inputs, found = [six_features(), (3 * six_features().flip(0)).detach().requires_grad_()], []
     for mode in (None, reentrant):
         model = checkpointed(use_reentrant=mode, dropout=0.0)
-        with GradientProbe(model, every=None, config=ROUGH) as probe:
+        with GradientProbe(model, every=None, config=CONFIG) as probe:
             losses = []
             for number, x in enumerate(inputs, start=1):
                 if number == looked_at:
@@ -165,7 +166,7 @@ def test_an_interrupted_recomputation_is_forgotten(reentrant):
             alive.append(StorageWeakRef(args[0].untyped_storage()))
             raise KeyboardInterrupt
 
-    with GradientProbe(model, every=2, config=ROUGH) as probe:
+    with GradientProbe(model, every=2, config=CONFIG) as probe:
         model(inputs[0]).sum().backward()
         loss = model(inputs[1]).sum()
         handle = model.block[2].register_forward_pre_hook(fail, prepend=True)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from cases import CONFIG
 from helpers import Mlp, six_features, tiny_model
-from probe_helpers import ROUGH, by_hand, close, padded_batch, recorded, same
+from probe_helpers import by_hand, close, padded_batch, recorded, same
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert
@@ -19,7 +20,7 @@ from rmm_linear.variance.probe.call import noises
 @pytest.mark.parametrize(
     ("config", "bits"),
     [
-        (ROUGH, None),
+        (CONFIG, None),
         (RMMConfig(kind="gaussian", ratio=0.25, min_rows=1, mask_padding=False), None),
         (RMMConfig(kind="rademacher", ratio=0.25, min_rows=1, block=16), None),
         (RMMConfig(kind="rows", ratio=0.25, min_rows=1, bits=4), 4),
@@ -131,7 +132,7 @@ def test_layers_that_are_not_converted_are_predicted_in_four_bits():
 )
 def test_samples_are_sequences_where_the_shape_tells(shape, samples):
     model, x = Mlp(), torch.randn(shape)
-    with GradientProbe(model, every=1, modules=["first"], config=ROUGH) as probe:
+    with GradientProbe(model, every=1, modules=["first"], config=CONFIG) as probe:
         seen = recorded(model, lambda: model(x).square().sum().backward())
     ((x, y),) = seen["first"]
     (row,) = probe.rows
@@ -145,7 +146,7 @@ def test_tokens_of_d2_sgd_are_those_that_are_no_padding(batch):
     """A batch of one sequence has no variance over sequences, and padding would add to that over tokens."""
     model, x, mask = Flattening(), 2 + torch.randn(batch, 10, 6), torch.ones(batch, 10)  # gradients that agree
     mask[:, 6:] = 0
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
     ((x, y),) = seen["layer"]
     (row,), real = probe.rows, mask.flatten().bool()
@@ -180,7 +181,7 @@ def test_the_attention_mask_tells_sequences_of_flattened_tokens(mask_padding, co
     """Whether the sketch leaves padding out or not."""
     model, x, mask = Flattening(), torch.randn(4, 10, 6), torch.ones(4, 10)
     mask[1:, 6:] = 0
-    config = ROUGH.replace(mask_padding=mask_padding)
+    config = CONFIG.replace(mask_padding=mask_padding)
     if converted:
         convert(model, config)
     with GradientProbe(model, every=1, config=None if converted else config) as probe:
@@ -199,10 +200,10 @@ def test_a_mask_that_no_layer_could_use_is_not_used():
 
     model, x, mask = Pooling(), torch.randn(4, 10, 6), torch.ones(4, 10)
     mask[1:, 6:] = 0
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
     ((x, y),) = seen["layer"]
-    alpha, sgd, sketched, _ = by_hand(x, y, config=ROUGH, samples=(4, 10))
+    alpha, sgd, sketched, _ = by_hand(x, y, config=CONFIG, samples=(4, 10))
     close(probe.rows[0], alpha, sgd, sketched)
 
 
@@ -215,7 +216,7 @@ def test_other_architectures(architecture):
         if architecture == "bert"
         else batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     )
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     model.train()
     with GradientProbe(model, every=1) as probe:
         seen = recorded(model, lambda: model(**batch).loss.backward())
@@ -224,7 +225,7 @@ def test_other_architectures(architecture):
     for row in layers:
         ((x, y),) = seen[row.module]
         mask = batch["attention_mask"].flatten()
-        alpha, sgd, sketched, rows = by_hand(x, y, config=ROUGH, samples=(4, 20), mask=mask)
+        alpha, sgd, sketched, rows = by_hand(x, y, config=CONFIG, samples=(4, 20), mask=mask)
         assert row.rows == rows
         close(row, alpha, sgd, sketched)
 
@@ -246,11 +247,11 @@ def test_autocast():
 def test_a_layer_that_is_called_several_times():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     model.append(model[0])
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         seen = recorded(model, lambda: model(six_features()).square().sum().backward())
     assert len(probe.rows) == 2
     for row, (x, y) in zip(probe.rows, seen["0"], strict=True):
-        close(row, *by_hand(x, y, config=ROUGH, samples=None)[:3])
+        close(row, *by_hand(x, y, config=CONFIG, samples=None)[:3])
 
 
 @pytest.mark.parametrize("converted", [True, False])
@@ -260,8 +261,8 @@ def test_an_activation_in_place_behind_the_layer(converted):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2))
         if converted:
-            convert(model, ROUGH)
-        with GradientProbe(model, every=1, config=ROUGH) as probe:
+            convert(model, CONFIG)
+        with GradientProbe(model, every=1, config=CONFIG) as probe:
             model(six_features()).square().sum().backward()
         rows.append(probe.rows)
     assert len(rows[0]) == 2
@@ -274,7 +275,7 @@ def test_hooks_of_others_that_change_input_and_output():
     model[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
     model[0].register_forward_hook(lambda module, args, output: 3 * output)
     x = six_features().detach()
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         model(x).sum().backward()
     y = torch.full((40, 4), 3.0)
-    close(probe.rows[0], *by_hand(2 * x, y, config=ROUGH, samples=None)[:3])
+    close(probe.rows[0], *by_hand(2 * x, y, config=CONFIG, samples=None)[:3])

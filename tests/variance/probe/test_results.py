@@ -8,8 +8,8 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from cases import CONFIG
 from helpers import Checkpointed, Mlp, snapshot, tiny_model
-from probe_helpers import ROUGH
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
@@ -21,7 +21,7 @@ from rmm_linear.variance.probe.results import COLUMNS, ProbeResults, ProbeRow
 
 def test_modules_are_matched_as_target_modules_are():
     model = tiny_model("roberta")
-    convert(model, ROUGH, target_modules=["query", "output.dense"])
+    convert(model, CONFIG, target_modules=["query", "output.dense"])
     chosen = {
         None: 2 + 4,
         "all-linear": 14,
@@ -79,7 +79,7 @@ def test_a_probe_that_saw_nothing_says_so(caplog):
 
 def two_steps():
     model = Checkpointed(dropout=0.0)
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         for _ in range(2):
             model(torch.randn(30, 6)).square().sum().backward()
     return probe

@@ -6,8 +6,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import CONFIG
 from helpers import Mlp, checkpointed, gradients, heavy_tailed, six_features, snapshot, tiny_model
-from probe_helpers import ROUGH, by_hand, close, padded_batch, recorded, values
+from probe_helpers import by_hand, close, padded_batch, recorded, values
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,7 @@ def test_weights_are_the_same_to_the_bit(reentrant, converted):
             convert(model, memory=0.3, min_rows=1)  # bits="auto"
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         torch.manual_seed(2)
-        with GradientProbe(model, every=every, config=ROUGH) if every else nullcontext() as probe:
+        with GradientProbe(model, every=every, config=CONFIG) if every else nullcontext() as probe:
             for step in range(8):
                 model(six_features() * (step + 1)).square().sum().backward()
                 optimizer.step()
@@ -51,7 +52,7 @@ def test_a_models_weights_are_the_same_to_the_bit(converted):
         if converted:
             convert(model, memory=0.3, min_rows=1)
         torch.manual_seed(2)
-        with GradientProbe(model, every=1, config=ROUGH) if probed else nullcontext():
+        with GradientProbe(model, every=1, config=CONFIG) if probed else nullcontext():
             model(**padded_batch()).loss.backward()
         found.append(gradients(model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -68,7 +69,7 @@ def bytes_alive():
 def test_between_looks_a_model_keeps_what_it_keeps_without_a_probe():
     """Of all inputs of its layers those live on that live on without a probe, and so do the bytes of all tensors."""
     model, batch = tiny_model("roberta", dropout=0.0).train(), padded_batch()
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     inputs = []
     for module in model.modules():
         if isinstance(module, RMMLinear):
@@ -104,9 +105,9 @@ def test_x_lives_from_the_probe_steps_forward_to_its_backward(converted):
     """In a sketched layer nobody else holds X; between probes the probe does not either."""
     model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
     if converted:
-        convert(model, ROUGH)
+        convert(model, CONFIG)
     model[1].register_forward_pre_hook(lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage())))
-    with GradientProbe(model, every=2, config=ROUGH) as probe:
+    with GradientProbe(model, every=2, config=CONFIG) as probe:
         for step in (1, 2, 3):
             loss = model(six_features()).square().sum()
             assert alive[-1].expired() == (converted and step != 2)
@@ -119,7 +120,7 @@ def test_x_lives_from_the_probe_steps_forward_to_its_backward(converted):
 def test_no_hook_stays_between_probes_but_one_on_the_model():
     model = Mlp()
     before = snapshot(model)
-    with GradientProbe(model, every=2, config=ROUGH):
+    with GradientProbe(model, every=2, config=CONFIG):
         for _ in range(3):  # the hooks of a probe step go when the next pass begins
             model(torch.randn(40, 12)).sum().backward()
         inside = snapshot(model)
@@ -132,7 +133,7 @@ def test_no_hook_stays_between_probes_but_one_on_the_model():
 
 def test_a_step_without_backward_leaves_nothing():
     model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     model[1].register_forward_pre_hook(lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage())))
     with GradientProbe(model, every=1) as probe:
         loss = model(six_features()).sum()
@@ -146,7 +147,7 @@ def test_a_step_without_backward_leaves_nothing():
 def test_an_exception_inside_forward_is_passed_on():
     model = Mlp()
     before = snapshot(model)
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.randn(40, 13))
         model(torch.randn(40, 12)).sum().backward()
@@ -171,7 +172,7 @@ def test_an_input_that_is_not_the_same_again_is_reported_once(reentrant, preserv
             return checkpoint(region, x, use_reentrant=reentrant, preserve_rng_state=preserve)
 
     model = Dropped()
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         for _ in range(3):
             model(six_features()).sum().backward()
     assert len(probe.rows) == (3 if preserve else 0)
@@ -181,7 +182,7 @@ def test_an_input_that_is_not_the_same_again_is_reported_once(reentrant, preserv
 
 def test_a_probe_that_was_left_looks_no_more_and_lets_go():
     model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     before = snapshot(model)
     handle = model[1].register_forward_pre_hook(
         lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage()))
@@ -198,8 +199,8 @@ def test_a_probe_that_was_left_looks_no_more_and_lets_go():
 def test_two_probes_at_once_see_the_same():
     model = Mlp()
     before = snapshot(model)
-    with GradientProbe(model, every=1, config=ROUGH) as outer:
-        with GradientProbe(model, every=2, config=ROUGH) as inner:
+    with GradientProbe(model, every=1, config=CONFIG) as outer:
+        with GradientProbe(model, every=2, config=CONFIG) as inner:
             for _ in range(2):
                 model(torch.randn(40, 12)).square().sum().backward()
         model(torch.randn(40, 12)).square().sum().backward()
@@ -219,7 +220,7 @@ def test_a_probe_is_entered_once_at_a_time():
 
 def test_a_graph_that_is_walked_twice_is_measured_once():
     model = Mlp()
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         loss = model(torch.randn(40, 12)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -229,7 +230,7 @@ def test_a_graph_that_is_walked_twice_is_measured_once():
 def test_an_input_that_is_overwritten_is_reported(caplog):
     """A sketched layer does not mind, but the probe would compute with another X."""
     model = nn.Sequential(nn.Linear(6, 6))
-    convert(model, ROUGH)
+    convert(model, CONFIG)
     with GradientProbe(model, every=1) as probe:
         x = six_features().detach()
         loss = model(x).sum()
@@ -244,7 +245,7 @@ def test_an_input_that_is_overwritten_is_reported(caplog):
 def test_what_is_not_finite_has_no_noise_and_raises_nothing(value, bits):
     model, x = Mlp(), torch.randn(40, 12)
     x[3, 4] = value
-    config = ROUGH.replace(bits=bits)
+    config = CONFIG.replace(bits=bits)
     with GradientProbe(model, every=1, config=config) as probe:
         model(x).sum().backward()
     assert len(probe.rows) == 2
@@ -254,14 +255,14 @@ def test_what_is_not_finite_has_no_noise_and_raises_nothing(value, bits):
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 def test_alpha_is_exact_to_float32_whatever_the_scale(scale):
     x, y = heavy_tailed(300, 40, 30, torch.float32)
-    alpha = by_hand(x, y, config=ROUGH, samples=None)[0]
+    alpha = by_hand(x, y, config=CONFIG, samples=None)[0]
     found = noises(scale * x, scale * y, None, None, None).alpha
     assert found == pytest.approx(alpha, rel=1e-6)
 
 
 def test_a_gradient_of_zeros_has_no_noise():
     model = Mlp()
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         (0 * model(torch.randn(40, 12)).sum()).backward()
     assert [(row.sgd_variance, row.sketch_variance) for row in probe.rows] == [(0, 0), (0, 0)]
     assert all(math.isnan(row.noise) and math.isnan(row.alpha) for row in probe.rows)
@@ -270,7 +271,7 @@ def test_a_gradient_of_zeros_has_no_noise():
 @pytest.mark.parametrize("shape", [(0, 12), (1, 12), (1, 1, 12), (3, 0, 12), (12,)])
 def test_odd_shapes(shape):
     model = Mlp()
-    with GradientProbe(model, every=1, config=ROUGH) as probe:
+    with GradientProbe(model, every=1, config=CONFIG) as probe:
         model(torch.randn(shape)).sum().backward()
     assert [row.tokens for row in probe.rows] == [torch.Size(shape[:-1]).numel()] * 2
     assert all(math.isnan(row.noise) for row in probe.rows)  # no two samples
@@ -280,8 +281,8 @@ def test_odd_shapes(shape):
 def test_other_dtypes(dtype):
     model = Mlp().to(dtype)
     x = torch.randn(40, 12, dtype=dtype)
-    with GradientProbe(model, every=1, config=ROUGH, modules=["first"]) as probe:
+    with GradientProbe(model, every=1, config=CONFIG, modules=["first"]) as probe:
         seen = recorded(model, lambda: model(x).square().sum().backward())
     ((x, y),) = seen["first"]
     assert probe.rows[0].bits == 8 * dtype.itemsize
-    close(probe.rows[0], *by_hand(x, y, config=ROUGH, samples=None)[:3])
+    close(probe.rows[0], *by_hand(x, y, config=CONFIG, samples=None)[:3])
