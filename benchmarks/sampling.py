@@ -171,7 +171,7 @@ def measure(
     for number, record in enumerate(records):
         x, y, mask = record.x, record.grad_output, record.mask
         sgd = sgd_variance(x, y, samples=record.samples)
-        rows = RMMConfig(ratio=RATIO).recipe(*x.shape, itemsize=2)
+        rows = RMMConfig(ratio=RATIO).spec(*x.shape, itemsize=2)
         shape = {"rows": len(x) if rows is None else rows.rows, "mask": mask}
         for kind in ("rows", "countsketch"):
             found.setdefault((kind, ""), []).append(float(sketch_variance(x, y, kind=kind, **shape) / sgd))

@@ -9,17 +9,18 @@ import sys
 from pathlib import Path
 
 import torch
+from cases import ROUGH_BODY
 from helpers import gradients, tiny_model, token_ids
 
 from rmm_linear import convert
 
 DRAWS = 40
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
 LAYER = "roberta.encoder.layer.0.intermediate.dense.weight"
 LENGTHS = ((20, 13, 17, 9), (7, 20, 20, 12))  # of each rank's sequences; the rest is padding
 
 
 HERE = Path(__file__).resolve().parent
+WORKER = HERE / "integration" / "distributed_worker.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -29,8 +30,8 @@ def environment():
 
 
 def run_ranks(part, folder):
-    """What two processes under torchrun found, rank by rank; see distributed_worker.py."""
-    command = [*TORCHRUN, "--nproc_per_node", "2", str(HERE / "distributed_worker.py"), part, str(folder)]
+    """What two processes under torchrun found, rank by rank; see integration/distributed_worker.py."""
+    command = [*TORCHRUN, "--nproc_per_node", "2", str(WORKER), part, str(folder)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -57,12 +58,12 @@ def short_batch(rank):
 def model(converted, **changes):
     made = tiny_model("roberta", dropout=0.0, layers=1).train()
     if converted:
-        convert(made, **{**ROUGH, **changes})
+        convert(made, **{**ROUGH_BODY, **changes})
     return made
 
 
 def sketched_weights():
-    return {f"{name}.weight" for name in convert(model(False), dry_run=True, **ROUGH).converted}
+    return {f"{name}.weight" for name in convert(model(False), dry_run=True, **ROUGH_BODY).converted}
 
 
 def all_gradients(network):

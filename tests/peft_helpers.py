@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+from cases import ROUGH_BODY
 from helpers import gradients, loss_of, tiny_model
 from torch import nn
 
@@ -10,8 +11,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what PEFT imports
     from peft import LoraConfig, get_peft_model
 
-ROUGH = {"kind": "countsketch", "ratio": 0.25, "min_rows": 8}
-WTA = {**ROUGH, "kind": "wta"}
+WTA = {**ROUGH_BODY, "kind": "wta"}
 TARGETS = {
     "roberta": ["query", "value", "output.dense"],
     "bert": ["query", "value", "output.dense"],

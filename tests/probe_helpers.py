@@ -4,11 +4,7 @@ import pytest
 import torch
 from helpers import token_ids
 
-from rmm_linear import RMMConfig
 from rmm_linear.variance import sgd_variance, sketch_variance
-
-ROUGH = RMMConfig(kind="countsketch", ratio=0.25, min_rows=1)
-checkpoints = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 
 def padded_batch(batch=4, length=20):

@@ -1,0 +1,162 @@
+"""Seeds of a converted model: fresh everywhere, reproducible, and different on every rank."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from cases import ROUGH
+from helpers import Mlp, checkpointed, seeds_of, six_features
+from torch import nn
+
+from rmm_linear import convert
+from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
+
+# Fresh
+
+
+def test_every_layer_and_step_has_its_own_seed():
+    """A generator made anew for each layer would start from one seed, and all would share one S."""
+    model = Mlp()
+    convert(model, **ROUGH)
+    seeds = seeds_of(lambda: [model(torch.randn(40, 12)) for _ in range(5)])
+    assert len(set(seeds)) == len(seeds) == 10
+
+
+def test_a_layer_that_is_used_twice_in_a_step_has_two_seeds():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    model.append(model[0])
+    convert(model, **ROUGH)
+    seeds = seeds_of(lambda: model(six_features()))
+    assert len(set(seeds)) == len(seeds) == 2
+
+
+def test_two_models_have_different_seeds():
+    models = [Mlp(), Mlp()]
+    for model in models:
+        convert(model, **ROUGH)
+    seeds = seeds_of(lambda: [model(torch.ones(40, 12)) for model in models])
+    assert len(set(seeds)) == 4
+
+
+def test_microbatches_between_optimizer_steps_have_different_seeds():
+    model = checkpointed(dropout=0.0)
+    convert(model, **ROUGH)
+    seeds = seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(3)])
+    assert len(set(seeds)) == len(seeds) == 9
+
+
+def test_mix_depends_on_every_part_and_their_order():
+    parts = [(1, 2), (2, 1), (1, 3), (1,), (1, 2, 0), (-1, 2), (1 << 62, 2)]
+    mixed = [mix(*p) for p in parts]
+    assert len(set(mixed)) == len(parts)
+    assert all(-(1 << 63) <= m < 1 << 63 for m in mixed)
+
+
+def test_peek_is_the_next_draw_and_moves_nothing():
+    torch.manual_seed(8)
+    state = torch.get_rng_state()
+    peeked = peek_seed()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draw_seed() == peeked
+    assert draw_seed() != peeked
+
+
+# Reproducible
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_same_seed_same_run_to_the_bit(dropout):
+    """Also for the second run of one process, on the same model object."""
+
+    def run(seed):
+        model.load_state_dict(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.manual_seed(seed)
+        losses = []
+        for _ in range(4):
+            loss = model(six_features()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    model = checkpointed(dropout=dropout)
+    convert(model, **ROUGH)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    (losses, first), (again, second), (_, other) = run(1), run(1), run(2)
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_a_restored_generator_state_continues_the_run():
+    """As a Trainer does that resumes from a checkpoint."""
+    model = checkpointed()
+    convert(model, **ROUGH)
+    torch.manual_seed(1)
+    model(six_features()).sum().backward()
+    state = torch.get_rng_state()
+    expected = seeds_of(lambda: model(six_features()))
+    twin = checkpointed()
+    convert(twin, **ROUGH)
+    torch.set_rng_state(state)
+    assert seeds_of(lambda: twin(six_features())) == expected
+
+
+def test_reseeding_reproduces_a_submodule_that_is_called_by_itself():
+    model = checkpointed(dropout=0.0)
+    convert(model, **ROUGH)
+    runs = []
+    for _ in range(2):
+        model(six_features())
+        torch.manual_seed(3)
+        runs.append(seeds_of(lambda: [model.block(six_features()) for _ in range(2)]))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 4
+
+
+# Ranks
+
+RANK = """
+    import json, sys, torch
+    import torch.distributed as dist
+    from torch import nn
+    from rmm_linear import RMMConfig, RMMLinear, convert
+
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    alone = RMMLinear(4, 4, config=RMMConfig(ratio=0.25, min_rows=1))
+    convert(model, ratio=0.25, min_rows=1)
+    seeds = []
+
+    def pack(tensor):
+        if tensor.dtype == torch.int64 and tensor.shape == (1,):
+            seeds.append(tensor.item())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = [alone(torch.ones(40, 4)), model(torch.ones(40, 4))]
+    print(json.dumps({"seeds": seeds, "weight": model[0].weight.sum().item()}))
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_are_seeded_alike_draw_different_sketches(tmp_path):
+    """Two real processes; averaging one S over the ranks would not lower its noise."""
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert first["weight"] == second["weight"]  # they were seeded alike
+    assert len(first["seeds"]) == len(second["seeds"]) == 3
+    assert len({*first["seeds"], *second["seeds"]}) == 6

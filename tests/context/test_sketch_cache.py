@@ -1,0 +1,153 @@
+"""Layers that read the same tensor share one sketch, and nobody else does."""
+
+import gc
+
+import pytest
+import torch
+from cases import ROUGH
+from helpers import SEED_BYTES, tiny_model, token_ids
+from torch import nn
+
+from rmm_linear import convert
+from rmm_linear.memory import track_saved
+from rmm_linear.packing.pack import packed_bytes
+
+
+class Siblings(nn.Module):
+    """Three layers that read one input, which `touch` may change in between."""
+
+    def __init__(self, touch=None):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.touch = touch or (lambda x: x)
+
+    def forward(self, x):
+        x = x * 1.0
+        first = self.a(x)
+        x = self.touch(x)
+        return first + self.b(x) + self.c(x)
+
+
+def kept_by(model, x):
+    with track_saved(model) as kept:
+        output = model(x)
+    return kept.by_module, output
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+def test_siblings_keep_one_sketch(bits):
+    model = Siblings()
+    report = convert(model, bits=bits, **ROUGH)
+    by_module, output = kept_by(model, torch.randn(40, 8))
+    size = 10 * 8 * 4 if bits is None else packed_bytes(10, 8, bits)
+    assert by_module == {"a": size + SEED_BYTES}
+    output.sum().backward()
+    assert report.groups == [("a", "b", "c")]
+    # One S: with equal gradients by the output the three estimates are the same.
+    assert torch.equal(model.a.weight.grad, model.b.weight.grad)
+
+
+def test_query_key_and_value_keep_one_sketch_and_the_rest_the_formula():
+    model = tiny_model("roberta", dropout=0.0).train()
+    report = convert(model, kind="countsketch", ratio=0.25, min_rows=1, bits=4)
+    with track_saved(model) as kept:
+        model(input_ids=token_ids(4, 20)).logits.sum().backward()
+    rows = 20
+    for layer in (0, 1):
+        stem = f"roberta.encoder.layer.{layer}"
+        one, wide = packed_bytes(rows, 16, 4) + SEED_BYTES, packed_bytes(rows, 32, 4) + SEED_BYTES
+        assert kept.by_module[f"{stem}.attention.self.query"] == one
+        assert f"{stem}.attention.self.key" not in kept.by_module
+        assert f"{stem}.attention.self.value" not in kept.by_module
+        assert kept.by_module[f"{stem}.attention.output.dense"] == one
+        assert kept.by_module[f"{stem}.intermediate.dense"] == one
+        assert kept.by_module[f"{stem}.output.dense"] == wide
+        assert tuple(f"{stem}.attention.self.{n}" for n in ("query", "key", "value")) in report.groups
+
+
+def test_no_sharing_with_another_configuration():
+    model = Siblings()
+    report = convert(model, overrides={"c": {"ratio": 0.5}}, **ROUGH)
+    by_module, _ = kept_by(model, torch.randn(40, 8))
+    assert by_module == {"a": 10 * 8 * 4 + SEED_BYTES, "c": 20 * 8 * 4 + SEED_BYTES}
+    assert report.groups == [("a", "b")]
+
+
+def test_no_sharing_after_a_change_in_place():
+    model = Siblings(touch=lambda x: x.mul_(2))
+    report = convert(model, **ROUGH)
+    by_module, output = kept_by(model, torch.randn(40, 8))
+    assert set(by_module) == {"a", "b"}
+    output.sum().backward()
+    assert report.groups == [("b", "c")]
+
+
+def test_no_sharing_between_equal_tensors_of_their_own():
+    model = Siblings(touch=lambda x: x.clone())
+    report = convert(model, **ROUGH)
+    by_module, _ = kept_by(model, torch.randn(40, 8))
+    assert set(by_module) == {"a", "b"}
+    assert report.groups == [("b", "c")]
+
+
+def test_no_sharing_between_steps():
+    model = Siblings()
+    convert(model, **ROUGH)
+    x = torch.randn(40, 8)
+    first, second = (kept_by(model, x) for _ in range(2))
+    first[1].sum().backward()
+    gradient = model.a.weight.grad.clone()
+    model.zero_grad()
+    second[1].sum().backward()
+    assert not torch.equal(gradient, model.a.weight.grad)
+
+
+def test_the_sketch_is_freed_after_the_last_sibling():
+    model = Siblings()
+    convert(model, **ROUGH)
+    with track_saved(model) as kept:
+        a, b, c = (model.a, model.b, model.c)
+        outputs = {}
+        for name, layer in (("a", a), ("b", b), ("c", c)):
+            layer.register_forward_hook(lambda m, i, o, name=name: outputs.__setitem__(name, o))
+        model(torch.randn(40, 8))
+        live = lambda: len(kept._live)  # noqa: E731
+        assert live() == 2  # Z and the seed
+        for name in "ab":
+            outputs.pop(name).sum().backward()
+            gc.collect()
+            assert live() == 2
+        outputs.pop("c").sum().backward()
+        gc.collect()
+        assert live() == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing_the_recomputation_shares_too(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Siblings()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = Checkpointed()
+    report = convert(model, **ROUGH)
+    model(torch.randn(40, 8, requires_grad=True)).sum().backward()
+    assert report.groups[-1] == ("inner.a", "inner.b", "inner.c")
+    assert torch.equal(model.inner.a.weight.grad, model.inner.c.weight.grad)
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m[0](x)], ids=["forward", "layer"])
+def test_nothing_is_shared_outside_a_forward_pass(call):
+    """No hook tells such calls apart: a sketch kept for the same tensor would be used in every step."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    convert(model, kind="countsketch", ratio=0.25, min_rows=1)
+    x = torch.randn(40, 6)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        call(model, x).square().sum().backward()
+        gradients.append(model[0].weight.grad.clone())
+    assert not torch.equal(*gradients)

@@ -1,0 +1,228 @@
+"""convert and revert: the layers asked for, nothing else, in place, and all of it undone."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from cases import EXACT, ROUGH
+from helpers import ARCHITECTURES, Mlp, gradients, seeds_of, snapshot, tiny_model, token_ids
+from torch import nn
+from torch.nn.utils import parametrize
+
+from rmm_linear import RMMLinear, convert, revert
+
+# Everything else about the model stays
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_forward_is_the_same_to_the_bit(architecture, training):
+    """With dropout: the sketches' random numbers must not shift its masks."""
+    model, ids = tiny_model(architecture).train(training), token_ids()
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = mask[3, 5:] = 0
+
+    def run():
+        torch.manual_seed(11)
+        return model(input_ids=ids, attention_mask=mask).logits.detach()
+
+    before = run()
+    convert(model, **ROUGH)
+    assert torch.equal(run(), before)
+    revert(model)
+    assert torch.equal(run(), before)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_but_the_sketched_weights_are_exact(architecture):
+    """Embeddings, norms and biases see exact gradients, through every layer and dropout mask."""
+    model, ids = tiny_model(architecture).train(), token_ids()
+    report = convert(model, dry_run=True, **ROUGH)
+    sketched = {f"{name}.weight" for name in report.converted}
+
+    def run():
+        model.zero_grad()
+        torch.manual_seed(11)
+        model(input_ids=ids, labels=ids if architecture in ("gpt2", "llama") else ids[:, 0] % 2).loss.backward()
+        return gradients(model)
+
+    before = run()
+    convert(model, **ROUGH)
+    after = run()
+    assert before.keys() == after.keys()
+    for name in before.keys() - sketched:
+        assert torch.allclose(after[name], before[name], rtol=1e-4, atol=1e-7), name
+    many = [n for n in sketched if "classifier" not in n and "pooler" not in n]
+    assert all(not torch.allclose(after[name], before[name], rtol=1e-2) for name in many)
+
+
+def test_parameters_are_the_same_objects_frozen_and_tied_as_before():
+    model = Mlp(features=16, hidden=16, outputs=16)
+    model.second.weight = model.first.weight
+    model.first.bias.requires_grad_(False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for change in (lambda: convert(model), lambda: revert(model)):
+        change()
+        now = dict(model.named_parameters(remove_duplicate=False))
+        assert now.keys() == parameters.keys()
+        assert all(now[name] is parameters[name] for name in now)
+        assert model.first.weight is model.second.weight
+        assert not model.first.bias.requires_grad
+
+
+def test_a_tied_module_is_converted_once_and_stays_tied():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    report = convert(model)
+    assert list(report.converted) == ["a"]
+    assert model["a"] is model["b"] is shared
+    assert type(shared) is RMMLinear
+
+
+def test_tied_module_matches_by_its_first_name():
+    shared = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="matches none"):
+        convert(nn.ModuleDict({"a": shared, "b": shared}), target_modules=["b"])
+
+
+def test_state_dict_is_unchanged():
+    model = tiny_model("bert")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    convert(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    model.load_state_dict(before)
+
+
+def test_an_optimizer_made_before_trains_on():
+    model = Mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.randn(40, 12)
+    model(x).square().mean().backward()
+    optimizer.step()
+    convert(model, **ROUGH)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == 4
+
+
+def test_hooks_stay_and_fire():
+    model, calls = Mlp(), []
+    model.register_forward_hook(lambda *_: calls.append("model"))
+    model.first.register_forward_hook(lambda *_: calls.append("first"))
+    for change in (lambda: convert(model), lambda: revert(model), lambda: None):
+        model(torch.randn(2, 12))
+        assert calls == ["first", "model"]
+        calls.clear()
+        change()
+
+
+def test_revert_leaves_no_trace():
+    model = tiny_model("gpt2")
+    before = snapshot(model)
+    convert(model)
+    assert snapshot(model) != before
+    assert revert(model) is model
+    assert snapshot(model) == before
+
+
+def test_reverted_gradients_are_exact():
+    model, x = Mlp(), torch.randn(50, 12)
+    model(x).square().mean().backward()
+    exact = gradients(model)
+    convert(model, **ROUGH)
+    revert(model)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
+
+
+def test_a_ratio_of_one_is_exact():
+    model, x = Mlp(), torch.randn(50, 12)
+    model(x).square().mean().backward()
+    exact = gradients(model)
+    convert(model, **EXACT)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
+
+
+def test_a_layer_that_was_parametrized_after_its_conversion_stays_so():
+    """PyTorch made a class of ours for it, which has the weight as a property."""
+    model, twin, x = Mlp(), Mlp(), torch.randn(50, 12)
+    twin.load_state_dict(model.state_dict())
+    convert(model, **ROUGH)
+    for one in (model, twin):
+        parametrize.register_parametrization(one.first, "weight", nn.Softplus())
+    revert(model)
+    assert isinstance(model.first, nn.Linear)
+    assert not isinstance(model.first, RMMLinear)
+    for one in (model, twin):
+        one(x).square().mean().backward()
+    exact = gradients(twin)
+    assert exact.keys() == gradients(model).keys()
+    assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
+
+
+def test_revert_of_a_part_leaves_the_rest_working():
+    """The dropout masks too: the rest still belongs to a step of the whole model."""
+    model, x = Mlp(dropout=0.5), torch.randn(50, 12)
+    torch.manual_seed(4)
+    output = model(x)
+    convert(model, **ROUGH)
+    revert(nn.ModuleList([model.second]))
+    assert (type(model.first), type(model.second)) == (RMMLinear, nn.Linear)
+    torch.manual_seed(4)
+    assert torch.equal(model(x), output)
+    seeds = seeds_of(lambda: [model(x) for _ in range(3)])
+    assert len(set(seeds)) == 3
+    revert(model)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
+def test_copies_are_independent(architecture, twin_of):
+    model, ids = tiny_model(architecture).train(), token_ids()
+    convert(model, **ROUGH)
+    twin = twin_of(model)
+    outputs, seeds = [], []
+    for one in (model, twin):
+        torch.manual_seed(6)
+        seeds.append(seeds_of(lambda one=one: outputs.append(one(input_ids=ids).logits)))
+    assert torch.equal(*outputs)
+    assert seeds[0] == seeds[1]
+    outputs[1].sum().backward()
+    assert not gradients(model)
+    revert(twin)
+    assert "RMM" not in repr(twin)
+    assert "RMM" in repr(model)
+    assert not any(m._forward_pre_hooks for m in twin.modules())
+    assert any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_torch_save_of_a_whole_converted_model():
+    model, x = Mlp().eval(), torch.randn(5, 12)
+    convert(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(x), model(x))
+
+
+def test_a_converted_models_weights_load_into_an_exact_one(tmp_path):
+    model = tiny_model("roberta").eval()
+    convert(model)
+    model.save_pretrained(tmp_path)
+    exact = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(exact(token_ids()).logits, model(token_ids()).logits)
+    assert "rmm" not in json.dumps(exact.config.to_dict())

@@ -1,0 +1,182 @@
+"""PEFT: a frozen base keeps nothing, lora_A is what is sketched, and adapters are those of the exact model."""
+
+import math
+
+import pytest
+import torch
+from cases import ROUGH_BODY
+from helpers import SEED_BYTES, enable_checkpointing, tiny_model, token_ids
+from peft_helpers import HIDDEN, RANK, ROWS, TARGETS, WTA, lora, step
+from torch import nn
+
+from rmm_linear import RMMLinear, convert, revert
+from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.memory import track_saved
+
+architectures = pytest.mark.parametrize("architecture", list(TARGETS))
+
+
+def is_sketched(name):
+    return "lora_" in name or "modules_to_save" in name
+
+
+@architectures
+def test_converted_after_all_that_is_not_an_adapter_is_exact(architecture):
+    exact_loss, exact = step(lora(architecture), architecture)
+    model = lora(architecture)
+    report = convert(model, **ROUGH_BODY)
+    loss, found = step(model, architecture)
+    assert torch.equal(loss, exact_loss)
+    assert found.keys() == exact.keys()
+    assert all(is_sketched(name) for name in found)  # nothing else trains
+    inside = [name for name in report.converted if name.endswith("lora_A.default")]
+    assert len(inside) == sum("lora_A" in name for name in exact)
+    assert all(not torch.allclose(found[f"{name}.weight"], exact[f"{name}.weight"], atol=0) for name in inside)
+
+
+def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
+    """query and value have A matrices that read one tensor, and so keep one sketch; B reads 4 features."""
+    model = lora("roberta")
+    convert(model, **ROUGH_BODY)
+    with track_saved(model) as kept:
+        model(input_ids=token_ids()).logits.sum().backward()
+    stem = "base_model.model.roberta.encoder.layer.0.attention.self"
+    linears = {name: size for name, size in kept.by_module.items() if name.startswith(f"{stem}.")}
+    assert linears == {
+        f"{stem}.query.lora_A.default": ROWS * HIDDEN * 4 + SEED_BYTES,
+        f"{stem}.query.lora_B.default": ROWS * RANK * 4 + SEED_BYTES,
+        f"{stem}.value.lora_B.default": ROWS * RANK * 4 + SEED_BYTES,
+    }
+    frozen = {name for name, module in model.named_modules() if name.endswith("base_layer") or name.endswith(".key")}
+    assert frozen
+    assert not frozen & kept.by_module.keys()
+
+
+@pytest.mark.parametrize("name", ["none", "position_token", "sample_cache"])
+def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
+    """As PEFT makes it, B is zero at first: then A has no gradient to learn from, and B has."""
+    model = lora("roberta")
+    for part, parameter in model.named_parameters():
+        if "lora_B" in part:
+            nn.init.zeros_(parameter)
+    convert(model, norm_estimator=name, **WTA)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ids, labels, numbers = token_ids(), torch.tensor([0, 1, 1, 0]), torch.tensor([6, 2, 0, 3])
+    for _ in range(3):
+        optimizer.zero_grad()
+        with track_saved(model) as kept:
+            loss = model(input_ids=ids, labels=labels, sample_index=numbers).loss
+        loss.backward()
+        optimizer.step()
+    stem = "base_model.model.roberta.encoder.layer.0.attention.self"
+    linears = {part: size for part, size in kept.by_module.items() if part.startswith(f"{stem}.")}
+    assert linears == {  # K rows, and 8 bytes for the number and the scale of each; query and value share A's
+        f"{stem}.query.lora_A.default": ROWS * (HIDDEN * 4 + 8),
+        f"{stem}.query.lora_B.default": ROWS * (RANK * 4 + 8),
+        f"{stem}.value.lora_B.default": ROWS * (RANK * 4 + 8),
+    }
+    layers = {part: m for part, m in model.named_modules() if isinstance(m, RMMLinear) and part.startswith(stem)}
+    assert len([part for part in layers if "lora_" in part]) == 4
+    assert all(m.weight.grad.abs().sum() > 0 for part, m in layers.items() if "lora_" in part)
+    for part, layer in layers.items():
+        if name == "none":
+            assert layer.rmm_estimator is None
+        elif "lora_" not in part:
+            assert layer.rmm_estimator.bytes == 0, part  # frozen
+        else:
+            tensors = layer.rmm_estimator.tensors()
+            assert float(tensors["unit"][1]) == pytest.approx(1.9 if "lora_A" in part else 2.71), part
+            if name == "sample_cache":
+                assert tensors["cache"].isnan().all(1).tolist() == [n not in (6, 2, 0, 3) for n in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reentrant"),
+    [
+        pytest.param(ROUGH_BODY, None, id="plain"),
+        pytest.param(ROUGH_BODY, True, id="reentrant"),
+        pytest.param(ROUGH_BODY, False, id="non-reentrant"),
+        pytest.param({**WTA, "norm_estimator": "position_token"}, None, id="wta"),
+        pytest.param({**WTA, "norm_estimator": "position_token"}, False, id="wta, non-reentrant"),
+    ],
+)
+def test_lora_a_has_an_unbiased_gradient(setting, reentrant):
+    """z = 4 on the projection over 50 draws; noise of another S would be 0, many errors away."""
+    exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
+    convert(model, **setting)
+    if reentrant is not None:
+        enable_checkpointing(model.base_model.model, reentrant)
+    name = "base_model.model.roberta.encoder.layer.0.output.dense.lora_A.default.weight"
+    torch.manual_seed(1)
+    found = torch.stack([step(model)[1][name] for _ in range(50)])
+    values = (found * exact[name]).sum((1, 2)) / exact[name].square().sum()
+    error = values.std() / math.sqrt(len(values))
+    assert abs(values.mean() - 1) < 4 * error
+    assert error < 0.2
+
+
+def test_converted_before_the_base_is_sketched_until_it_is_frozen():
+    base = tiny_model("roberta", dropout=0.0)
+    convert(base, **ROUGH_BODY)
+    model = lora("roberta", base)
+    assert isinstance(
+        model.get_submodule("base_model.model.roberta.encoder.layer.0.attention.self.query.base_layer"), RMMLinear
+    )
+    exact_loss, exact = step(lora("roberta"))
+    loss, found = step(model)
+    assert torch.equal(loss, exact_loss)
+    for name in exact:  # adapters came after the conversion, and so are exact
+        if "lora_" in name:
+            assert torch.allclose(found[name], exact[name], rtol=1e-4, atol=1e-8), name
+    with track_saved(model) as kept:
+        model(input_ids=token_ids()).logits.sum().backward()
+    assert not [name for name in kept.by_module if name.endswith("base_layer")]
+    # Converting again, as the error of a second conversion says, sketches them.
+    with pytest.raises(ValueError, match=r"Call rmm_linear.revert\(model\) first"):
+        convert(model, **ROUGH_BODY)
+    revert(model)
+    report = convert(model, **ROUGH_BODY)
+    assert any(name.endswith("lora_A.default") for name in report.converted)
+
+
+@architectures
+@pytest.mark.parametrize("converted_first", [True, False], ids=["converted before", "converted after"])
+def test_merged_weights_are_those_of_the_exact_model(architecture, converted_first):
+    plain = lora(architecture).merge_and_unload()
+    base = tiny_model(architecture, dropout=0.0)
+    if converted_first:
+        convert(base, **ROUGH_BODY)
+    model = lora(architecture, base)
+    if not converted_first:
+        convert(model, **ROUGH_BODY)
+    merged = model.merge_and_unload()
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in merged.state_dict().items())
+    merged.requires_grad_(True)  # the layers that stay are sketched, and train on
+    loss, found = step(merged, architecture)
+    exact_loss, exact = step(plain.requires_grad_(True), architecture)
+    assert torch.equal(loss, exact_loss)
+    assert found.keys() == exact.keys()
+    sketched = [name for name, module in merged.named_modules() if isinstance(module, SketchedLayer)]
+    assert any(name.rpartition(".")[2] in TARGETS[architecture] for name in sketched)  # adapters were merged into some
+    assert any(not torch.allclose(found[f"{n}.weight"], exact[f"{n}.weight"], rtol=1e-2, atol=0) for n in sketched)
+    revert(merged)
+    assert not any(isinstance(module, SketchedLayer) for module in merged.modules())
+
+
+@pytest.mark.parametrize("converted_first", [True, False], ids=["from converted", "to converted"])
+def test_adapters_are_saved_and_loaded_in_both_directions(tmp_path, converted_first):
+    from peft import PeftModel  # peft_helpers has imported it without its warnings
+
+    source = lora("llama")
+    if converted_first:
+        convert(source, **ROUGH_BODY)
+    source.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    loaded = PeftModel.from_pretrained(tiny_model("llama", dropout=0.0), tmp_path, is_trainable=True).train()
+    if not converted_first:
+        convert(loaded, **ROUGH_BODY)
+    first, second = source.state_dict(), loaded.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(step(source, "llama")[0], step(loaded, "llama")[0])

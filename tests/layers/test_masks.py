@@ -1,0 +1,318 @@
+"""Padding leaves every sketch: statistics for every kind, width and mask, and masks that models hand down."""
+
+import math
+
+import pytest
+import torch
+from cases import KIND_AND_BLOCK, ROUGH
+from helpers import chances, heavy_tailed, tiny_model, token_ids
+
+from rmm_linear import RMMConfig, convert, revert, sketched_linear
+from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.packing.pack import rounding_variance
+from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
+
+Z = 4.0
+TOKENS, ROWS = 40, 8
+
+
+def masked_data(masked):
+    x, y = heavy_tailed(TOKENS, 70, 3)
+    if not masked:
+        return x, y, None
+    mask = torch.rand(TOKENS, generator=torch.Generator().manual_seed(2)) < 0.6
+    return x, y * mask.unsqueeze(1), mask
+
+
+def check_statistics(kind, block, bits, masked, count):
+    """The mean is the exact gradient; ‖error‖² is the variance of S plus, for each S, the rounding's, both exact.
+
+    Few draws make a wide band: what is tested is the way that layers go. The formulas are held to narrow bands, on the
+    same data, in tests/variance/test_closed_forms.py and tests/variance/test_simulation.py.
+    """
+    x, y, mask = masked_data(masked)
+    ranks = None if mask is None else TokenMask.of(mask)
+    recipe = Recipe(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
+    p = chances(kind, x, ranks)
+    exact = y.T @ x
+    stated = float(variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p))
+    mean, squares, along, roundings = torch.zeros_like(exact), [], [], []
+    for value in range(count):
+        kept = keep(x, recipe, value, ranks)
+        error = weight_gradient(y, kept, recipe, x.shape[1], ranks) - exact
+        mean += error / count
+        squares.append(error.square().sum())
+        along.append((error * exact).sum())
+        rounding = torch.zeros(())
+        if bits is not None:
+            shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks, "p": p}
+            rounding = (
+                sketch(y, **shape).square().sum(1) * rounding_variance(sketch(x, **shape), bits, kept[-1])
+            ).sum()
+        roundings.append(rounding)
+    total = stated + float(torch.stack(roundings).mean())
+    excess = torch.stack(squares) - torch.stack(roundings) - stated
+    along = torch.stack(along)
+    assert count * float(mean.square().sum()) / total < Z**2
+    assert abs(float(along.mean() / along.std())) * math.sqrt(count) < Z
+    assert abs(float(excess.mean() / excess.std())) * math.sqrt(count) < Z
+    assert float(excess.std()) / math.sqrt(count) < 0.25 * total  # the band is narrow enough to mean something
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
+def test_unbiased_with_the_stated_variance(kind, block, bits, masked):
+    check_statistics(kind, block, bits, masked, 150)
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
+def test_unbiased_with_the_stated_variance_heavy(kind, block, bits, masked):
+    check_statistics(kind, block, bits, masked, 1_000)
+
+
+@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
+def test_masked_rows_never_reach_the_sketch(kind, block):
+    x, _, mask = masked_data(True)
+    ranks = TokenMask.of(mask)
+    poisoned = torch.where(mask.unsqueeze(1), x, math.nan)
+    shape = {"kind": kind, "seed": torch.tensor(4), "rows": ROWS, "block": block, "mask": ranks}
+    clean = sketch(x, p=chances(kind, x, ranks), **shape)
+    assert torch.equal(sketch(poisoned, p=chances(kind, poisoned, ranks), **shape), clean)
+
+
+@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
+def test_tokens_that_fit_are_stored_themselves(kind, block):
+    x, y, mask = masked_data(True)
+    ranks, count = TokenMask.of(mask), int(mask.sum())
+    z = sketch(x, kind=kind, seed=torch.tensor(4), rows=count, block=block, mask=ranks, p=chances(kind, x, ranks))
+    assert torch.equal(z[:count], x[mask])
+    assert not z[count:].any()
+    assert float(variance(x, y, kind=kind, rows=count, block=block, mask=ranks)) == 0
+
+
+@pytest.mark.parametrize("rows", [ROWS, 30])
+@pytest.mark.parametrize(("kind", "block"), [case for case in KIND_AND_BLOCK if case[0] in FAMILIES])
+def test_the_static_path_of_accelerators_makes_the_same_sketch(kind, block, rows):
+    """What runs where the count cannot be read on the host: compact with a zero tail, then choose by the count."""
+    x, _, mask = masked_data(True)
+    ranks, kept = TokenMask.of(mask), kept_rows(TOKENS, rows, block)
+    compact = ranks.compact(x)
+    drawn = FAMILIES[kind].sketch(compact, torch.tensor([4]), rows, block, ranks.count)[:kept]
+    static = torch.where(ranks.count <= kept, compact[:kept], drawn)
+    direct = sketch(x, kind=kind, seed=torch.tensor([4]), rows=rows, block=block, mask=ranks)
+    assert torch.allclose(static, direct, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(40, dtype=torch.bool), torch.ones(40, dtype=torch.int64)], ids=["none", "all"]
+)
+def test_no_and_all_tokens(mask):
+    x, y, _ = masked_data(False)
+    y = y * mask.unsqueeze(1)
+    w = torch.zeros(3, 70, dtype=torch.float64, requires_grad=True)
+    out = sketched_linear(x, w, config=RMMConfig(ratio=0.5, min_rows=1), seed=1, token_mask=mask)
+    out.backward(y)
+    if not mask.any():
+        assert not w.grad.any()
+    else:
+        unmasked = torch.zeros_like(w, requires_grad=True)
+        sketched_linear(x, unmasked, config=RMMConfig(ratio=0.5, min_rows=1), seed=1).backward(y)
+        assert torch.allclose(w.grad, unmasked.grad)
+
+
+def test_a_token_mask_of_another_shape_is_refused():
+    x, w = torch.randn(4, 10, 8), torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"token_mask must have the shape .* got \(10,\)"):
+        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10, dtype=torch.bool))
+
+
+# Masks that models hand down
+
+
+def padded_batch(batch=6, length=20, real=5):
+    ids = token_ids(batch, length)
+    mask = torch.zeros_like(ids)
+    mask[:, :real] = 1
+    return {"input_ids": torch.where(mask.bool(), ids, 1), "attention_mask": mask, "labels": torch.arange(batch) % 2}
+
+
+def weight_gradients(model, batch, call=None):
+    model.zero_grad()
+    torch.manual_seed(0)
+    (call or (lambda: model(**batch)))().loss.backward()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "encoder" in n}
+    return {name: module.weight.grad.clone() for name, module in linears.items()}
+
+
+def relative_error(gradient, exact):
+    """By norms: a fresh model's query gradients are smaller than any absolute tolerance. Rounding is near 1e-6."""
+    return ((gradient - exact).norm() / exact.norm()).item()
+
+
+def assert_exact(model, batch, exact, call=None):
+    """5 of 20 tokens are real and a quarter of the rows is kept: exact if and only if padding is left out."""
+    for name, gradient in weight_gradients(model, batch, call).items():
+        assert relative_error(gradient, exact[name]) < 1e-3, name
+
+
+@pytest.fixture(params=["roberta", "bert"])
+def model(request):
+    return tiny_model(request.param, dropout=0.0).train()
+
+
+def test_padding_is_left_out_of_a_model(model):
+    batch = padded_batch()
+    exact = weight_gradients(model, batch)
+    convert(model, **ROUGH)
+    assert_exact(model, batch, exact)
+    assert_exact(
+        model, batch, exact, lambda: model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+    )
+    revert(model)
+    convert(model, mask_padding=False, **ROUGH)
+    noisy = weight_gradients(model, batch)
+    assert min(relative_error(noisy[name], exact[name]) for name in noisy) > 0.01
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_under_activation_checkpointing(model, reentrant):
+    batch = padded_batch()
+    exact = weight_gradients(model, batch)
+    convert(model, **ROUGH)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for _ in range(2):
+        assert_exact(model, batch, exact)
+        model.eval()
+        with torch.no_grad():
+            model(**padded_batch(real=9))
+        model.train()
+
+
+def test_two_forward_passes_before_one_backward(model):
+    short, long = padded_batch(real=4), padded_batch(real=5)
+    both = lambda: type("Sum", (), {"loss": model(**short).loss + model(**long).loss})()  # noqa: E731
+    exact = weight_gradients(model, None, both)
+    convert(model, **ROUGH)
+    assert_exact(model, None, exact, both)
+
+
+def test_when_the_models_own_hooks_are_passed_by(model):
+    """PEFT calls the forward method of the model inside it directly."""
+    batch = padded_batch()
+    exact = weight_gradients(model, batch)
+    convert(model, **ROUGH)
+    assert_exact(model, batch, exact, lambda: type(model).forward(model, **batch))
+
+
+def test_rows_that_do_not_match_the_mask_ignore_it():
+    """The head sees one row per sequence: it is sketched as if there were no mask."""
+    model, batch, found = tiny_model("roberta", dropout=0.0).train(), padded_batch(), []
+    for mask_padding in (True, False):
+        convert(model, target_modules=["classifier.dense"], mask_padding=mask_padding, **ROUGH)
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append(model.classifier.dense.weight.grad.clone())
+        revert(model)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    assert torch.equal(*found)
+    assert relative_error(found[0], model.classifier.dense.weight.grad) > 0.1
+
+
+def tiny_t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(config).train()
+
+
+def test_a_decoders_mask_never_meets_the_encoders_rows():
+    """Both sequences have 20 tokens, and the decoder's cross-attention reads the encoder's rows."""
+    model, found = tiny_t5(), []
+    decoder_mask = torch.ones(6, 20, dtype=torch.long)
+    decoder_mask[:, 2:] = 0
+    labels = token_ids(6, 20).masked_fill(decoder_mask == 0, -100)
+    batch = padded_batch(real=12) | {"labels": labels, "decoder_attention_mask": decoder_mask}
+    for mask_padding in (True, False):
+        convert(model, mask_padding=mask_padding, target_modules="decoder.*", **ROUGH)
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**batch).loss.backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if "EncDec" in n})
+        revert(model)
+    assert len(found[0]) == 8
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_an_encoder_decoder_model_masks_its_encoder_only():
+    model = tiny_t5()
+    batch = padded_batch() | {"labels": token_ids(6, 20)}  # decoder rows as many as encoder rows, none of them padding
+
+    def encoder_gradients():
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if n.startswith("encoder.block")}
+
+    exact = encoder_gradients()
+    convert(model, **ROUGH)
+    for name, gradient in encoder_gradients().items():
+        assert relative_error(gradient, exact[name]) < 1e-3, name
+
+
+class Pooling(torch.nn.Module):
+    """A model that pools over padding: masked tokens carry gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x, attention_mask=None):
+        return self.inner(x).mean()
+
+
+def test_padding_with_a_gradient_is_an_error_that_names_the_layer():
+    model, mask = Pooling(), torch.ones(4, 10)
+    mask[:, 5:] = 0
+    convert(model, **ROUGH)
+    with pytest.raises(RuntimeError, match=r"masked tokens of inner carry a gradient.*mask_padding=False"):
+        model(torch.randn(4, 10, 8), attention_mask=mask).backward()
+    revert(model)
+    convert(model, mask_padding=False, **ROUGH)
+    model(torch.randn(4, 10, 8), attention_mask=mask).backward()
+
+
+def test_a_first_step_without_any_gradient_does_not_pass_for_a_check():
+    """As under a layer that starts at zero, LoRA's B among them."""
+    model, mask = Pooling(), torch.ones(4, 10)
+    mask[:, 5:] = 0
+    convert(model, **ROUGH)
+    (model(torch.randn(4, 10, 8), attention_mask=mask) * 0).backward()
+    with pytest.raises(RuntimeError, match="carry a gradient"):
+        model(torch.randn(4, 10, 8), attention_mask=mask).backward()
+
+
+def test_an_overflowing_first_step_does_not_pass_for_a_check():
+    model, mask = Pooling(), torch.ones(4, 10)
+    mask[:, 5:] = 0
+    convert(model, **ROUGH)
+    (model(torch.randn(4, 10, 8), attention_mask=mask) * math.nan).backward()
+    with pytest.raises(RuntimeError, match="carry a gradient"):
+        model(torch.randn(4, 10, 8), attention_mask=mask).backward()

@@ -1,0 +1,298 @@
+"""Layers that draw rows by their weight: bytes, checkpointing, siblings, autocast, masks, and inputs at the edges."""
+
+import math
+
+import pytest
+import torch
+from cases import QUARTER, every_sampler, every_width
+from helpers import bytes_kept, checkpointed, heavy_tailed, six_features
+from torch.nn import functional as F
+
+from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
+from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.layers.functional import Plan, planned_linear
+from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.sketches import UNIFORM_MIX, TokenMask
+
+
+def recipe_of(kind, rows, bits=None):
+    return Recipe(kind, rows, None, bits, UNIFORM_MIX)
+
+
+def saved(run):
+    """The tensors that ``run()`` keeps for the backward pass."""
+    tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+        output = run()
+    assert output is not None
+    return tensors
+
+
+# Bytes
+
+
+@every_width
+@pytest.mark.parametrize("amount", [{"ratio": 0.2}, {"memory": 0.2}, {"memory": 1.0}], ids=str)
+@every_sampler
+def test_bytes_kept_are_those_of_the_recipe(kind, amount, bits):
+    config = RMMConfig(kind=kind, bits=bits, min_rows=1, **amount)
+    x, weight = heavy_tailed(100, 70, 2, torch.float32)[0], torch.zeros(3, 70, requires_grad=True)
+    recipe = config.recipe(100, 70, 4)
+    expected = x.nbytes if recipe is None else recipe.bytes(100, 70, 4)
+    tensors = saved(lambda: sketched_linear(x, weight, config=config, seed=1))
+    assert sum(tensor.nbytes for tensor in tensors) == expected
+
+
+@every_width
+@pytest.mark.parametrize("memory", [0.05, 0.2, 0.9])
+@every_sampler
+def test_memory_counts_the_rows_and_their_scales(kind, memory, bits):
+    """The most rows that fit, the seed's 8 bytes aside."""
+    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(1000, 128, 2)
+    budget = memory * 1000 * 128 * 2 + 8
+    assert recipe.bytes(1000, 128, 2) <= budget
+    more = recipe_of(kind, recipe.rows + 1, bits)
+    assert recipe.rows == 1000 or more.bytes(1000, 128, 2) > budget
+
+
+@every_sampler
+def test_a_seed_is_kept_only_where_rounding_needs_it(kind):
+    x = heavy_tailed(40, 6, 2)[0]
+    z, index, scale = keep(x, recipe_of(kind, 8), 3)
+    assert (z.shape, index.dtype, scale.dtype) == ((8, 6), torch.int32, torch.float32)
+    torch.testing.assert_close(z, x[index] * scale.double().unsqueeze(1))
+    *_, seed = keep(x, recipe_of(kind, 8, 4), 3)
+    assert seed.item() == 3
+
+
+# The same gradient in every setting
+
+
+def mean_projection(gradient, exact, runs=100):
+    """Mean of the projection on the exact gradient, and its standard error."""
+    values = torch.stack([(gradient() * exact).sum() / exact.square().sum() for _ in range(runs)])
+    return float(values.mean()), float(values.std()) / math.sqrt(runs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("bits", [None, 8])
+@every_sampler
+def test_gradients_are_unbiased_under_checkpointing(kind, bits, reentrant):
+    """Rows of one draw with Z of another would be noise of mean 0: the projection is 1 at z = 4, and 0 far away."""
+    torch.manual_seed(4)
+    model, x = checkpointed(use_reentrant=reentrant, dropout=0.0), six_features()
+
+    def gradient():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return model.block[0].weight.grad
+
+    exact = gradient().clone()
+    convert(model, kind=kind, bits=bits, **QUARTER)
+    mean, error = mean_projection(gradient, exact)
+    assert abs(mean - 1) < 4 * error
+    assert error < 0.2
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@every_sampler
+def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant, monkeypatch):
+    """The recomputation draws again, and replaces what was drawn as a whole."""
+    model, x = checkpointed(use_reentrant=reentrant, dropout=0.0), six_features()
+    convert(model, kind=kind, target_modules=["block.0"], **QUARTER)
+    seen = []
+
+    def look(y, kept, *rest):
+        seen.append(kept)
+        return weight_gradient(y, kept, *rest)
+
+    monkeypatch.setattr("rmm_linear.layers.functional.weight_gradient", look)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert len(seen) == 3
+    for z, index, scale in seen:
+        torch.testing.assert_close(z, x.detach()[index] * scale.unsqueeze(1))
+    assert len({tuple(index.tolist()) for _, index, _ in seen}) == 3
+
+
+@every_width
+@every_sampler
+def test_siblings_keep_one_sketch_and_ask_once_what_is_expected(kind, bits):
+    x, y = heavy_tailed(40, 70, 3, torch.float32)
+    weights = [torch.zeros(3, 70, requires_grad=True) for _ in range(3)]
+    shared, asked = SketchCache(), []
+
+    def expected():
+        asked.append(1)
+        return y.norm(dim=1)
+
+    recipe = recipe_of(kind, 10, bits)
+    outputs = []
+
+    def run():
+        for number, weight in enumerate(weights):
+            outputs.append(planned_linear(x, weight, None, Plan(recipe, 7, None, shared, number, expected)))
+        return outputs
+
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in saved(run)}
+    assert len(asked) == 1
+    assert sum(tensors.values()) == recipe.bytes(40, 70, 4)
+    for output in outputs:
+        output.backward(y)
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    alone = weight_gradient(y, keep(x, recipe, 7, None, y.norm(dim=1)), recipe, 70, None)
+    torch.testing.assert_close(weights[2].grad, alone)
+
+
+@every_sampler
+def test_what_is_expected_of_the_gradient_lowers_the_noise(kind):
+    """With ‖y‖ known, the mean squared error over 100 seeds is less than half of that without, as the variances say."""
+    x, y = heavy_tailed(60, 5, 4)
+    y[::2] *= 0.01
+    exact, recipe = y.T @ x, recipe_of(kind, 12)
+
+    def error(expected):
+        estimates = [weight_gradient(y, keep(x, recipe, s, None, expected), recipe, 5, None) for s in range(100)]
+        return sum(float((estimate - exact).square().sum()) for estimate in estimates)
+
+    assert error(y.norm(dim=1)) < 0.5 * error(None)
+
+
+@every_width
+@every_sampler
+def test_autocast_keeps_half_and_gives_the_same_gradient(kind, bits):
+    x, y = heavy_tailed(60, 70, 4, torch.float32)
+    config = RMMConfig(kind=kind, ratio=0.25, bits=bits, min_rows=1)
+    gradients = []
+    for enabled in (False, True):
+        weight = torch.zeros(4, 70, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            output = sketched_linear(x, weight, config=config, seed=3)
+        output.backward(y.to(output.dtype))
+        assert weight.grad.dtype == torch.float32
+        gradients.append(weight.grad)
+    # In few bits, an element on the edge of a step falls to either side.
+    limit = 2e-2 if bits is None else 0.2
+    assert (gradients[0] - gradients[1]).norm() < limit * gradients[0].norm()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tensors = saved(lambda: sketched_linear(x, torch.zeros(4, 70, requires_grad=True), config=config, seed=3))
+    assert sum(tensor.nbytes for tensor in tensors) == config.recipe(60, 70, 2).bytes(60, 70, 2)
+
+
+@every_sampler
+def test_gradients_accumulate(kind):
+    x, y = heavy_tailed(60, 5, 4)
+    layer = RMMLinear(5, 4, dtype=torch.float64, config=RMMConfig(kind=kind, **QUARTER))
+    single = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        for part, gradient in zip(x.split(30), y.split(30), strict=True):
+            layer(part).backward(gradient)
+        single.append(layer.weight.grad.clone())
+    torch.testing.assert_close(single[1], 2 * single[0])
+
+
+# Masks and edges
+
+
+@every_width
+@every_sampler
+def test_tokens_that_fit_are_exact_but_for_rounding(kind, bits):
+    """8 tokens count and 10 rows are kept: the two rows too many are nothing, whatever padding holds.
+
+    Light tails: with heavy ones, the error of an element is so rare that 200 draws may never see it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, size, generator=generator, dtype=torch.float64) for size in (5, 3))
+    mask = torch.arange(40) % 5 == 2
+    y, ranks = y * mask.unsqueeze(1), TokenMask.of(mask)
+    x[~mask] = math.nan
+    exact = y[mask].T @ x[mask]
+    for rows in (10, 40):
+        recipe = recipe_of(kind, rows, bits)
+        estimates = [
+            weight_gradient(y, keep(x, recipe, s, ranks), recipe, 5, ranks) for s in range(1 if bits is None else 200)
+        ]
+        if bits is None:
+            torch.testing.assert_close(estimates[0], exact)
+        else:
+            errors = torch.stack(estimates) - exact
+            assert (errors.mean(0).abs() < 4.5 * errors.std(0) / math.sqrt(200) + 1e-9).all()  # the largest of 15 z
+
+
+@every_width
+@every_sampler
+def test_no_tokens_at_all(kind, bits):
+    layer = RMMLinear(6, 3, config=RMMConfig(kind=kind, bits=bits, **QUARTER))
+    layer(torch.zeros(0, 6)).sum().backward()
+    assert not layer.weight.grad.any()
+    weight = torch.zeros(3, 6, requires_grad=True)
+    nothing = torch.zeros(40, dtype=torch.bool)
+    output = sketched_linear(torch.randn(40, 6), weight, config=layer.rmm_config, seed=1, token_mask=nothing)
+    output.backward(torch.zeros(40, 3))
+    assert not weight.grad.any()
+
+
+@every_width
+@every_sampler
+def test_an_input_of_zeros_has_a_gradient_of_zeros(kind, bits):
+    weight = torch.zeros(3, 6, requires_grad=True)
+    config = RMMConfig(kind=kind, bits=bits, **QUARTER)
+    sketched_linear(torch.zeros(40, 6), weight, config=config, seed=1).sum().backward()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@every_sampler
+def test_a_row_that_is_not_finite_leaves_the_others_their_probabilities(kind, value):
+    """A loss scaler has to see it: it is among the most likely rows. The rows drawn are rows of X."""
+    x = heavy_tailed(40, 6, 2, torch.float32)[0]
+    x[17, 2] = value
+    seen = []
+    for seed in range(20):
+        z, index, scale = keep(x, recipe_of(kind, 10), seed)
+        assert scale.isfinite().all()
+        torch.testing.assert_close(z, x[index] * scale.unsqueeze(1), equal_nan=True)
+        seen.append(bool((index == 17).any()))
+    assert sum(seen) > 10
+
+
+@every_sampler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types(kind, dtype):
+    x, y = heavy_tailed(200, 16, 5, dtype)
+    config = RMMConfig(kind=kind, ratio=0.2, min_rows=1)
+    gradients = []
+    for kind_of in (dtype, torch.float32):
+        weight = torch.zeros(5, 16, dtype=kind_of, requires_grad=True)
+        sketched_linear(x.to(kind_of), weight, config=config, seed=1).backward(y.to(kind_of))
+        gradients.append(weight.grad)
+    assert gradients[0].dtype == dtype
+    assert (gradients[0].float() - gradients[1]).norm() / gradients[1].norm() < 1e-2
+
+
+@every_sampler
+def test_outputs_and_the_other_gradients_are_exact(kind):
+    x = heavy_tailed(40, 6, 2, torch.float32)[0].requires_grad_()
+    weight, bias = torch.randn(3, 6, requires_grad=True), torch.randn(3, requires_grad=True)
+    output = sketched_linear(x, weight, bias, config=RMMConfig(kind=kind, **QUARTER), seed=1)
+    assert torch.equal(output, F.linear(x, weight, bias))
+    ours = torch.autograd.grad(output.sin().sum(), (x, bias))
+    exact = torch.autograd.grad(F.linear(x, weight, bias).sin().sum(), (x, bias))
+    for found, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mix_outside_its_range_is_refused():
+    for value, error in ((0, ValueError), (1.5, ValueError), (-0.1, ValueError), ("a", TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"uniform_mix must be (in|a number in) \(0, 1\], got"):
+            RMMConfig(kind="wta", uniform_mix=value)
+    assert RMMConfig(kind="wta", ratio=0.2, uniform_mix=0.5).spec(1000, 8, 4).uniform_mix == 0.5
+    assert RMMConfig(kind="rows", ratio=0.2, uniform_mix=0.5).spec(1000, 8, 4).uniform_mix == 0
+    with pytest.raises(ValueError, match="block is for rademacher, gaussian, hadamard only"):
+        RMMConfig(kind="wta", block=8)
+
+
+def test_the_bytes_of_a_model_are_those_of_its_recipes():
+    layer = RMMLinear(70, 3, config=RMMConfig(kind="wta", ratio=0.25, min_rows=1))
+    assert bytes_kept(layer, torch.randn(40, 70)) == 10 * (70 * 4 + 8)

@@ -1,0 +1,122 @@
+"""Bytes kept by whole models equal the formula, and the counter counts each storage once."""
+
+import weakref
+
+import pytest
+import torch
+from cases import ROUGH
+from helpers import SEED_BYTES, Mlp, bytes_kept, tiny_model, token_ids
+from torch import nn
+
+from rmm_linear import RMMLinear, convert, revert
+from rmm_linear.memory import track_saved
+
+
+def total(run, model):
+    with track_saved(model) as kept:
+        output = run()
+    assert output is not None
+    return kept.total
+
+
+# The counter
+
+
+def test_a_storage_counts_once_whoever_keeps_it():
+    x = torch.randn(10, 4)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    assert total(lambda: [layer(x) for layer in layers], layers) == 10 * 4 * 4
+
+
+def test_a_view_counts_as_its_whole_storage():
+    base = torch.randn(10, 8)
+    layer = nn.Linear(4, 3)
+    assert total(lambda: layer(base[:, :4]), layer) == 10 * 8 * 4
+
+
+def test_parameters_and_buffers_do_not_count():
+    layer = nn.Linear(4, 3)
+    x = torch.randn(10, 4, requires_grad=True)
+    assert total(lambda: layer(x), layer) == 10 * 4 * 4
+    assert total(lambda: layer(x), nn.Identity()) == 10 * 4 * 4 + 3 * 4 * 4
+
+
+def test_nothing_counts_without_gradients():
+    layer = nn.Linear(4, 3)
+    with torch.no_grad():
+        assert total(lambda: layer(torch.randn(10, 4)), layer) == 0
+
+
+def test_backward_inside_takes_nothing_away():
+    layer = nn.Linear(4, 3)
+    with track_saved(layer) as kept:
+        layer(torch.randn(10, 4)).sum().backward()
+    assert kept.total == 10 * 4 * 4
+
+
+def test_gradients_are_the_same_under_the_counter():
+    layer, x = nn.Linear(4, 3), torch.randn(10, 4)
+    with track_saved(layer):
+        layer(x).square().sum().backward()
+    counted = layer.weight.grad.clone()
+    layer.weight.grad = None
+    layer(x).square().sum().backward()
+    assert torch.equal(counted, layer.weight.grad)
+
+
+# Models
+
+
+def test_mlp_keeps_its_rows_its_seeds_and_what_relu_keeps():
+    """120 tokens, K = 30: 30 · (12 + 16) sketched elements and two seeds instead of 120 · 12; ReLU keeps 120 · 16."""
+    model, x = Mlp(), torch.randn(120, 12)
+    model.dropout = nn.Identity()
+    relu = 120 * 16 * 4
+    assert bytes_kept(model, x) == 120 * 12 * 4 + relu  # the second layer's input is the ReLU's output
+    convert(model, **ROUGH)
+    assert bytes_kept(model, x) == 30 * (12 + 16) * 4 + 2 * SEED_BYTES + relu
+    revert(model)
+    assert bytes_kept(model, x) == 120 * 12 * 4 + relu
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
+def test_sketched_layers_of_a_model_keep_exactly_their_rows(architecture):
+    """What a layer keeps is what the model keeps with it trainable, less with it frozen, layers one by one."""
+    model, ids = tiny_model(architecture, dropout=0.0).train(), token_ids(4, 20)
+    layers = {
+        "roberta": {"roberta.encoder.layer.0.output.dense": 32, "roberta.encoder.layer.1.attention.output.dense": 16},
+        "gpt2": {"transformer.h.0.mlp.c_proj": 64, "transformer.h.1.attn.c_proj": 16},
+    }[architecture]
+    for name, features in layers.items():
+        convert(model, target_modules=[name], **ROUGH)
+        layer = model.get_submodule(name)
+        trained = total(lambda: model(input_ids=ids).logits, model)
+        layer.weight.requires_grad_(False)
+        frozen = total(lambda: model(input_ids=ids).logits, model)
+        layer.weight.requires_grad_(True)
+        assert trained - frozen == 20 * features * 4 + SEED_BYTES
+        revert(model)
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
+def test_eval_keeps_no_more_than_frozen_layers_do(architecture):
+    model, ids = tiny_model(architecture, dropout=0.0), token_ids()
+    convert(model, **ROUGH)
+    layers = [m for m in model.modules() if hasattr(m, "rmm_config")]
+    kept = total(lambda: model.eval()(input_ids=ids).logits, model)
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    assert total(lambda: model.eval()(input_ids=ids).logits, model) == kept
+    assert total(lambda: model.train()(input_ids=ids).logits, model) == kept
+
+
+def test_input_is_freed_after_the_forward_pass():
+    """What counts in the end: once the caller lets go of X, nobody holds it."""
+    layer = RMMLinear(6, 4)
+    x = torch.randn(4000, 6)
+    gone = weakref.ref(x)
+    output = layer(x)
+    del x
+    assert gone() is None
+    output.sum().backward()
+    assert layer.weight.grad.abs().sum() > 0

@@ -1,0 +1,180 @@
+"""Packing is unbiased, its variance is exact, its bytes are the formula's, and it meets odd inputs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, unrotate, unpack
+from rmm_linear.packing.rounding import Draws, rotate_groups
+
+Z = 4.0
+WIDTHS = [8, 4, 2]
+
+
+def seed(value):
+    return torch.tensor([value])
+
+
+def restored(matrix, bits, value=0):
+    return unpack(*pack(matrix, bits, seed(value)), seed(value), bits, matrix.shape[1], matrix.dtype)
+
+
+def turned(matrix, value=0):
+    return rotate_groups(matrix, Draws.of(seed(value), 0, 64).turn)
+
+
+def heavy(rows, columns):
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randn(rows, 1, generator=generator, dtype=torch.float64).exp()
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64) * lengths + 1
+
+
+def check_moments(bits, columns, count):
+    z = heavy(6, columns)
+    draws = torch.stack([restored(z, bits, value) for value in range(count)])
+    stated = torch.stack([rounding_variance(z, bits, seed(value)) for value in range(count)])  # for every turn its own
+    excess = (draws - z).square().sum(2) - stated
+    bias = count * (draws.mean(0) - z).square().sum() / stated.mean(0).sum()
+    spread = excess.mean(0) / (excess.std(0) / math.sqrt(count))
+    # An unbiased sum of independent errors has bias 1 ± √(2/elements); Z² bounds it as one χ²₁ would.
+    assert bias < Z**2, bias
+    assert spread.abs().max() < Z + 0.5, spread  # the largest of six
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("columns", [64, 130, 5])
+def test_unbiased_with_the_stated_variance(bits, columns):
+    check_moments(bits, columns, 400)
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("columns", [64, 130, 5])
+def test_unbiased_with_the_stated_variance_heavy(bits, columns):
+    check_moments(bits, columns, 20_000)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("shape", [(3, 64), (5, 130), (4, 7), (2, 1), (0, 9)])
+def test_bytes_are_the_formula(bits, shape):
+    codes, ranges = pack(torch.randn(shape), bits, seed(0))
+    assert codes.dtype == torch.uint8
+    assert ranges.dtype == torch.bfloat16
+    assert codes.nbytes + ranges.nbytes == packed_bytes(*shape, bits)
+    assert packed_bytes(*shape, bits) == shape[0] * (math.ceil(shape[1] * bits / 8) + 4 * math.ceil(shape[1] / 64))
+    assert unpack(codes, ranges, seed(0), bits, shape[1], torch.float32).shape == shape
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_error_is_below_one_step_of_the_group(bits):
+    z = turned(heavy(6, 130).float())
+    steps = torch.cat([g.amax(1, keepdim=True).sub(g.amin(1, keepdim=True)).expand_as(g) for g in z.split(64, 1)], 1)
+    # bfloat16 ranges are rounded outwards: by 2⁻⁷ of the offset at most, and the scale by 2⁻⁷ of itself.
+    step = (steps + z.abs().amax(1, keepdim=True) * 2**-6) / (2**bits - 1) * (1 + 2**-6)
+    found = turned(restored(unrotate(z, seed(0)), bits))
+    assert ((found - z).abs() <= step * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_rows_are_rounded_independently(bits):
+    """16 equal rows: with one chance for all, the variance of their sum would be 16 times as large."""
+    z = torch.rand(1, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(16, 40)
+    errors = torch.stack([(restored(z, bits, value) - z).sum(0).square().sum() for value in range(400)])
+    stated = float(rounding_variance(z, bits, seed(0)).sum())  # 40 columns are no whole group: no turn, one variance
+    assert abs(float(errors.mean()) - stated) < Z * float(errors.std()) / 20
+    assert float(errors.std()) / 20 < 0.1 * stated
+
+
+def test_turning_back_gives_the_matrix():
+    z = heavy(6, 200).float()
+    found = turned(z, 5)
+    torch.testing.assert_close(found[:, :192].norm(dim=1), z[:, :192].norm(dim=1))
+    assert not torch.isclose(found[:, :192], z[:, :192]).all(0).any()
+    assert torch.equal(found[:, 192:], z[:, 192:])
+    torch.testing.assert_close(unrotate(found, seed(5)), z)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_turn_can_be_undone_after_a_product(bits):
+    z, y = heavy(40, 200).float(), torch.randn(40, 7)
+    codes, ranges = pack(z, bits, seed(5))
+    late = unrotate(y.T @ unpack(codes, ranges, seed(5), bits, 200, z.dtype, rotated=True), seed(5))
+    torch.testing.assert_close(late, y.T @ restored(z, bits, 5), rtol=1e-4, atol=1e-4)
+
+
+def test_turning_makes_one_large_column_harmless():
+    z = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    z[:, 7] = 30
+    left_alone = rounding_variance(z[:, :63], 2, seed(0)).mean()  # 63 columns are no whole group
+    assert rounding_variance(z, 2, seed(0)).mean() < left_alone / 4
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_constant_group_is_unbiased(bits):
+    z = torch.full((1, 64), 1.2345, dtype=torch.float64)  # no bfloat16 number
+    mean = torch.stack([restored(z, bits, value) for value in range(500)]).mean()
+    noise = torch.stack([rounding_variance(z, bits, seed(value)) for value in range(500)]).mean()
+    assert abs(float(mean) - 1.2345) < Z * math.sqrt(float(noise) / 64 / (500 * 64)) + 2e-7
+    assert torch.equal(restored(torch.full((2, 3), -0.5), bits), torch.full((2, 3), -0.5))
+    assert torch.equal(restored(torch.zeros(2, 70), bits), torch.zeros(2, 70))
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_nan_stays_in_its_group(bits):
+    z = torch.randn(3, 130)
+    z[1, 70] = math.nan
+    result = restored(z, bits)
+    assert result[1, 64:128].isnan().all()
+    result[1, 64:128] = 0
+    assert not result.isnan().any()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinity_makes_its_group_nan(value, bits):
+    """A gradient scaler sees it, and skips the step."""
+    z = torch.randn(3, 130)
+    z[2, 70] = value
+    result = restored(z, bits)
+    assert result[2, 64:128].isnan().all()
+    result[2, 64:128] = 0
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [3, 16, None])
+def test_other_widths_are_refused(bits):
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
+        pack(torch.randn(2, 2), bits, seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_dtype_comes_back(dtype):
+    z = torch.randn(4, 70).to(dtype)
+    result = restored(z, 8)
+    assert result.dtype == dtype
+    assert (result - z).abs().max() < 0.05
+
+
+def test_the_seed_decides_the_rounding():
+    z = torch.randn(4, 70)
+    assert torch.equal(restored(z, 4, 3), restored(z, 4, 3))
+    assert not torch.equal(restored(z, 4, 3), restored(z, 4, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from(WIDTHS),
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=150),
+)
+def test_no_element_leaves_its_group_range(bits, values):
+    z = torch.tensor([values], dtype=torch.float32)
+    _, ranges = pack(z, bits, seed(1))
+    offset, scale = ranges[0].float().unbind(1)
+    for number, group in enumerate(turned(z, 1)[0].split(64)):
+        assert offset[number] <= group.min()
+        span = scale[number].double() * (2**bits - 1)
+        # The span and its share per code are rounded in float32: two halves of an ulp of the span.
+        assert offset[number] + span * (1 + 2**-22) >= group.max().double() - 1e-30
