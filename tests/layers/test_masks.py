@@ -8,9 +8,11 @@ from cases import KIND_AND_BLOCK, ROUGH
 from helpers import chances, heavy_tailed, tiny_model, token_ids
 
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
-from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.ops.save import save_input
+from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.packing.pack import rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
+from rmm_linear.spec import SaveSpec
 
 Z = 4.0
 TOKENS, ROWS = 40, 8
@@ -32,14 +34,14 @@ def check_statistics(kind, block, bits, masked, count):
     """
     x, y, mask = masked_data(masked)
     ranks = None if mask is None else TokenMask.of(mask)
-    recipe = Recipe(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
+    spec = SaveSpec(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
     p = chances(kind, x, ranks)
     exact = y.T @ x
     stated = float(variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p))
     mean, squares, along, roundings = torch.zeros_like(exact), [], [], []
     for value in range(count):
-        kept = keep(x, recipe, value, ranks)
-        error = weight_gradient(y, kept, recipe, x.shape[1], ranks) - exact
+        kept = save_input(x, spec, ranks, value)
+        error = weight_gradient(y, kept, spec, x.shape[1], ranks) - exact
         mean += error / count
         squares.append(error.square().sum())
         along.append((error * exact).sum())
