@@ -1,7 +1,7 @@
 """Hooks of ``mkdocs build``, named in mkdocs.yml.
 
-Pages link to files outside of docs/ (pictures, csv files, CONTRIBUTING.md, ...) by relative paths, which also work where
-the repository itself is browsed. The build copies these files into the site and changes the links accordingly.
+Pages link to files outside of docs/ (pictures, csv files, CONTRIBUTING.md) by relative paths, which also work where the
+repository itself is browsed. The build copies these files into the site and changes the links accordingly.
 
 API pages name objects as users import them (``::: rmm_linear.convert``). mkdocstrings reads source files without
 importing them, so it takes a name that a function and a module share for the module. The hook imports the object, tells

@@ -49,7 +49,9 @@ def run(page):
         exec(compile(snippet, f"{name(page)}, snippet {number}", "exec"), names)
         if ".backward()" in snippet:
             # Not of all layers: in the last block, few tokens reach the loss, and sampled rows may miss them.
-            after = {key: found for key, found in gradients(names).items() if not found.equal(before.get(key, found * 0))}
+            after = {
+                key: found for key, found in gradients(names).items() if not found.equal(before.get(key, found * 0))
+            }
             assert after, snippet
             assert all(found.isfinite().all() for found in after.values()), snippet
     return names
