@@ -64,7 +64,8 @@ def gradients(names):
         for item in value if isinstance(value, list) else [value]:
             tensors = [item] if type(item) is torch.Tensor and item.is_leaf else []
             if isinstance(item, nn.Module):
-                tensors = [module.weight for module in item.modules() if isinstance(module, RMMLinear)]
+                named = item.named_modules()  # heads see few rows, so they are exact
+                tensors = [m.weight for name, m in named if isinstance(m, RMMLinear) and "classifier" not in name]
             for tensor in tensors:
                 if tensor.grad is not None:
                     gradient = tensor.grad
