@@ -18,7 +18,7 @@ import torch
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "torch-ext" / "rmm_kernels"
 
 

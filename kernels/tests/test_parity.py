@@ -14,18 +14,21 @@ from rmm_linear.sketches.blocks import block_rows
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
-from benchmarks import checks, parity
+import rmm_kernels_comparisons as compare
+from rmm_kernels_checks import Inputs, poisoned_outputs
+from rmm_kernels_parity import comparisons, real_sizes
+
 from rmm_linear._triton import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAKE = checks.Inputs(DEVICE)
+MAKE = Inputs(DEVICE)
 SEED = MAKE.seed
-COMPARISONS = parity.comparisons()
+COMPARISONS = comparisons()
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs():
-    with checks.poisoned_outputs():
+    with poisoned_outputs():
         yield
 
 
@@ -61,20 +64,20 @@ def test_a_comparison_sees_a_kernel_that_is_wrong(wrong, monkeypatch):
     sparse = kernels().sparse_sketch
     monkeypatch.setattr(kernels(), "sparse_sketch", lambda *args, **options: wrong(sparse(*args, **options)))
     for comparison in (
-        parity.countsketch(DEVICE, (60, 17, 70), "all", torch.float32),
-        parity.whole_numbers(DEVICE, "some"),
+        compare.countsketch(DEVICE, (60, 17, 70), "all", torch.float32),
+        compare.whole_numbers(DEVICE, "some"),
     ):
         assert not any(check.ok for check in comparison)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("title", parity.real_sizes())
+@pytest.mark.parametrize("title", real_sizes())
 def test_kernel_equals_its_reference_at_real_sizes(title):
-    assert [check for check in parity.real_sizes()[title]("cuda") if not check.ok] == []
+    assert [check for check in real_sizes()[title]("cuda") if not check.ok] == []
 
 
 def test_columns_beyond_the_first_tiles_are_the_same():
-    assert [check for check in parity.long_offsets(DEVICE, 300, 66, 40) if not check.ok] == []
+    assert [check for check in compare.long_offsets(DEVICE, 300, 66, 40) if not check.ok] == []
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
