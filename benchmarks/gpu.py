@@ -64,7 +64,7 @@ def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float =
                     if r.status != "ok"
                 ]
             else:
-                failures += call(suite_section, path, name, device, tiny, commit, timeout=timeout)
+                failures += call(suite_section, name, path, device, tiny, commit, timeout=timeout)
         except Exception as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             failures.append(f"{name}: {str(error).strip().splitlines()[-1]}")
@@ -74,12 +74,12 @@ def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float =
     return 1 if failures else 0
 
 
-def suite_section(path: Path, name: str, device: str, tiny: bool, commit: str) -> list[str]:
+def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -> list[str]:
     """Run a suite's cases on the kernels; meant for a process of its own.
 
     Args:
-        path: The csv file.
         name: Name of the suite.
+        path: The csv file.
         device: Where.
         tiny: Small sizes.
         commit: What to write as the commit; "" asks git.
