@@ -24,7 +24,8 @@ REFERENCE = "exact"
 CHECKPOINT = "torch checkpoint"
 SKETCHED = "countsketch"
 DEFAULT = "default, example="
-_TINY = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+_TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+_TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}  # of LLaMA's 32, and each of them like the others
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
@@ -141,7 +142,7 @@ def _llama(tiny: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        **({"num_hidden_layers": 2} | (_TINY if tiny else {})),
+        **(_TINY if tiny else _TWO_LAYERS),
         vocab_size=32,  # the vocabulary is no part of a layer
         use_cache=False,
     )

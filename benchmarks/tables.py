@@ -68,15 +68,16 @@ def sampling(results: Path) -> str:
 
 def _source(row: Row) -> str:
     what = {
-        "linear": "Forward and backward pass of a layer (N x I -> O) by nn.Linear's time, and bytes kept by its bytes",
+        "linear": "Forward and backward pass of a layer (N x I -> O) by nn.Linear's time, and bytes kept by its bytes, "
+        "a tenth kept",
         "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and what the whole "
-        "model keeps for the backward pass",
-        "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix",
+        "model keeps for the backward pass, sketched layers a tenth of their inputs",
+        "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix, a tenth kept",
     }[row.suite]
     threads = f", {row.threads} threads" if row.device == "cpu" else ""
     triton = f", Triton {row.triton}" if row.device == "cuda" else ""
     return (
-        f"{what}, a tenth kept; {row.machine}{threads}, PyTorch {row.torch}{triton}, commit `{_short(row.commit)}`, "
+        f"{what}; {row.machine}{threads}, PyTorch {row.torch}{triton}, commit `{_short(row.commit)}`, "
         f"{row.date[:10]}, by\n`python -m benchmarks run --device {row.device} --suite {row.suite}`:"
     )
 
