@@ -229,5 +229,5 @@ def test_the_best_checkpoint_stays_however_the_folder_is_written(tmp_path, monke
         folder.mkdir(parents=True)
         (folder / "weights").write_text("weights")
         state = TrainerState(global_step=step, best_model_checkpoint="./out/checkpoint-5")
-        CheckpointFiles({}, sketched=False).on_save(args, state, TrainerControl())
+        CheckpointFiles({}).on_save(args, state, TrainerControl())
     assert {path.name for path in complete_checkpoints(Path("out"))} == {"checkpoint-5", "checkpoint-10"}
