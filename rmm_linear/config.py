@@ -27,6 +27,11 @@ _AUTO_BITS = 4
 _SELECTION = ("target_modules", "exclude_modules", "overrides")
 
 
+def _field(default: Any, help: str) -> Any:
+    """A field with the help text of its command line flag."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class RMMConfig:
     """How layers keep their input for the backward pass. Immutable, validated when it is made.
@@ -67,17 +72,29 @@ class RMMConfig:
         ValueError: ratio must be in (0, 1], got 1.5. Use ratio=1 to store every row.
     """
 
-    kind: str = "countsketch"
-    ratio: float | None = None
-    memory: float | None = None
-    bits: int | str | None = "auto"
-    block: int | None = None
-    uniform_mix: float = UNIFORM_MIX
-    norm_estimator: str = NONE
-    min_rows: int = 64
-    mask_padding: bool = True
-    target_modules: str | Sequence[str] = "all-linear"
-    exclude_modules: str | Sequence[str] | None = None
+    kind: str = _field("countsketch", f"Family of the sketch: {', '.join(KINDS)}.")
+    ratio: float | None = _field(None, "Rows kept by rows seen, in (0, 1].")
+    memory: float | None = _field(None, "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.")
+    bits: int | str | None = _field("auto", "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.")
+    block: int | None = _field(
+        None, "Tokens per block of a block-diagonal gaussian, rademacher or hadamard sketch. Default: one block."
+    )
+    uniform_mix: float = _field(
+        UNIFORM_MIX, "For norm_rows and wta: part of the probability that all tokens share alike, in (0, 1]."
+    )
+    norm_estimator: str = _field(
+        NONE,
+        "For norm_rows and wta: what the size of a token's gradient is expected from: none, position, token, "
+        "position_token, sample_cache, sequence_cache, or a registered name.",
+    )
+    min_rows: int = _field(64, "Rows that are kept at least, so that heads which see one row per sequence stay exact.")
+    mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
+    target_modules: str | Sequence[str] = _field(
+        "all-linear", "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression."
+    )
+    exclude_modules: str | Sequence[str] | None = _field(
+        None, "Layers to leave alone: names or one regular expression."
+    )
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
