@@ -4,8 +4,6 @@ The graphs run in PyTorch (the "aot_eager" pipeline: traced, split and merged as
 generation); the tests marked `stack` run Inductor's code.
 """
 
-import math
-
 import pytest
 import torch
 from cases import ROUGH_BODY
@@ -21,6 +19,7 @@ from helpers import (
     tiny_model,
     token_ids,
 )
+from statistical import assert_unbiased
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -128,11 +127,7 @@ def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
     assert torch.equal(gradient(), first[0])
     assert len({tuple(found.flatten().tolist()) for found in first}) > 190
     # Unbiased: Z of one seed with Y of another would have the projection 0, more than 10 errors away.
-    exact = y.T @ x
-    values = torch.stack([(found * exact).sum() / exact.square().sum() for found in first])
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
+    assert_unbiased(first.__getitem__, y.T @ x, draws=200, widest=0.1)
 
 
 def test_in_eval_mode_compiled_layers_are_exact():
@@ -278,16 +273,14 @@ def test_checkpointing_inside_of_a_graph_is_unbiased(reentrant):
     exact = model.block[0].weight.grad.clone()
     convert(model, **ROUGH_BODY)
     compiled = Graphs().compile(model)
-    torch.manual_seed(4)
-    values = []
-    for _ in range(150):
+
+    def gradient(_):
         model.zero_grad()
         compiled(x).square().sum().backward()
-        values.append((model.block[0].weight.grad * exact).sum() / exact.square().sum())
-    values = torch.stack(values)
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
+        return model.block[0].weight.grad
+
+    torch.manual_seed(4)
+    assert_unbiased(gradient, exact, draws=150, widest=0.1)
 
 
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.stack), False])
@@ -347,13 +340,9 @@ def test_blocks_that_are_compiled_by_themselves_are_unbiased():
     for block in model.roberta.encoder.layer:
         block.compile(fullgraph=True, backend=graphs.backend)
     torch.manual_seed(1)
-    runs = [step(model, batch(20))[1] for _ in range(100)]
-    assert len(graphs.counts) == 4  # one graph for each block, which has hooks with numbers of their own
     name = "roberta.encoder.layer.1.intermediate.dense.weight"
-    values = torch.stack([(run[name] * exact[name]).sum() / exact[name].square().sum() for run in runs])
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
+    assert_unbiased(lambda _: step(model, batch(20))[1][name], exact[name], draws=100, widest=0.1)
+    assert len(graphs.counts) == 4  # one graph for each block, which has hooks with numbers of their own
 
 
 # Inductor
@@ -392,17 +381,15 @@ def test_inductor_draws_afresh_and_is_unbiased(options, monkeypatch):
     exact = model.block[2].weight.grad.clone()
     convert(model, **ROUGH_BODY)
     compiled = torch.compile(model, fullgraph=True)
-    torch.manual_seed(4)
-    values = []
-    for _ in range(300):
+
+    def gradient(_):
         model.zero_grad()
         compiled(x).square().sum().backward()
-        values.append((model.block[2].weight.grad * exact).sum() / exact.square().sum())
-    values = torch.stack(values)
-    error = values.std() / math.sqrt(len(values))
+        return model.block[2].weight.grad
+
+    torch.manual_seed(4)
+    values = assert_unbiased(gradient, exact, draws=300, widest=0.1)
     assert len(set(values.tolist())) > 290
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
 
 
 @pytest.mark.gpu
@@ -411,13 +398,12 @@ def test_reduce_overhead_draws_afresh_in_every_replay_and_is_unbiased():
     layer = RMMLinear(64, 32, config=RMMConfig(ratio=0.25, min_rows=8), device=device)
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     x, y = (part.float().to(device) for part in heavy_tailed(256, 64, 32))
-    exact, values = y.T @ x, []
-    for _ in range(200):
+
+    def gradient(_):
         torch.compiler.cudagraph_mark_step_begin()
         layer.zero_grad()
         compiled(x).backward(y)
-        values.append(((layer.weight.grad * exact).sum() / exact.square().sum()).item())
-    values = torch.tensor(values)
-    error = values.std() / math.sqrt(len(values))
+        return layer.weight.grad
+
+    values = assert_unbiased(gradient, y.T @ x, draws=200, widest=0.1)
     assert len(set(values.tolist())) > 190
-    assert abs(values.mean() - 1) < 4 * error

@@ -6,22 +6,16 @@ import pytest
 import torch
 from cases import KIND_AND_BLOCK, ROUGH
 from helpers import chances, heavy_tailed, tiny_model, token_ids
+from statistical import ROWS, TOKENS, assert_moments, padded
 
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
 from rmm_linear.ops.save import Recipe, keep, weight_gradient
 from rmm_linear.packing.pack import rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
 
-Z = 4.0
-TOKENS, ROWS = 40, 8
-
 
 def masked_data(masked):
-    x, y = heavy_tailed(TOKENS, 70, 3)
-    if not masked:
-        return x, y, None
-    mask = torch.rand(TOKENS, generator=torch.Generator().manual_seed(2)) < 0.6
-    return x, y * mask.unsqueeze(1), mask
+    return padded() if masked else (*heavy_tailed(TOKENS, 70, 3), None)
 
 
 def check_statistics(kind, block, bits, masked, count):
@@ -35,28 +29,17 @@ def check_statistics(kind, block, bits, masked, count):
     recipe = Recipe(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
     p = chances(kind, x, ranks)
     exact = y.T @ x
-    stated = float(variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p))
-    mean, squares, along, roundings = torch.zeros_like(exact), [], [], []
+    stated = variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p)
+    errors, roundings = [], []
     for value in range(count):
         kept = keep(x, recipe, value, ranks)
-        error = weight_gradient(y, kept, recipe, x.shape[1], ranks) - exact
-        mean += error / count
-        squares.append(error.square().sum())
-        along.append((error * exact).sum())
-        rounding = torch.zeros(())
+        errors.append(weight_gradient(y, kept, recipe, x.shape[1], ranks) - exact)
         if bits is not None:
             shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks, "p": p}
-            rounding = (
-                sketch(y, **shape).square().sum(1) * rounding_variance(sketch(x, **shape), bits, kept[-1])
-            ).sum()
-        roundings.append(rounding)
-    total = stated + float(torch.stack(roundings).mean())
-    excess = torch.stack(squares) - torch.stack(roundings) - stated
-    along = torch.stack(along)
-    assert count * float(mean.square().sum()) / total < Z**2
-    assert abs(float(along.mean() / along.std())) * math.sqrt(count) < Z
-    assert abs(float(excess.mean() / excess.std())) * math.sqrt(count) < Z
-    assert float(excess.std()) / math.sqrt(count) < 0.25 * total  # the band is narrow enough to mean something
+            weights, codes = sketch(y, **shape).square().sum(1), sketch(x, **shape)
+            roundings.append(weights @ rounding_variance(codes, bits, kept[-1]))
+    roundings = torch.stack(roundings) if roundings else None
+    assert_moments(torch.stack(errors), exact, stated, widest=0.25, roundings=roundings)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])

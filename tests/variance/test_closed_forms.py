@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 from helpers import heavy_tailed
-from statistical import ROWS, TOKENS, Z, padded
+from statistical import ROWS, TOKENS, Z, assert_variance, padded
 
 from rmm_linear.sketches import KINDS, has_blocks, variance
 from rmm_linear.variance import (
@@ -115,18 +115,11 @@ def test_wrong_samples_are_refused(samples, message):
             function(x, x, samples=samples)
 
 
-def check_band(found, stated, widest):
-    z, width = found.z_score(stated), found.standard_error / found.variance
-    figures = f"{found.variance:.5g} / stated {float(stated):.5g}, z {z:+.2f}, standard error {width:.2%}"
-    print(f"M={found.draws}: {figures}")
-    assert abs(z) < Z, figures
-    assert width < widest, figures
-
-
 def check_sketch(kind, bits, block, draws, roundings, widest):
     x, y, mask = padded()
     shape = {"kind": kind, "rows": ROWS, "bits": bits, "block": block, "mask": mask}
-    check_band(simulate_variance(x, y, draws=draws, **shape), sketch_variance(x, y, draws=roundings, **shape), widest)
+    found, stated = simulate_variance(x, y, draws=draws, **shape), sketch_variance(x, y, draws=roundings, **shape)
+    assert_variance(found, stated, widest=widest)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -157,7 +150,7 @@ def test_sketch_variance_of_blocks_with_padding_heavy(kind):
 def test_sgd_variance_is_that_of_drawn_batches(samples):
     x, y, _ = padded()
     found = simulate_sgd_variance(x, y, samples=samples, draws=5_000)
-    check_band(found, sgd_variance(x, y, samples=samples), widest=0.03)
+    assert_variance(found, sgd_variance(x, y, samples=samples), widest=0.03)
 
 
 @pytest.mark.montecarlo
@@ -165,7 +158,7 @@ def test_sgd_variance_is_that_of_drawn_batches(samples):
 def test_sgd_variance_is_that_of_drawn_batches_heavy(samples):
     x, y, _ = padded()
     found = simulate_sgd_variance(x, y, samples=samples, draws=100_000)
-    check_band(found, sgd_variance(x, y, samples=samples), widest=0.006)
+    assert_variance(found, sgd_variance(x, y, samples=samples), widest=0.006)
 
 
 def test_a_wrong_formula_is_outside_the_band():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import KIND_AND_BLOCK
 from helpers import heavy_tailed
-from statistical import ROWS, Z, padded
+from statistical import ROWS, assert_variance, padded
 
 from rmm_linear.memory import peak
 from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack
@@ -46,11 +46,8 @@ def check_packed(kind, block, bits, draws, widest, rounding_scale=1.0):
     groups = [errors_and_roundings(x, y, bits, seeds, **shape) for seeds in torch.arange(draws).split(GROUP)]
     found = Simulation.of([errors - rounding_scale * roundings for errors, roundings in groups])
     stated = variance(x, y, **shape)
-    share = found.standard_error / float(stated + torch.stack([rounding.mean() for _, rounding in groups]).mean())
-    figures = f"{found.variance:.5g} / stated {float(stated):.5g}, z {found.z_score(stated):+.2f}, error {share:.2%}"
-    print(f"{kind} block={block} bits={bits} M={draws}: {figures}")
-    assert abs(found.z_score(stated)) < Z, figures
-    assert share < widest, figures
+    whole = float(stated + torch.stack([rounding.mean() for _, rounding in groups]).mean())
+    assert_variance(found, stated, widest=widest, whole=whole)
 
 
 @kinds_and_widths
