@@ -187,11 +187,11 @@ def _unpack(case: Case, provider: str) -> Setup:
     def unpack(codes: Tensor, ranges: Tensor, seed: Tensor) -> Tensor:
         if case.backend == "triton":
             return kernels().unpack(codes, ranges, BITS, columns, dtype)
-        return packing.unpack(codes, ranges, seed, BITS, columns, dtype, turned=True)
+        return packing.unpack(codes, ranges, seed, BITS, columns, dtype, rotated=True)
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
-        return Outcome({}, [packing.turn_back(unpack(*packing.pack(check, BITS, seed), seed), seed)])
+        return Outcome({}, [packing.unrotate(unpack(*packing.pack(check, BITS, seed), seed), seed)])
 
     moved = _bytes(codes, ranges, x)
     return Setup(lambda: unpack(codes, ranges, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)

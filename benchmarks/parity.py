@@ -137,7 +137,7 @@ def pack_and_unpack(
     codes, ranges = kernels().pack(z, bits, make.seed)
     expected_codes, expected_ranges = packing.pack(z, bits, make.seed)
     restored = kernels().unpack(expected_codes, expected_ranges, bits, columns, dtype)
-    expected = packing.unpack(expected_codes, expected_ranges, make.seed, bits, columns, dtype, turned=True)
+    expected = packing.unpack(expected_codes, expected_ranges, make.seed, bits, columns, dtype, rotated=True)
     return [
         same("ranges", ranges, expected_ranges, limit=_RANGES),
         # The turn is a product whose last bit may differ: an element on the edge of a step can fall to either side.
@@ -187,7 +187,7 @@ def strides(device: str, view: str) -> list[Check]:
         close("rademacher", make.dense(x, "rademacher", 9, 16, {}), dense),
         close("norms", kernels().row_norms(x), x.norm(dim=1)),
         same("ranges", kernels().pack(x, 4, seed)[1], packing.pack(x, 4, seed)[1], limit=_RANGES),
-        close("turned back", kernels().turn_back(x, seed), packing.turn_back(x, seed)),
+        close("turned back", kernels().unrotate(x, seed), packing.unrotate(x, seed)),
     ]
 
 
@@ -197,11 +197,11 @@ def row_norms(device: str, shape: tuple[int, int], dtype: torch.dtype) -> list[C
     return [close("norms", kernels().row_norms(x), x.float().norm(dim=1))]
 
 
-def turn_back(device: str, columns: int, dtype: torch.dtype) -> list[Check]:
+def unrotate(device: str, columns: int, dtype: torch.dtype) -> list[Check]:
     """Compare the end of the turn."""
     make = Inputs(device)
     x = make.matrix(37, columns, dtype)
-    return [close("turned back", kernels().turn_back(x, make.seed), packing.turn_back(x, make.seed), dtype)]
+    return [close("turned back", kernels().unrotate(x, make.seed), packing.unrotate(x, make.seed), dtype)]
 
 
 def random_keys(device: str, count: int | None) -> list[Check]:
@@ -299,7 +299,7 @@ def comparisons() -> dict[str, Callable[[str], list[Check]]]:
             add(row_norms, shape, dtype)
     for columns in (64, 130, 5):
         for dtype in DTYPES:
-            add(turn_back, columns, dtype)
+            add(unrotate, columns, dtype)
     for kind in SAMPLERS:
         for mask in MASKS:
             add(drawn, kind, mask, None)

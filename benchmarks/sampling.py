@@ -28,7 +28,7 @@ from benchmarks.readme import README, inserted
 from benchmarks.records import RESULTS, environment
 from rmm_linear._support.files import write_text
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator, norm_estimators
 from rmm_linear.norm_estimators.registry import NONE
 from rmm_linear.sketches import SAMPLERS, TokenMask, probabilities
@@ -90,7 +90,7 @@ class Watchers:
     def __init__(self, name: str) -> None:
         """Make no estimator yet."""
         self.make: Callable[[], NormEstimator | None] = _Oracle if name == ORACLE else lambda: make_norm_estimator(name)
-        self.scope = ForwardScope()
+        self.scope = ModelContext()
 
     def observe(self, records: Sequence[LayerRecord], batch: Mapping[str, Tensor], index: Tensor | None) -> None:
         """Show a step.
@@ -171,7 +171,7 @@ def measure(
     for number, record in enumerate(records):
         x, y, mask = record.x, record.grad_output, record.mask
         sgd = sgd_variance(x, y, samples=record.samples)
-        rows = RMMConfig(ratio=RATIO).recipe(*x.shape, itemsize=2)
+        rows = RMMConfig(ratio=RATIO).spec(*x.shape, itemsize=2)
         shape = {"rows": len(x) if rows is None else rows.rows, "mask": mask}
         for kind in ("rows", "countsketch"):
             found.setdefault((kind, ""), []).append(float(sketch_variance(x, y, kind=kind, **shape) / sgd))

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear._support.files import write_text
-from rmm_linear._support.validation import check_fraction, check_integer, check_kind, check_pattern, read_names
+from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
-from rmm_linear.ops.save import DRAWN_BYTES, Recipe
-from rmm_linear.packing.pack import WIDTHS, packed_bytes
-from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, has_blocks
+from rmm_linear.packing import WIDTHS, packed_bytes
+from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_kind, has_blocks
+from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
 STATE_KEY = "sketch_state"
 _VERSION_KEY = "rmm_linear_version"
@@ -59,7 +59,7 @@ class RMMConfig:
         TypeError: If a value has the wrong type.
 
     Example:
-        >>> RMMConfig(ratio=0.2).recipe(1000, 768, itemsize=4).rows
+        >>> RMMConfig(ratio=0.2).spec(1000, 768, itemsize=4).rows
         200
         >>> RMMConfig(ratio=1.5)
         Traceback (most recent call last):
@@ -135,8 +135,8 @@ class RMMConfig:
             checked[pattern] = dict(changes)
         return checked
 
-    def recipe(self, tokens: int, features: int, itemsize: int, bits: int | None = None) -> Recipe | None:
-        """Return how an input is kept.
+    def spec(self, tokens: int, features: int, itemsize: int, bits: int | None = None) -> SaveSpec | None:
+        """Return how an input is saved.
 
         K = max(min_rows, round(ratio · N)), or with ``memory`` the most rows whose bytes fit; at most N.
 
@@ -147,7 +147,7 @@ class RMMConfig:
             bits: Stands in for ``bits="auto"`` under ``memory``; None is 4.
 
         Returns:
-            The recipe, or None where the input itself is kept: N ≤ min_rows, or K ≥ N in the input's own dtype.
+            The spec, or None if the input itself is saved: N ≤ min_rows, or K ≥ N in the input's own dtype.
         """
         if tokens <= self.min_rows:
             return None
@@ -161,12 +161,12 @@ class RMMConfig:
             budget = (self.memory or 0) * tokens * features * itemsize
             rows = int(budget / row_bytes)
             if self.kind in SAMPLERS and rows < tokens:
-                rows = int(budget / (row_bytes + DRAWN_BYTES))
+                rows = int(budget / (row_bytes + ROW_SAMPLE_BYTES))
         rows = min(tokens, max(self.min_rows, rows))
         if rows == tokens and width is None:
             return None
         mix = self.uniform_mix if self.kind in SAMPLERS else 0.0
-        return Recipe(self.kind, rows, self.block, None if width is None else int(width), mix)
+        return SaveSpec(self.kind, rows, self.block, None if width is None else int(width), mix)
 
     def replace(self, **changes: Any) -> RMMConfig:
         """Return a copy with other values; a new ``ratio`` drops ``memory``, and the other way round.

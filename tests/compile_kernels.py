@@ -82,7 +82,7 @@ def cases() -> Any:
     for bits in (8, 4, 2):
         yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
     yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
-    yield "turn_back", module["packing"]._turn_back_kernel, "*bf16", {"B_K": 32}
+    yield "unrotate", module["packing"]._unrotate_kernel, "*bf16", {"B_K": 32}
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}

@@ -16,12 +16,12 @@ def learned(steps=4, **fields):
     for _ in range(steps):
         model(torch.randn(4, 10, 12)).square().sum().backward()
     for layer in (model.first, model.second):
-        if hasattr(layer, "rmm_choice"):
-            layer.rmm_choice.settle()  # the step is complete, as it is for one that is read
+        if hasattr(layer, "rmm_auto_bits"):
+            layer.rmm_auto_bits.choose()  # the step is complete, as it is for one that is read
     return model
 
 
 def content(model):
     """All that a save is of, so that two of them can be compared."""
-    config = next(layer.rmm_scope.config for layer in model.modules() if hasattr(layer, "rmm_scope"))
+    config = next(layer.rmm_context.config for layer in model.modules() if hasattr(layer, "rmm_context"))
     return config, sketch_state(model), {name: tensor.tolist() for name, tensor in sketch_tensors(model).items()}

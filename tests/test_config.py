@@ -113,14 +113,14 @@ def test_it_is_frozen_and_keeps_its_own_containers():
     ],
 )
 def test_rows_are_the_rounded_ratio_and_min_rows_at_least(ratio, min_rows, tokens, rows):
-    assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4).rows == rows
+    assert RMMConfig(ratio=ratio, min_rows=min_rows).spec(tokens, 8, 4).rows == rows
 
 
 @pytest.mark.parametrize(
     ("ratio", "min_rows", "tokens"), [(0.1, 64, 64), (0.1, 64, 3), (1.0, 1, 10), (0.99, 1, 10), (0.1, 1, 0)]
 )
 def test_no_sketch_where_every_row_would_be_kept(ratio, min_rows, tokens):
-    assert RMMConfig(ratio=ratio, min_rows=min_rows).recipe(tokens, 8, 4) is None
+    assert RMMConfig(ratio=ratio, min_rows=min_rows).spec(tokens, 8, 4) is None
 
 
 # Overrides

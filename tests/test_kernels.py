@@ -41,7 +41,7 @@ def test_every_kernel_is_compared():
     words = {word for title in COMPARISONS for word in title.split()}
     assert words >= {"countsketch", "gathered", "gaussian", "rademacher", "hadamard", "pack_and_unpack", "row_norms"}
     assert words >= {
-        "turn_back",
+        "unrotate",
         "random_keys",
         "layer",
         "scaled_rows",
@@ -93,7 +93,7 @@ def test_nan_stays_in_its_group():
 def test_nothing_is_a_result_too():
     assert kernels().sparse_sketch(torch.ones(5, 0, device=DEVICE), SEED, 2).shape == (2, 0)
     assert kernels().row_norms(torch.ones(0, 4, device=DEVICE)).shape == (0,)
-    assert kernels().turn_back(torch.ones(0, 4, device=DEVICE), SEED).shape == (0, 4)
+    assert kernels().unrotate(torch.ones(0, 4, device=DEVICE), SEED).shape == (0, 4)
     assert kernels().random_keys(SEED, 0).shape == (0,)
     assert [t.shape for t in kernels().pack(torch.ones(0, 70, device=DEVICE), 4, SEED)] == [(0, 35), (0, 2, 2)]
 

@@ -89,7 +89,7 @@ def test_the_recommendation_is_the_quietest_of_all_kinds_and_widths(minilm_step)
     assert [entry.layer for entry in best] == [record.name for record in records]
     for record, entry in zip(records, best, strict=True):
         bits = None if entry.bits == 16 else entry.bits
-        recipe = RMMConfig(kind=entry.setting, memory=0.05, bits=bits).recipe(*record.x.shape, 2)
+        recipe = RMMConfig(kind=entry.setting, memory=0.05, bits=bits).spec(*record.x.shape, 2)
         shape = {"kind": entry.setting, "rows": recipe.rows, "bits": bits, "mask": record.mask, "draws": 1}
         noise = sketch_variance(record.x, record.grad_output, **shape)
         sgd = sgd_variance(record.x, record.grad_output, samples=record.samples)

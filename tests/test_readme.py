@@ -48,7 +48,7 @@ def test_python_snippets_run_one_after_the_other(tmp_path, monkeypatch, capsys):
         "classifier.dense": "in exclude_modules",
         "classifier.out_proj": "not in target_modules",
     }
-    assert names["layer"].rmm_config.recipe(32 * 128, 256, 4).rows == 410
+    assert names["layer"].rmm_config.spec(32 * 128, 256, 4).rows == 410
     assert torch.isfinite(names["weight"].grad).all()
     assert (tmp_path / "rmm_config.json").is_file()
     assert {row.step for row in names["probe"].rows} == {2, 4}

@@ -5,14 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rmm_linear.sketches import KINDS
-
-
-def check_kind(kind: object) -> None:
-    """Refuse what is no kind of sketch."""
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
-
 
 def check_fraction(name: str, value: object, hint: str, *, needed: bool = False) -> None:
     """Refuse what is neither a number in (0, 1] nor, unless it is needed, None."""

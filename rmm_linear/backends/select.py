@@ -1,11 +1,18 @@
-"""Which code runs: plain PyTorch, its compiled form on CPU, or the Triton kernels."""
+"""Which implementation runs for some tensors: plain PyTorch, the C library on CPU, or the Triton kernels."""
 
 from __future__ import annotations
 
 import os
+from typing import Literal
+
+import torch
+
+from rmm_linear.backends import native, triton
 
 BACKENDS = ("auto", "torch", "triton")
+Backend = Literal["plain", "native", "triton"]
 _VARIABLE = "RMM_BACKEND"
+_ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 
 
 def requested_backend() -> str:
@@ -22,3 +29,31 @@ def requested_backend() -> str:
     if name not in BACKENDS:
         raise ValueError(f"{_VARIABLE} must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}.")
     return name
+
+
+def backend_of(device: str, dtype: torch.dtype) -> Backend:
+    """Choose by device, dtype and RMM_BACKEND.
+
+    Args:
+        device: Type of the device of the matrix that is worked on.
+        dtype: Its dtype.
+
+    Returns:
+        "plain" runs everywhere.
+
+    Raises:
+        RuntimeError: If the kernels are asked for on CPU, and Triton does not interpret them.
+        ValueError: If RMM_BACKEND holds something unknown.
+    """
+    requested = requested_backend()
+    if requested == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "RMM_BACKEND=triton runs on CPU in Triton's interpreter only, and TRITON_INTERPRET=1 is not set. "
+            "Set it before Python starts, or use RMM_BACKEND=auto."
+        )
+    if requested == "torch":
+        return "plain"
+    is_supported = dtype in triton.DTYPES or not dtype.is_floating_point
+    if is_supported and (requested == "triton" or (device in _ACCELERATORS and triton.is_installed())):
+        return "triton"
+    return "native" if device == "cpu" and native.is_available() else "plain"

@@ -3,7 +3,7 @@
 At one number of bytes, few bits mean many rows: less sketch noise, more rounding noise. Which weighs more depends on
 the batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
 
-The prediction needs no gradient. Y is stood in for by random signs on the tokens that count: the sketch term is then
+The prediction needs no gradient. Random signs replace Y on the tokens that count: the sketch term is then
 the kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the
 prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width. A
 forward pass that came before the choice is recomputed in the width it had.
@@ -21,8 +21,9 @@ from torch import Tensor
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, next_node, running_node
-from rmm_linear.packing.pack import WIDTHS, rounding_variance
-from rmm_linear.sketches import TokenMask, probabilities, row_norms, sketch, variance
+from rmm_linear.ops.sketch import sketch
+from rmm_linear.packing import WIDTHS, rounding_variance
+from rmm_linear.sketches import TokenMask, probabilities, row_norms, variance
 from rmm_linear.sketches.philox import signs
 
 STEPS = 4
@@ -31,7 +32,7 @@ _STREAM = 4
 
 
 @dataclass
-class BitsChoice:
+class AutoBits:
     """The widths a layer tries, and the one it keeps.
 
     Attributes:
@@ -73,7 +74,7 @@ class BitsChoice:
             self.noise[bits] = self.noise.get(bits, 0.0) + noise
         self.steps += 1
 
-    def settle(self) -> None:
+    def choose(self) -> None:
         """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
         if self.bits is None and self.steps >= STEPS:
             self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
@@ -92,7 +93,7 @@ class BitsChoice:
         return {"bits": self.bits, "steps": self.steps, "noise": {str(k): v for k, v in self.noise.items()}}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BitsChoice:
+    def from_dict(cls, values: dict[str, Any]) -> AutoBits:
         """Make a choice from :meth:`to_dict`'s result.
 
         Args:
@@ -127,15 +128,15 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
     Returns:
         Predicted E‖dŴ − dW‖² by ‖Y‖²_F.
     """
-    recipe = config.recipe(x.shape[0], x.shape[1], itemsize, bits)
-    if recipe is None:
+    spec = config.spec(x.shape[0], x.shape[1], itemsize, bits)
+    if spec is None:
         return 0.0
     seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     y = signs(seed, x.shape[0] * _COLUMNS, _STREAM).view(-1, _COLUMNS).to(torch.float32)
     if mask is not None:
-        y = y * mask.real.unsqueeze(1)
-    p = probabilities(row_norms(x), recipe.uniform_mix, mask=mask) if recipe.draws(x.shape[0]) else None
-    shape = {"kind": recipe.kind, "rows": recipe.rows, "block": recipe.block, "mask": mask, "p": p}
+        y = y * mask.valid.unsqueeze(1)
+    p = probabilities(row_norms(x), spec.uniform_mix, mask=mask) if spec.samples_rows(x.shape[0]) else None
+    shape = {"kind": spec.kind, "rows": spec.rows, "block": spec.block, "mask": mask, "p": p}
     z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
     rounding = (sketched_y.double().square().sum(1) * rounding_variance(z, bits, seed)).sum()
     return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

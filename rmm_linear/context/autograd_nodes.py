@@ -1,4 +1,4 @@
-"""Which forward pass does a recomputation repeat? The graph knows.
+"""Find the forward pass that is being recomputed by autograd's sequence number.
 
 PyTorch numbers the nodes of the autograd graph in the order in which they are made. The node whose backward pass runs
 while activation checkpointing recomputes was made by the forward pass that is repeated, so its number lies between

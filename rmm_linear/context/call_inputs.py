@@ -1,4 +1,4 @@
-"""What the modules around a layer were given: the attention mask, the token ids, the examples' numbers.
+"""The inputs of the modules around a layer: the attention mask, the token ids, the examples' numbers in the data set.
 
 They are read from the calls of the model and of every submodule whose forward takes an ``attention_mask``. An inner
 module's mask or ids take the place of an outer one's for the layers inside.
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
 from rmm_linear.sketches import TokenMask
 
@@ -64,8 +65,8 @@ class AttentionMask:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """What a module was given, itself or by those around it.
+class CallInputs:
+    """The mask, ids and example numbers that hold inside of a module, its own or those of the modules around it.
 
     Attributes:
         mask: The attention mask.
@@ -77,7 +78,7 @@ class Given:
     input_ids: Tensor | None = None
     sample_index: Tensor | None = None
 
-    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> Given:
+    def inside(self, module: nn.Module, args: Any, kwargs: Any) -> CallInputs:
         """Say what holds inside of a module that is called now.
 
         Args:
@@ -98,7 +99,7 @@ class Given:
             ids = None
         elif not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
             ids = self.input_ids
-        return self if mask is self.mask and ids is self.input_ids else Given(mask, ids, self.sample_index)
+        return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
     def _mask(self, given: Any) -> AttentionMask | None:
         outer = self.mask
@@ -111,7 +112,7 @@ class Given:
             return outer
         return AttentionMask.of(given)
 
-    def fitting(self, tokens: int) -> Given:
+    def fitting(self, tokens: int) -> CallInputs:
         """Leave out what is of other rows than a layer sees.
 
         Args:
@@ -122,7 +123,31 @@ class Given:
         """
         mask = self.mask if self.mask is not None and len(self.mask.flat) == tokens else None
         ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
-        return Given(mask, ids, self.sample_index)
+        return CallInputs(mask, ids, self.sample_index)
+
+    def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
+        """Describe a call of a layer to norm estimators.
+
+        Args:
+            shape: Leading dimensions of the layer's input; their product fits mask and ids.
+            device: Where the input is.
+            masked: Whether the layer wants the token mask.
+
+        Returns:
+            The call. Of flattened rows, the ids or the mask tell the sequences.
+        """
+        ids, mask, index = self.input_ids, self.mask, self.sample_index
+        if len(shape) < 2 and ids is not None:
+            shape = tuple(ids.shape)
+        elif len(shape) < 2 and mask is not None and mask.sequences:
+            shape = (mask.sequences, len(mask.flat) // mask.sequences)
+        return LayerCall(
+            tuple(shape),
+            device,
+            None if ids is None else ids.detach().reshape(-1),
+            index if index is not None and len(shape) > 1 and len(index) == shape[0] else None,
+            mask.ranks if masked and mask is not None else None,
+        )
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:

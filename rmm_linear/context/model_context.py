@@ -1,20 +1,19 @@
-"""What the layers of a converted model share during one forward pass: the seeds, what was given, the sketches.
+"""What the layers of a converted model share during one forward pass: the seeds, masks and token ids, the sketches.
 
 Forward passes are seen by hooks on the model and on every submodule whose forward takes an ``attention_mask``; the
-outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm. What these
-modules were given (masks, token ids) is the business of ``given.py``.
+outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm. The arguments
+of these modules are read by ``call_inputs.py``.
 
 Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on
 only when the forward pass is over. So nothing random inside (dropout) sees a difference between the converted and the
 original model, with or without gradients.
 
 Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
-further seeds from the last step's, and what their own forward pass was given (``waiting.py``).
+further seeds from the last step's, and the masks and ids of their own forward pass (``recomputation.py``).
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -22,26 +21,27 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import BitsChoice
+from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
-from rmm_linear.context.call_inputs import Given, parameters, take_sample_index, takes_mask
-from rmm_linear.context.recomputation import Waiting
-from rmm_linear.context.sketch_cache import SharedSketches
+from rmm_linear.context.call_inputs import CallInputs, parameters, take_sample_index, takes_mask
+from rmm_linear.context.frames import is_called_inside_itself
+from rmm_linear.context.recomputation import PendingForwards
+from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.traced_masks import TracedMasks
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
-from rmm_linear.ops.traced import TracedPass
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 
-class ForwardScope:
+class ModelContext:
     """What one converted model's layers share.
 
     Attributes:
         names: Name of every converted layer; its place is the layer's number.
         config: What the model was converted by.
-        choices: Width chosen by every layer with ``bits="auto"``, by number.
+        auto_bits: Width chosen by every layer with ``bits="auto"``, by number.
         estimators: What every layer that draws its rows expects of its gradient, by number.
-        shared: Sketches of the running forward pass, and the groups of layers that share one.
-        traced: What the layers share in compiled code, in place of all the rest.
+        sketch_cache: Sketches of the running forward pass, and the groups of layers that share one.
+        traced_masks: What the layers share in compiled code, in place of all the rest.
     """
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
@@ -53,25 +53,25 @@ class ForwardScope:
         """
         self.names = names or []
         self.config = config or RMMConfig()
-        self.choices: dict[int, BitsChoice] = {}
+        self.auto_bits: dict[int, AutoBits] = {}
         self.estimators: dict[int, NormEstimator] = {}
-        self.shared = SharedSketches()
+        self.sketch_cache = SketchCache()
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._released = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.traced = TracedPass()
-        self._given: list[Given] = []  # of the modules that run, the outermost first
+        self.traced_masks = TracedMasks()
+        self._inputs: list[CallInputs] = []  # of the modules that run, the outermost first
         self._outermost: nn.Module | None = None
-        self._waiting = Waiting()
+        self._pending = PendingForwards()
         self._backward_seen = False
         self._recomputing = False
         self._count = 0
         self._seeded = False
         self._step_seed: int | None = None
-        self._drew: set[int] = set()
+        self._drawn_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
         """Open the scope around every forward pass of ``model``.
@@ -103,7 +103,7 @@ class ForwardScope:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.shared.clear()
+        self.sketch_cache.clear()
 
     def release(self) -> None:
         """Note that one layer left the scope; after the last one, remove it from its model."""
@@ -117,7 +117,7 @@ class ForwardScope:
         Returns:
             False when a layer is called by itself, or the model's ``forward`` not through a call.
         """
-        return bool(self._given) or in_backward()
+        return bool(self._inputs) or in_backward()
 
     def layer_seed(self, index: int) -> int:
         """Return a fresh seed for one call of one layer.
@@ -129,13 +129,13 @@ class ForwardScope:
             A seed no other call of this step has.
         """
         if not in_backward():
-            if not self._given:
-                self._drew.add(index)
+            if not self._inputs:
+                self._drawn_alone.add(index)
             else:
-                self._drew.discard(index)
+                self._drawn_alone.discard(index)
                 if not self._seeded:
                     self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or index in self._drew:  # a recomputation draws where the first pass drew
+        if self._step_seed is None or index in self._drawn_alone:  # a recomputation draws where the first pass drew
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
@@ -157,12 +157,12 @@ class ForwardScope:
             RuntimeError: If a recomputation cannot tell which of the layer's calls it repeats.
         """
         tokens = torch.Size(shape).numel()
-        given = (self._given[-1] if self._given else Given()).fitting(tokens)
+        inputs = (self._inputs[-1] if self._inputs else CallInputs()).fitting(tokens)
         if not in_backward():
-            self._waiting.add(index, tokens, given)
-        elif (first := self._waiting.recall()) is not None and first.module is not self._outermost:
-            given = first.find(index, tokens, self.names[index], masked)  # else the whole model runs again
-        return _describe(given, shape, device, masked)
+            self._pending.add(index, tokens, inputs)
+        elif (first := self._pending.recall()) is not None and first.module is not self._outermost:
+            inputs = first.find(index, tokens, self.names[index], masked)  # else the whole model runs again
+        return inputs.layer_call(shape, device, masked)
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Say what holds now, outside of a recomputation, for whoever wants to look and leave no trace.
@@ -175,8 +175,8 @@ class ForwardScope:
         Returns:
             The call, as :meth:`call_of` gives it to the layer.
         """
-        given = self._given[-1] if self._given else Given()
-        return _describe(given.fitting(torch.Size(shape).numel()), shape, device, masked)
+        inputs = self._inputs[-1] if self._inputs else CallInputs()
+        return inputs.fitting(torch.Size(shape).numel()).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
         """Return ŷ for a sketch that a layer makes for itself and for those that were seen to share one with it.
@@ -188,7 +188,7 @@ class ForwardScope:
         Returns:
             √Σŷ² over these layers, float32, shape (N,); None where nothing is known.
         """
-        groups = [group for group in self.shared.groups if index in group]
+        groups = [group for group in self.sketch_cache.groups if index in group]
         members = sorted(set(max(groups, key=len, default=(index,))))
         known = [self.estimators[member].predict(call) for member in members if member in self.estimators]
         squares = [norms.double().square() for norms in known if norms is not None]
@@ -203,10 +203,10 @@ class ForwardScope:
         Returns:
             Shape (batch, sequence), or None if there is no mask for ``tokens`` rows.
         """
-        mask = self._given[-1].fitting(tokens).mask if self._given else None
+        mask = self._inputs[-1].fitting(tokens).mask if self._inputs else None
         return None if mask is None else mask.flat.view(mask.sequences, -1)
 
-    def choice(self, index: int) -> BitsChoice:
+    def auto_bits_of(self, index: int) -> AutoBits:
         """Return a layer's choice of bits.
 
         Args:
@@ -215,40 +215,40 @@ class ForwardScope:
         Returns:
             The choice, made when the layer asks first.
         """
-        return self.choices.setdefault(index, BitsChoice())
+        return self.auto_bits.setdefault(index, AutoBits())
 
     def note_backward(self) -> None:
         """Remember that the backward pass of a forward pass has begun."""
-        self._waiting.recall()
+        self._pending.recall()
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
-            return args, self.traced.enter(module, self._signature(module), args, kwargs)
+            return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
         # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
         left = self._recomputing and not in_backward()
-        if self._given and (left or (module is self._outermost and not _is_running(module))):
-            self._given.clear()
-            self.shared.clear()
-        if self._given:
-            self._given.append(self._given[-1].inside(module, args, kwargs))
+        if self._inputs and (left or (module is self._outermost and not is_called_inside_itself(module))):
+            self._inputs.clear()
+            self.sketch_cache.clear()
+        if self._inputs:
+            self._inputs.append(self._inputs[-1].inside(module, args, kwargs))
             return None
         index, kwargs = take_sample_index(module, kwargs)
         self._outermost = module
         self._recomputing = in_backward()
         if not self._recomputing:
             self._open_step(module)
-        self._given.append(Given(sample_index=index).inside(module, args, kwargs))
+        self._inputs.append(CallInputs(sample_index=index).inside(module, args, kwargs))
         return args, kwargs
 
     def _open_step(self, module: nn.Module) -> None:
         self._seeded = False  # the last step's seed stays, for recomputations that come after an eval pass
-        self.shared.clear()
-        self._waiting.open(module)
+        self.sketch_cache.clear()
+        self._pending.open(module)
         if self._backward_seen:
             self._backward_seen = False
-            for choice in self.choices.values():
-                choice.settle()
+            for auto_bits in self.auto_bits.values():
+                auto_bits.choose()
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
         """Parameters of the module's forward, when the scope was attached; compilers can trace this."""
@@ -259,48 +259,24 @@ class ForwardScope:
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            self.traced.exit(module)
+            self.traced_masks.exit(module)
             return
-        if self._given:
-            self._given.pop()
-        if not self._given:
+        if self._inputs:
+            self._inputs.pop()
+        if not self._inputs:
             self._outermost = None
-            self.shared.clear()
+            self.sketch_cache.clear()
             if not self._recomputing:
-                self._waiting.close()
+                self._pending.close()
             if self._seeded and not self._recomputing:
                 draw_seed()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the running forward pass behind."""
-        lasting = ("names", "config", "_signatures", "choices", "estimators", "shared", "_handles", "_released")
+        lasting = ("names", "config", "_signatures", "auto_bits", "estimators", "sketch_cache", "_handles", "_released")
         return {name: value for name, value in vars(self).items() if name in lasting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
         vars(self).update(state)
         self._reset()
-
-
-def _describe(given: Given, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-    ids, mask, index = given.input_ids, given.mask, given.sample_index
-    if len(shape) < 2 and ids is not None:
-        shape = tuple(ids.shape)  # of flattened rows, whoever knows the sequences tells them
-    elif len(shape) < 2 and mask is not None and mask.sequences:
-        shape = (mask.sequences, len(mask.flat) // mask.sequences)
-    return LayerCall(
-        tuple(shape),
-        device,
-        None if ids is None else ids.detach().reshape(-1),
-        index if index is not None and len(shape) > 1 and len(index) == shape[0] else None,
-        mask.ranks if masked and mask is not None else None,
-    )
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of the module lies below the one that has just begun, as in a module that calls itself."""
-    calls, frame = 0, sys._getframe()
-    while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1

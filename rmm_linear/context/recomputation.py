@@ -1,4 +1,4 @@
-"""Forward passes that wait for their backward pass: what activation checkpointing's recomputation was given before.
+"""Forward passes whose backward pass is still to come: masks and ids for activation checkpointing's recomputation.
 
 A recomputation runs inside of the backward pass, without the modules around it. So every forward pass leaves behind
 what the calls of its layers were given, and the recomputation finds its forward pass by the node that runs
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from rmm_linear.context.autograd_nodes import next_node, running_node
-from rmm_linear.context.call_inputs import AttentionMask, Given
+from rmm_linear.context.call_inputs import AttentionMask, CallInputs
 
 _MOST = 64  # forward passes remembered; who never runs their backward passes must not fill the memory
 
@@ -54,7 +54,7 @@ class ForwardPass:
         """
         return self.begin <= node and (self.end is None or node < self.end)
 
-    def find(self, index: int, tokens: int, name: str, masked: bool) -> Given:
+    def find(self, index: int, tokens: int, name: str, masked: bool) -> CallInputs:
         """Return what the call was given that is now recomputed.
 
         A layer may be called several times in a pass. A mask that is not the call's own would bias the gradient; ids
@@ -80,7 +80,7 @@ class ForwardPass:
             )
         fitting = [call[1:] for call in self.calls.get(index, ()) if call[0] == tokens]
         if not fitting:
-            return Given()
+            return CallInputs()
         mask, ids, numbers = fitting[0]
         if masked and any(not _same(other, mask) for other, _, _ in fitting):
             raise RuntimeError(
@@ -90,10 +90,10 @@ class ForwardPass:
             )
         ids = ids if all(other is ids for _, other, _ in fitting) else None
         numbers = numbers if all(other is numbers for _, _, other in fitting) else None
-        return Given(mask, ids, numbers)
+        return CallInputs(mask, ids, numbers)
 
 
-class Waiting:
+class PendingForwards:
     """The forward passes of a model that may yet be recomputed."""
 
     def __init__(self) -> None:
@@ -125,17 +125,17 @@ class Waiting:
             if not torch.is_grad_enabled():
                 self._passes.pop()
 
-    def add(self, index: int, tokens: int, given: Given) -> None:
+    def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
         """Remember a call in the forward pass that runs; outside of one, nothing is given.
 
         Args:
             index: Number of the layer.
             tokens: N.
-            given: What it was given, fitting N.
+            inputs: What held for it, fitting N.
         """
         if self._passes and self._passes[-1].end is None:
             calls = self._passes[-1].calls.setdefault(index, set())
-            calls.add((tokens, given.mask, given.input_ids, given.sample_index))
+            calls.add((tokens, inputs.mask, inputs.input_ids, inputs.sample_index))
 
     def recall(self) -> ForwardPass | None:
         """Return the forward pass whose backward pass is running.
@@ -171,7 +171,7 @@ class _Running:
 
 
 def _end(running: _Running) -> None:
-    """Nothing is left to do: the backward pass has held the argument until now."""
+    """No-op: the queued callback keeps ``running`` alive until the backward pass ends."""
 
 
 def _same(first: AttentionMask | None, second: AttentionMask | None) -> bool:

@@ -1,7 +1,7 @@
 """Layers that read the same tensor share one sketch of it.
 
 Autograd stores an input once, however many layers read it; so do we. A sketch is found by the identity of the input
-(the tensor or a view of the same memory, unchanged since by its version counter), the recipe and the mask. The input
+(the tensor or a view of the same memory, unchanged since by its version counter), the spec and the mask. The input
 itself is held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd
 alone, which frees it after the last of the layers' backward passes.
 
@@ -12,7 +12,7 @@ and must then find the operators that ran in it before. Each has a dispatch mode
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 class _Entry:
     source: weakref.ref[Tensor]
     version: int
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
     layers: list[int]
 
 
 @dataclass
-class SharedSketches:
+class SketchCache:
     """The sketches that were made in this forward pass.
 
     Attributes:
@@ -40,41 +40,44 @@ class SharedSketches:
     _entries: dict[tuple[Hashable, ...], _Entry] = field(default_factory=dict)
     _task: int = -1
 
-    def find_or_make(
-        self, source: Tensor, key: tuple[Hashable, ...], index: int, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        """Return the sketch of a tensor that another layer made, or make it.
+    def find(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> tuple[Tensor, ...] | None:
+        """Return the sketch of a tensor that another layer made.
 
         Args:
             source: The layer's input.
             key: What else the sketch depends on.
             index: Number of the layer that asks.
-            make: Makes the sketch.
 
         Returns:
-            The tensors to keep.
+            The tensors to save, or None.
         """
         task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
         if task != self._task:
             self.clear()
             self._task = task
-        place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
-        full_key = (place, _get_current_dispatch_mode(), *key)
-        entry = self._entries.get(full_key)
-        if entry is not None and entry.source() is not None and entry.version == source._version:
-            entry.layers.append(index)
-            return entry.kept
-        self._forget(full_key)
-        kept = make()
+        entry = self._entries.get(_full_key(source, key))
+        if entry is None or entry.source() is None or entry.version != source._version:
+            return None
+        entry.layers.append(index)
+        return entry.saved
 
-        this = weakref.ref(self)
+    def add(self, source: Tensor, key: tuple[Hashable, ...], index: int, saved: tuple[Tensor, ...]) -> None:
+        """Remember the sketch that a layer has made of a tensor, as long as that lives.
+
+        Args:
+            source: The layer's input.
+            key: What else the sketch depends on.
+            index: Number of the layer.
+            saved: The tensors to save.
+        """
+        full_key, this = _full_key(source, key), weakref.ref(self)
+        self._forget(full_key)
 
         def forget(_: object) -> None:
             if (owner := this()) is not None:
                 owner._forget(full_key)
 
-        self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, kept, [index])
-        return kept
+        self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, saved, [index])
 
     def clear(self) -> None:
         """Let go of all sketches; autograd keeps those it needs."""
@@ -89,3 +92,8 @@ class SharedSketches:
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles take the groups along and no tensors."""
         return {"groups": set(self.groups), "_entries": {}, "_task": -1}
+
+
+def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
+    return (place, _get_current_dispatch_mode(), *key)

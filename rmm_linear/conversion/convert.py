@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer
-from rmm_linear.layers.linear import RMMLinear, SketchedLayer
+from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
 
 logger = logging.getLogger(__name__)
@@ -85,13 +87,13 @@ def convert(
     if dry_run:
         return ConversionReport(config, converted, skipped, dry_run)
     classes = {name: _sketched_class(module) for name, module in chosen.items()}
-    scope = ForwardScope(list(chosen), config if example is None else _restricted(config, list(chosen)))
-    scope.attach(model)
+    context = ModelContext(list(chosen), config if example is None else _restricted(config, list(chosen)))
+    context.attach(model)
     for index, (name, module) in enumerate(chosen.items()):
         # The object stays, so ties, hooks, optimizers and everybody's references to it do too.
         module.__class__ = classes[name]
-        module._set_up(converted[name].config, scope, index)  # pyright: ignore[reportCallIssue]
-    report = ConversionReport(config, converted, skipped, scope=scope)
+        module._set_up(converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
+    report = ConversionReport(config, converted, skipped, context=context)
     logger.info(report.summary())
     return report
 
@@ -124,8 +126,8 @@ def revert(model: nn.Module) -> nn.Module:
             "revert takes a converted model, got one without sketched layers. Call rmm_linear.convert first."
         )
     for layer in layers:
-        if layer.rmm_scope is not None:
-            layer.rmm_scope.release()
+        if layer.rmm_context is not None:
+            layer.rmm_context.release()
         layer._tear_down()
         layer.__class__ = _original_class(type(layer))
     return model
@@ -183,10 +185,10 @@ def _skip_where_nothing_is_saved(
     inputs, _ = layer_inputs(model, example, list(chosen))
     for name, seen in inputs.items():
         features = _features(chosen[name])[0]
-        recipe = config.for_module(name).recipe(seen.tokens, features, seen.itemsize)
-        if recipe is None:
+        spec = config.for_module(name).spec(seen.tokens, features, seen.itemsize)
+        if spec is None:
             continue  # exact, as before
-        size = recipe.bytes(seen.tokens, features, seen.itemsize)
+        size = spec.bytes(seen.tokens, features, seen.itemsize)
         reason = unsaved_reason(seen)
         if reason is None and size >= seen.bytes:
             reason = f"its sketch of {size} bytes is no smaller than its input of {seen.bytes}"
@@ -202,7 +204,7 @@ def _skip_where_nothing_is_saved(
 
 def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
-    if any(c.__name__ == "FSDPModule" for c in kind.__mro__):
+    if is_fsdp_module(module):
         return f"it was sharded by itself, as {kind.__name__}: call convert before fully_shard"
     if not (kind is nn.Linear or is_conv1d(module)):
         return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
@@ -215,7 +217,7 @@ def _not_convertible(module: nn.Module) -> str | None:
 
 def _is_tensor_parallel(module: nn.Module) -> bool:
     """By what torch and transformers leave behind; FSDP's weights are DTensors too, between forward passes only."""
-    is_distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
+    is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
     is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
     return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
 

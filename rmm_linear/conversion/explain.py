@@ -95,9 +95,9 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
             continue
         counted = [other.storage for other_name, other in inputs.items() if other_name in layers]
         own = seen.bytes if seen.storage is not None and not seen.others and seen.storage not in counted else 0
-        recipe = layer.config.recipe(seen.tokens, layer.in_features, seen.itemsize)
+        spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
         reason = unsaved_reason(seen)
-        if recipe is None and reason is None:
+        if spec is None and reason is None:
             reason = f"the layer sees {seen.tokens} rows and stays exact"
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), reason)
     return Explanation(layers, before.total, after.total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -105,7 +106,8 @@ def is_conv1d(module: nn.Module) -> bool:
     Returns:
         True if it is.
     """
-    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return transformers is not None and type(module) is transformers.Conv1D
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

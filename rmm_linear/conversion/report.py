@@ -8,7 +8,7 @@ from typing import Any
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.norm_estimators.registry import NONE
 
 
@@ -42,14 +42,14 @@ class ConversionReport:
         converted: Name to layer, in the model's order.
         skipped: Name of every other linear-like layer to the reason why it was left alone.
         dry_run: Whether the model was left as it was.
-        scope: The converted model's shared state, from which ``bits`` and ``groups`` are read; None after a dry run.
+        context: The converted model's shared state, from which ``bits`` and ``groups`` are read; None after a dry run.
     """
 
     config: RMMConfig
     converted: dict[str, ConvertedLayer] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
-    scope: ForwardScope | None = field(default=None, repr=False, compare=False)
+    context: ModelContext | None = field(default=None, repr=False, compare=False)
 
     @property
     def frozen(self) -> list[str]:
@@ -59,23 +59,25 @@ class ConversionReport:
     @property
     def bits(self) -> dict[str, int]:
         """Name of every layer that has settled on a width under ``bits="auto"`` to that width."""
-        if self.scope is None:
+        if self.context is None:
             return {}
-        return {self.scope.names[index]: c.bits for index, c in self.scope.choices.items() if c.bits is not None}
+        return {self.context.names[index]: c.bits for index, c in self.context.auto_bits.items() if c.bits is not None}
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Names of the layers that were seen to share one sketch of one input, group by group."""
-        if self.scope is None:
+        if self.context is None:
             return []
-        return [tuple(self.scope.names[index] for index in group) for group in sorted(self.scope.shared.groups)]
+        return [
+            tuple(self.context.names[index] for index in group) for group in sorted(self.context.sketch_cache.groups)
+        ]
 
     @property
     def estimator_bytes(self) -> dict[str, int]:
         """Name of every layer with a norm estimator to the bytes that this takes now, of sample caches on the host."""
-        if self.scope is None:
+        if self.context is None:
             return {}
-        return {self.scope.names[index]: e.bytes for index, e in sorted(self.scope.estimators.items())}
+        return {self.context.names[index]: e.bytes for index, e in sorted(self.context.estimators.items())}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from rmm_linear._support.files import write_text
 from rmm_linear._version import __version__
-from rmm_linear.context.auto_bits import BitsChoice
-from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.context.auto_bits import AutoBits
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.names import own_name, unwrapped
 from rmm_linear.conversion.state_files import read_tensors, tensors_beside
-from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
 
 
@@ -37,12 +37,12 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
     """
     layers = sketched_layers(model)
     groups = []
-    for scope, numbers in _scopes(layers).items():
+    for context, numbers in _contexts(layers).items():
         names = {number: name for name, number in numbers.items()}
-        groups += [[names[n] for n in group] for group in scope.shared.groups if set(group) <= set(names)]
+        groups += [[names[n] for n in group] for group in context.sketch_cache.groups if set(group) <= set(names)]
     return {
         "rmm_linear_version": __version__,
-        "layers": {name: layer.rmm_choice.to_dict() for name, layer in layers.items()},
+        "layers": {name: layer.rmm_auto_bits.to_dict() for name, layer in layers.items()},
         "groups": sorted(groups),
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
     }
@@ -79,7 +79,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
     """
     layers = sketched_layers(model)
     try:
-        choices = {name: BitsChoice.from_dict(values) for name, values in state["layers"].items()}
+        choices = {name: AutoBits.from_dict(values) for name, values in state["layers"].items()}
         groups = [tuple(map(str, group)) for group in state.get("groups", [])]
         names = dict(state.get("norm_estimators", {}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -95,11 +95,13 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         )
     estimators = _read_estimators(layers, names, tensors or {})
     for name, layer in layers.items():
-        vars(layer.rmm_choice).update(vars(choices[name]))
-        layer.rmm_choice.settle()  # the saved step was complete
+        vars(layer.rmm_auto_bits).update(vars(choices[name]))
+        layer.rmm_auto_bits.choose()  # the saved step was complete
         layer._set_estimator(estimators.get(name))
-    for scope, numbers in _scopes(layers).items():
-        scope.shared.groups |= {tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)}
+    for context, numbers in _contexts(layers).items():
+        context.sketch_cache.groups |= {
+            tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)
+        }
 
 
 def _read_estimators(
@@ -197,10 +199,10 @@ def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
     return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 
 
-def _scopes(layers: dict[str, SketchedLayer]) -> dict[ForwardScope, dict[str, int]]:
-    """The layers' scopes, one for each conversion, and the numbers of their layers by name."""
-    found: dict[ForwardScope, dict[str, int]] = {}
+def _contexts(layers: dict[str, SketchedLayer]) -> dict[ModelContext, dict[str, int]]:
+    """The layers' contexts, one for each conversion, and the numbers of their layers by name."""
+    found: dict[ModelContext, dict[str, int]] = {}
     for name, layer in layers.items():
-        if layer.rmm_scope is not None:
-            found.setdefault(layer.rmm_scope, {})[name] = layer.rmm_index
+        if layer.rmm_context is not None:
+            found.setdefault(layer.rmm_context, {})[name] = layer.rmm_index
     return found

@@ -21,7 +21,7 @@ from rmm_linear.conversion.names import unwrapped
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import tensors_beside
-from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.layers.base import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
 
@@ -50,10 +50,10 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ['0']
     """
     layers = sketched_layers(model)
-    scope = next((layer.rmm_scope for layer in layers.values() if layer.rmm_scope is not None), None)
-    if scope is None:
+    context = next((layer.rmm_context for layer in layers.values() if layer.rmm_context is not None), None)
+    if context is None:
         raise ValueError("save_conversion takes a converted model, got one that is not. Call rmm_linear.convert first.")
-    path, config = Path(folder) / CONFIG_FILE, _without_wrappers(scope.config, model, layers)
+    path, config = Path(folder) / CONFIG_FILE, _without_wrappers(context.config, model, layers)
     with tensors_beside(path, sketch_tensors(model)) as named:
         content = config.to_saved() | {STATE_KEY: sketch_state(model) | named}
         write_text(path, json.dumps(content, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""sketched_linear: a linear layer that keeps a sketch of its input for the backward pass.
+"""sketched_linear: a linear layer that saves a sketch of its input for the backward pass.
 
-    forward    out = X Wᵀ + b (exact)    keep Z = pack(SᵀX), the seed of S, and W
+    forward    out = X Wᵀ + b (exact)    save Z = pack(SᵀX), the seed of S, and W
     backward   dX = Y W (exact)   db = Yᵀ1 (exact)   dW = (SᵀY)ᵀ unpack(Z)
 
 E[S Sᵀ] = 1 and E[unpack(pack(Z)) | Z] = Z make E[dW] = YᵀX: the gradient is unbiased, whatever Y is.
@@ -12,39 +12,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rmm_linear._support.autocast import autocast_dtype, cast
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.sketch_cache import SharedSketches
-from rmm_linear.ops.save import Recipe, keep, weight_gradient
-from rmm_linear.ops.traced import gradient_afresh, keep_afresh
+from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.layers.function import RefusedGradient, SketchedLinearFunction, UnsavedLinearFunction
+from rmm_linear.ops.save import save_input
+from rmm_linear.ops.traced import save_traced
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.spec import SaveSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinearCall:
     """What one call of one layer does with its input.
 
     Attributes:
-        recipe: How the input is kept.
-        seed: Seed of S and of the rounding. None has compiled code draw one in every step.
+        spec: How the input is saved.
+        seed: Seed of S and of the rounding. None in compiled code, whose operator draws one in every step.
+        dtype: The dtype that autocast runs the layer in, or None while it is off.
         mask: The tokens that count, or None for all.
-        shared: Sketches of this forward pass that other layers made, or None to share nothing.
-        index: Number of the layer, for ``shared``.
+        cache: Sketches that other layers made in this forward pass, or None to share nothing.
+        index: Number of the layer, for ``cache``.
         expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called only
             where a sketch is made, so that layers that share one ask once. None knows nothing.
-        on_backward: Called with Y, shape (N, O), and the mask before anything is made of them.
+        on_backward: Called with Y, shape (N, O), and the mask before the weight gradient is made of them.
     """
 
-    recipe: Recipe
+    spec: SaveSpec
     seed: int | None
+    dtype: torch.dtype | None = None
     mask: TokenMask | None = None
-    shared: SharedSketches | None = None
+    cache: SketchCache | None = None
     index: int = 0
     expected: Callable[[], Tensor | None] | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
@@ -59,13 +63,13 @@ def sketched_linear(
     seed: int | None = None,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and keep a small sketch for the backward pass instead of the input.
+    """Apply ``input @ weight.T + bias`` and save a small sketch for the backward pass instead of the input.
 
-    Exact: the output, the gradient by the input and the gradient by the bias. Random and unbiased: the gradient by the
-    weight. Nothing is kept when the weight is frozen or grad mode is off. With N ≤ ``min_rows``, or K ≥ N and no bits,
-    the input itself is kept and everything is exact.
+    Exact: the output and the gradients with respect to input and bias. Random and unbiased: the gradient with respect
+    to the weight. Nothing is saved if the weight is frozen or grad mode is off. With N ≤ ``min_rows``, or K ≥ N and no
+    bits, the input itself is saved and everything is exact.
 
-    Memory: ``config.recipe(N, I, itemsize).bytes(...)``. Time: the weight gradient costs K/N of the exact one; the
+    Memory: ``config.spec(N, I, itemsize).bytes(...)``. Time: the weight gradient costs K/N of the exact one; the
     sketches of X and Y come on top (one pass each for countsketch).
 
     Args:
@@ -75,9 +79,9 @@ def sketched_linear(
         config: Kind, ratio or memory, bits, block and min_rows; its module patterns are not used here.
         seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is
             on or not, so that later random numbers do not depend on it.
-        token_mask: True, or an integer but 0, for rows whose gradient by the output is not zero, shape (*) as the
-            leading dimensions of ``input``; padding is false and leaves the sketch. It is the caller's word: a masked
-            row with a gradient would be missing from dW.
+        token_mask: True, or an integer but 0, for rows whose gradient with respect to the output is not zero, shape (*)
+            as the leading dimensions of ``input``; padding is false and left out of the sketch. It is not checked: a
+            masked row with a gradient would be missing from dW.
 
     Returns:
         Shape (*, O). Equal to the output of ``torch.nn.functional.linear`` to the bit.
@@ -94,13 +98,14 @@ def sketched_linear(
         torch.Size([4, 8])
     """
     _check_arguments(input, config, seed, token_mask)
-    recipe = recipe_for(input, weight, config)
-    if recipe is None:
+    dtype = autocast_dtype(input.device.type, input.dtype)
+    spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, config)
+    if spec is None:
         return F.linear(input, weight, bias)
     if seed is None and not torch.compiler.is_compiling():
         seed = draw_seed()
     mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
-    return planned_linear(input, weight, bias, Plan(recipe, seed, mask))
+    return saved_linear(input, weight, bias, LinearCall(spec, seed, dtype, mask))
 
 
 def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Tensor | None) -> None:
@@ -124,154 +129,82 @@ def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Te
         )
 
 
-def recipe_for(input: Tensor, weight: Tensor, config: RMMConfig, bits: int | None = None) -> Recipe | None:
-    """Return how a layer keeps its input, by the shapes and dtypes alone.
+def spec_for(
+    shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, bits: int | None = None
+) -> SaveSpec | None:
+    """Return how a layer saves its input, by the shapes and dtypes alone.
 
     Args:
-        input: Activations X, shape (*, I).
+        shape: Of the input X, (*, I).
+        itemsize: Bytes per element that the layer computes with.
         weight: Shape (O, I).
         config: The layer's configuration.
         bits: What ``bits="auto"`` stands for; None is the configuration's own rule.
 
     Returns:
-        The recipe; None when the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
+        The spec; None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
     """
-    if not weight.requires_grad or 0 in weight.shape or input.dim() == 0 or input.shape[-1] != weight.shape[-1]:
+    if not weight.requires_grad or 0 in weight.shape or not shape or shape[-1] != weight.shape[-1]:
         return None
-    itemsize = (autocast_dtype(input) or input.dtype).itemsize
-    return config.recipe(input.shape[:-1].numel(), input.shape[-1], itemsize, bits)
+    return config.spec(shape[:-1].numel(), shape[-1], itemsize, bits)
 
 
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast runs a linear layer in, or None when it is off.
-
-    Args:
-        input: Activations; their device and dtype decide.
-
-    Returns:
-        The dtype, or None.
-    """
-    device_type = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def planned_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan | None) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and keep what a plan says.
+def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    """Apply ``input @ weight.T + bias`` and save what a call says.
 
     Args:
         input: Activations X, shape (*, I).
         weight: Shape (O, I).
         bias: Shape (O,), or None.
-        plan: What is kept. None keeps nothing, as a layer in eval mode does: the gradients by input and bias are exact,
-            and asking for the gradient by the weight raises in the backward pass.
+        call: What is saved.
 
     Returns:
         Shape (*, O).
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
-    dtype = autocast_dtype(input)
-    x = _cast(input.detach(), dtype)
-    if plan is None:
-        return _SketchedLinear.apply(input, _WithoutGradient.apply(weight), bias, x, dtype, None, None, False)
+    x = input.detach() if call.dtype is None else cast(input.detach(), call.dtype)
     # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
-    saved = _saved(input, x, plan, dtype)
-    afresh = plan.seed is None
-    return _SketchedLinear.apply(input, weight, bias, x, dtype, plan.recipe, plan.on_backward, afresh, *saved)
+    saved = _saved(input, x, call)
+    ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
+    is_traced = call.seed is None
+    return SketchedLinearFunction.apply(
+        input, weight, bias, x, call.dtype, call.spec, call.on_backward, is_traced, *ranks, *saved
+    )
 
 
-def _saved(input: Tensor, x: Tensor, plan: Plan, dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
-    """The mask and what is kept of X; a recomputation under checkpointing replaces all of it, or none."""
-    mask = plan.mask
-
-    def make() -> tuple[Tensor, ...]:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            if plan.seed is None:
-                return keep_afresh(_cast(input, dtype), plan.recipe, mask)  # no view of it: see fresh_sketch
-            expected = None if plan.expected is None else plan.expected()
-            return keep(x.reshape(-1, x.shape[-1]), plan.recipe, plan.seed, mask, expected)
-
-    key = (plan.recipe, mask, dtype)
-    kept = make() if plan.shared is None else plan.shared.find_or_make(input, key, plan.index, make)
-    return (*((None, None) if mask is None else (mask.order, mask.count)), *kept)
-
-
-class _SketchedLinear(torch.autograd.Function):
-    """The linear layer whose backward pass needs what a plan keeps, not X."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x: Tensor,
-        dtype: torch.dtype | None,
-        recipe: Recipe | None,
-        on_backward: Callable[[Tensor, TokenMask | None], None] | None,
-        afresh: bool,
-        *saved: Tensor | None,
-    ) -> Tensor:
-        # On ctx, only what is the same in a recomputation; the seed and the mask are among the saved tensors.
-        ctx.recipe, ctx.on_backward, ctx.afresh, ctx.autocast_dtype = recipe, on_backward, afresh, dtype
-        ctx.input_shape, ctx.input_dtype = input.shape, input.dtype
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        with torch.autocast(input.device.type, enabled=False):
-            b = None if bias is None else _cast(bias, dtype)
-            output = F.linear(x, _cast(weight, dtype), b)
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grad_outputs
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "sketched_linear does not support double backward: its input is not kept, so a backward pass with "
-                "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer."
-            )
-        weight, *saved = ctx.saved_tensors
-        recipe: Recipe | None = ctx.recipe
-        grad_input = grad_weight = grad_bias = None
-        with torch.autocast(grad_output.device.type, enabled=False):
-            y = grad_output.reshape(-1, grad_output.shape[-1])
-            if ctx.needs_input_grad[0]:
-                grad_input = (y @ _cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
-            if recipe is not None and ctx.needs_input_grad[1]:
-                order, count, *kept = saved
-                mask = None if order is None else TokenMask(order, count)
-                if ctx.on_backward is not None:
-                    ctx.on_backward(y, mask)
-                if ctx.afresh:
-                    gradient = gradient_afresh(y, kept[0], recipe, ctx.input_shape[-1], mask)
-                else:
-                    gradient = weight_gradient(y, tuple(kept), recipe, ctx.input_shape[-1], mask)
-                grad_weight = gradient.to(ctx.weight_dtype)
-            if ctx.needs_input_grad[2]:
-                grad_bias = y.sum(0).to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
+def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
+    """What is saved of X; a recomputation under checkpointing replaces all of it, or none."""
+    key = (call.spec, call.mask, call.dtype)
+    saved = None if call.cache is None else call.cache.find(input, key, call.index)
+    if saved is not None:
+        return saved
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if call.seed is None:
+            return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # no view of it: see save_traced
+        expected = None if call.expected is None else call.expected()
+        saved = save_input(x.reshape(-1, x.shape[-1]), call.spec, call.mask, call.seed, expected)
+    if call.cache is not None:
+        call.cache.add(input, key, call.index, saved)
+    return saved
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """A weight whose gradient cannot be made; a node of its own, which runs only if the gradient is asked for."""
+def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply ``input @ weight.T + bias`` and save nothing of the input, as a layer in eval mode does.
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return weight.view_as(weight)
+    Exact: the output and the gradients with respect to input and bias. Asking for the gradient with respect to the
+    weight raises in the backward pass.
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        raise RuntimeError(
-            "The gradient by the weight needs the layer's input, and a layer in eval mode keeps nothing. "
-            "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
-        )
+    Args:
+        input: Activations X, shape (*, I).
+        weight: Shape (O, I).
+        bias: Shape (O,), or None.
 
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast does: floating point but not float64."""
-    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
+    Returns:
+        Shape (*, O).
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return F.linear(input, weight, bias)
+    return UnsavedLinearFunction.apply(
+        input, RefusedGradient.apply(weight), bias, autocast_dtype(input.device.type, input.dtype)
+    )

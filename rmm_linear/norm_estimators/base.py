@@ -42,11 +42,11 @@ class LayerCall:
         return prod(self.shape)
 
     @property
-    def real(self) -> Tensor:
+    def valid(self) -> Tensor:
         """True for the tokens that count, shape (N,)."""
         if self.mask is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.device)
-        return self.mask.real
+        return self.mask.valid
 
     def places(self) -> Tensor | None:
         """Number the tokens of each sequence from 0 on; padding in front does not count.
@@ -62,7 +62,7 @@ class LayerCall:
             return None
         if self.mask is None:
             return torch.arange(prod(self.shape[1:]), device=self.device).repeat(self.shape[0])
-        return (self.real.view(self.shape[0], -1).cumsum(1) - 1).clamp_min(0).view(-1)
+        return (self.valid.view(self.shape[0], -1).cumsum(1) - 1).clamp_min(0).view(-1)
 
 
 class NormEstimator(abc.ABC):
@@ -162,7 +162,7 @@ class RelativeEstimator(NormEstimator):
         """
         if not norms.numel():
             return
-        real = call.real
+        real = call.valid
         norms = torch.where(real, norms, 0)
         top = norms.amax()
         seen = top > 0

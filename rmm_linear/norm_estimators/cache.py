@@ -49,7 +49,7 @@ class SampleCache(RelativeEstimator):
             return None
         found = found.to(call.device, torch.float32).gather(1, self._columns(call).clamp_max(found.shape[1] - 1))
         known = ~found.isnan()
-        counted = known & call.real.view(len(index), -1) if self.per_token else known
+        counted = known & call.valid.view(len(index), -1) if self.per_token else known
         mean = torch.where(counted, found, 0).sum() / counted.sum().clamp_min(1)
         return torch.where(known, found, mean).expand(len(index), call.tokens // len(index)).reshape(-1)
 

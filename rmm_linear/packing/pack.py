@@ -5,10 +5,10 @@ bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for of
 and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
 The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
 
-Before rounding, a group of 64 is turned by random signs and the orthonormal Hadamard transform: one large column no
-longer stretches the range of the 63 others. The turn is orthonormal, so the mean stays z and the squared error is that
-of the turned elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the left, on
-YᵀZ instead of Z: see ``turned`` of :func:`unpack` and :func:`turn_back`.
+Before rounding, a group of 64 is rotated by random signs and the orthonormal Hadamard transform: one large column no
+longer stretches the range of the 63 others. The rotation is orthonormal, so the mean stays z and the squared error is
+that of the rotated elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the
+left, on YᵀZ instead of Z: see ``rotated`` of :func:`unpack` and :func:`unrotate`.
 
 An element in row b and column j is rounded up if a_b xor c_j, a number of 23 bits read as a fraction, lies in the last
 f of [0, 1), with a_b and c_j uniform and independent. Any two of these numbers are independent, and the variance of dW,
@@ -28,22 +28,19 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
-from rmm_linear.backends import native
 from rmm_linear.packing.rounding import (
     GROUP,
     WIDTHS,
-    Draws,
-    group_ranges,
+    RoundingNoise,
+    group_qparams,
     group_steps,
     pack_rows,
-    turn_groups,
-    turned_groups,
+    rotate_groups,
+    rotated_groups,
     unpack_rows,
 )
-from rmm_linear.sketches.countsketch import signs_and_shifts
 
 _CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
-_COMPILED_CHUNK = 1 << 20
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
@@ -73,11 +70,11 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         matrix: Floating point, shape (rows, columns).
         bits: 8, 4 or 2.
-        seed: int64 with one element, on the device of ``matrix``. It decides the turn of the groups and the rounding.
+        seed: int64 with one element, on the device of ``matrix``: of the rotation of the groups and the rounding.
 
     Returns:
         Codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i holds the elements i, i + h, …, lower
-        bits first, where h is the group's bytes. And ranges, bfloat16, shape (rows, ⌈columns / 64⌉, 2): offset and
+        bits first, where h is the group's bytes. And qparams, bfloat16, shape (rows, ⌈columns / 64⌉, 2): offset and
         scale of every group.
 
     Raises:
@@ -98,52 +95,19 @@ def pack_parts(
         seed: See :func:`pack`; its device is that of the matrix.
 
     Returns:
-        Codes and ranges.
+        Codes and qparams.
 
     Raises:
         ValueError: As :func:`pack`.
     """
-    _check_bits(bits)
+    check_bits(bits)
     rows, columns = shape
-    codes, ranges = empty_packed(rows, columns, bits, seed)
-    draws = Draws.of(seed, rows, columns)
-    for place in row_parts(rows, columns, seed):
-        values, found = part(place.start, place.stop), ranges[place]
-        if native.applies_to(values, codes):
-            whole = values.to(torch.float32)
-            whole = whole if whole.stride(1) == 1 else whole.contiguous()
-            finite = native.pack(whole, bits, draws.signs, draws.rows[place], draws.columns, codes[place], found)
-        else:
-            pack_rows(values, bits, draws, draws.rows[place], codes[place], found)
-            finite = False  # not known
-        if not finite:
-            _spoil_infinite(found)
-    return codes, ranges
-
-
-def pack_hashed(matrix: Tensor, rows: int, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack the CountSketch of a matrix row by row, in compiled form.
-
-    Args:
-        matrix: float32, shape (N, I), N > K, on CPU where :func:`rmm_linear.backends.native.applies_to` it.
-        rows: K.
-        bits: 8, 4 or 2.
-        seed: See :func:`pack`; also of the sketch.
-
-    Returns:
-        Codes and ranges.
-
-    Raises:
-        ValueError: As :func:`pack`.
-    """
-    _check_bits(bits)
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    codes, ranges = empty_packed(rows, matrix.shape[1], bits, seed)
-    draws = Draws.of(seed, rows, matrix.shape[1])
-    hashing = signs_and_shifts(seed, matrix.shape[0], rows)
-    if not native.pack(matrix, bits, draws.signs, draws.rows, draws.columns, codes, ranges, hashing):
-        _spoil_infinite(ranges)
-    return codes, ranges
+    codes, qparams = empty_packed(rows, columns, bits, seed)
+    noise = RoundingNoise.of(seed, rows, columns)
+    for place in row_parts(rows, columns, seed.device):
+        pack_rows(part(place.start, place.stop), bits, noise, noise.rows[place], codes[place], qparams[place])
+    mark_infinite(qparams)
+    return codes, qparams
 
 
 def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +120,7 @@ def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tens
         like: Any tensor on its device.
 
     Returns:
-        Codes and ranges, with nothing in them yet.
+        Codes and qparams, with nothing in them yet.
     """
     codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
     return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
@@ -165,24 +129,24 @@ def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tens
 @without_autocast
 def unpack(
     codes: Tensor,
-    ranges: Tensor,
+    qparams: Tensor,
     seed: Tensor,
     bits: int,
     columns: int,
     dtype: torch.dtype,
     *,
-    turned: bool = False,
+    rotated: bool = False,
 ) -> Tensor:
     """Return the matrix that packed storage stands for.
 
     Args:
         codes: uint8, shape (rows, ⌈columns · bits / 8⌉).
-        ranges: bfloat16, shape (rows, ⌈columns / 64⌉, 2).
+        qparams: bfloat16, shape (rows, ⌈columns / 64⌉, 2).
         seed: The seed they were packed with.
         bits: 8, 4 or 2.
         columns: Columns of the matrix.
         dtype: dtype of the result.
-        turned: Leave the groups turned; :func:`turn_back` undoes it later.
+        rotated: Leave the groups rotated; :func:`unrotate` undoes it later.
 
     Returns:
         Shape (rows, columns).
@@ -194,48 +158,28 @@ def unpack(
         True
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
-    for part in row_parts(codes.shape[0], columns, codes):
+    for part in row_parts(codes.shape[0], columns, codes.device):
         values = matrix[part]
         if dtype != torch.float32:
             values = torch.empty(values.shape, dtype=torch.float32, device=codes.device)
-        if native.applies_to(codes, ranges):
-            native.unpack(codes[part], ranges[part], bits, values)
-        else:
-            unpack_rows(codes[part], ranges[part], bits, values)
+        unpack_rows(codes[part], qparams[part], bits, values)
         if dtype != torch.float32:
             matrix[part] = values
-    return matrix if turned else turn_back(matrix, seed)
+    return matrix if rotated else unrotate(matrix, seed)
 
 
-def turn_back(matrix: Tensor, seed: Tensor) -> Tensor:
-    """Undo the turn of a matrix's whole groups of 64 columns.
+def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
+    """Undo the rotation of a matrix's whole groups of 64 columns.
 
     Args:
-        matrix: A result of ``unpack(..., turned=True)``, or a product of any matrix with it, shape (rows, columns).
+        matrix: A result of ``unpack(..., rotated=True)``, or a product of any matrix with it, shape (rows, columns).
         seed: The seed it was packed with.
 
     Returns:
         Shape (rows, columns), dtype of ``matrix``.
     """
-    return turn_back_(matrix.clone(memory_format=torch.contiguous_format), seed)
-
-
-def turn_back_(matrix: Tensor, seed: Tensor) -> Tensor:
-    """Do what :func:`turn_back` does, to a matrix that nobody else needs.
-
-    Args:
-        matrix: See there; its memory may be used.
-        seed: The seed it was packed with.
-
-    Returns:
-        Shape (rows, columns), dtype of ``matrix``.
-    """
-    draws = Draws.of(seed, 0, GROUP)
-    if matrix.dtype == torch.float32 and matrix.is_contiguous() and native.applies_to(matrix):
-        native.turn_back(matrix, draws.signs)
-        return matrix
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    return turn_groups(wide, draws.turn.T).to(matrix.dtype)
+    return rotate_groups(wide, RoundingNoise.of(seed, 0, GROUP).rotation.T).to(matrix.dtype)
 
 
 @without_autocast
@@ -253,41 +197,52 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     Raises:
         ValueError: If ``bits`` is not 8, 4 or 2.
     """
-    _check_bits(bits)
+    check_bits(bits)
     rows, columns = matrix.shape
     result = matrix.new_zeros(rows, dtype=torch.float64)
-    turn = Draws.of(seed, 0, GROUP).turn
-    for part in row_parts(rows, columns, matrix):
-        for _, _, groups in turned_groups(matrix[part], turn):
-            ranges = group_ranges(groups, bits)
-            fraction = group_steps(groups, ranges).frac_().double()
-            result[part] += (ranges[..., 1:].double().square() * fraction * (1 - fraction)).sum((1, 2))
+    rotation = RoundingNoise.of(seed, 0, GROUP).rotation
+    for part in row_parts(rows, columns, matrix.device):
+        for _, _, groups in rotated_groups(matrix[part], rotation):
+            qparams = group_qparams(groups, bits)
+            fraction = group_steps(groups, qparams).frac_().double()
+            result[part] += (qparams[..., 1:].double().square() * fraction * (1 - fraction)).sum((1, 2))
     return result
 
 
-def _check_bits(bits: int) -> None:
+def check_bits(bits: int) -> None:
+    """Refuse a width that cannot be packed.
+
+    Args:
+        bits: What was given.
+
+    Raises:
+        ValueError: If it is not one of :data:`WIDTHS`.
+    """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
 
 
-def _spoil_infinite(ranges: Tensor) -> None:
-    """Make every group NaN that holds a NaN or an infinity, or whose range is beyond float32."""
-    ranges.masked_fill_(~ranges.isfinite().all(-1, keepdim=True), torch.nan)
+def mark_infinite(qparams: Tensor) -> None:
+    """Make every group NaN that holds a NaN or an infinity, or whose range is beyond float32.
+
+    Args:
+        qparams: Offset and scale of every group, shape (rows, groups, 2); written to.
+    """
+    qparams.masked_fill_(~qparams.isfinite().all(-1, keepdim=True), torch.nan)
 
 
-def row_parts(rows: int, columns: int, tensor: Tensor) -> Iterator[slice]:
+def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK) -> Iterator[slice]:
     """Cut a matrix into rows that are handled at a time: on CPU few enough for its cache, else all.
 
     Args:
         rows: Rows of the matrix.
         columns: Columns of the matrix.
-        tensor: Any tensor on its device.
+        device: Where it is.
+        chunk: Elements at a time on CPU.
 
     Yields:
         The rows.
     """
-    step = max(1, rows)
-    if tensor.device.type == "cpu":
-        step = max(1, (_COMPILED_CHUNK if native.applies_to(tensor) else _CHUNK) // max(1, columns))
+    step = max(1, chunk // max(1, columns)) if device.type == "cpu" else max(1, rows)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))

@@ -1,4 +1,4 @@
-"""What packing does with a group of columns, in plain PyTorch: the turn, the range, the rounding, the bytes."""
+"""What packing does with a group of columns: the rotation, its scale and offset, the rounding, the bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.backends import native
-from rmm_linear.sketches.philox import philox, unpack_signs
+from rmm_linear.sketches.philox import Generator, philox, unpack_signs
 
 GROUP = 64
 WIDTHS = (8, 4, 2)
-_STREAM = 3
+ROUNDING_STREAM = 3
 _EXPONENT_OF_ONE = 0x3F800000
 _MARGIN = 2.0**-18  # of a scale, so that no step and chance, rounded, add up to one code too many
 _SMALLEST = 2.0**-126  # normal number of float32: the reciprocal of a smaller one may be infinite
@@ -21,10 +20,13 @@ _ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS} 
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What the seed decides: the signs of the turn (64,), and a (rows,) and c (columns,), int32.
+class RoundingNoise:
+    """The random numbers of packing, all of which follow from its seed.
 
-    Bit for bit, a xor c is a float32 number in [1, 2).
+    Attributes:
+        signs: Signs of the rotation, float32, shape (64,).
+        rows: a, int32, shape (rows,).
+        columns: c, int32, shape (columns,). The bits of a xor c are those of a float32 number in [1, 2).
     """
 
     signs: Tensor
@@ -32,36 +34,45 @@ class Draws:
     columns: Tensor
 
     @property
-    def turn(self) -> Tensor:
-        """The signs, then the Hadamard transform."""
+    def rotation(self) -> Tensor:
+        """The signs, then the Hadamard transform, shape (64, 64)."""
         return self.signs.unsqueeze(1) * _hadamard(self.signs.device)
 
     @classmethod
-    def of(cls, seed: Tensor, rows: int, columns: int) -> Draws:
-        """Draw for a matrix of ``rows`` and ``columns``."""
-        if native.applies_to(seed):
-            return cls(*native.draws(seed, _STREAM, rows, columns))
-        a, c, words, _ = philox(seed, torch.arange(max(rows, columns, 2), device=seed.device), _STREAM)
+    def of(cls, seed: Tensor, rows: int, columns: int, generator: Generator = philox) -> RoundingNoise:
+        """Draw the numbers for a matrix.
+
+        Args:
+            seed: int64 with one element.
+            rows: Rows of the matrix.
+            columns: Columns of the matrix.
+            generator: Makes the random words.
+
+        Returns:
+            The numbers, on the device of ``seed``.
+        """
+        counters = torch.arange(max(rows, columns, 2), device=seed.device)
+        a, c, words, _ = generator(seed, counters, ROUNDING_STREAM)
         signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)
         a, c = ((word >> 9).to(torch.int32) for word in (a[:rows], c[:columns]))
         return cls(signs, a | _EXPONENT_OF_ONE, c)
 
 
-def pack_rows(values: Tensor, bits: int, draws: Draws, a: Tensor, codes: Tensor, ranges: Tensor) -> None:
-    """Write the codes and ranges of some rows, ``a`` being those rows' part of the chances."""
-    for span, places, groups in turned_groups(values, draws.turn):
-        ranges[:, places] = found = group_ranges(groups, bits)
-        chance = (a[:, None, None] ^ draws.columns[span].view(groups.shape[1:])).view(torch.float32)
+def pack_rows(values: Tensor, bits: int, noise: RoundingNoise, a: Tensor, codes: Tensor, qparams: Tensor) -> None:
+    """Write the codes, scales and offsets of some rows, ``a`` being those rows' part of the chances."""
+    for span, places, groups in rotated_groups(values, noise.rotation):
+        qparams[:, places] = found = group_qparams(groups, bits)
+        chance = (a[:, None, None] ^ noise.columns[span].view(groups.shape[1:])).view(torch.float32)
         # Whatever the cast makes of NaN is multiplied by a scale of NaN.
         above = group_steps(groups, found).add_(chance).to(torch.int32)
         codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
     codes -= _ONES[bits]  # chances lie in [1, 2), so every code was one too high
 
 
-def unpack_rows(codes: Tensor, ranges: Tensor, bits: int, values: Tensor) -> None:
-    """Write the rows, float32, that codes and ranges stand for, whole groups left turned."""
+def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, values: Tensor) -> None:
+    """Write the rows, float32, that codes, scales and offsets stand for, whole groups left rotated."""
     for span, places, size in _spans(values.shape[1]):
-        offset, scale = ranges[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
+        offset, scale = qparams[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
         groups = values[:, span].unflatten(1, (-1, size))
         _split(codes[:, _bytes(span, bits)], bits, groups)
         groups.mul_(scale).add_(offset)
@@ -76,21 +87,21 @@ def _hadamard(device: torch.device) -> Tensor:
     return (1 - 2 * (shared & 1)).to(torch.float32) * GROUP**-0.5
 
 
-def turn_groups(values: Tensor, turn: Tensor) -> Tensor:
+def rotate_groups(values: Tensor, rotation: Tensor) -> Tensor:
     """Multiply every whole group of 64 columns by a (64, 64) matrix."""
     rows, columns = values.shape
     whole = columns // GROUP * GROUP
     if not whole:
         return values
-    turned = (values[:, :whole].reshape(-1, GROUP) @ turn.to(values.dtype)).view(rows, whole)
-    return turned if whole == columns else torch.cat((turned, values[:, whole:]), dim=1)
+    rotated = (values[:, :whole].reshape(-1, GROUP) @ rotation.to(values.dtype)).view(rows, whole)
+    return rotated if whole == columns else torch.cat((rotated, values[:, whole:]), dim=1)
 
 
-def turned_groups(rows: Tensor, turn: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Columns, places among the groups, and the groups, float32 (rows, groups, size), the whole ones turned."""
+def rotated_groups(rows: Tensor, rotation: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Columns, places among the groups, and the groups, float32 (rows, groups, size), the whole ones rotated."""
     for span, places, size in _spans(rows.shape[1]):
         groups = rows[:, span].to(torch.float32).unflatten(1, (-1, size))
-        yield span, places, groups.reshape(-1, GROUP).mm(turn).view(groups.shape) if size == GROUP else groups
+        yield span, places, groups.reshape(-1, GROUP).mm(rotation).view(groups.shape) if size == GROUP else groups
 
 
 def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
@@ -107,7 +118,7 @@ def _bytes(span: slice, bits: int) -> slice:
     return slice(span.start * bits // 8, -(-span.stop * bits // 8))
 
 
-def group_ranges(groups: Tensor, bits: int) -> Tensor:
+def group_qparams(groups: Tensor, bits: int) -> Tensor:
     """Offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
     low, high = groups.amin(-1), groups.amax(-1)
     offset = _round_down(low)
@@ -115,9 +126,9 @@ def group_ranges(groups: Tensor, bits: int) -> Tensor:
     return torch.stack((offset, scale), dim=-1).to(torch.bfloat16)
 
 
-def group_steps(groups: Tensor, ranges: Tensor) -> Tensor:
+def group_steps(groups: Tensor, qparams: Tensor) -> Tensor:
     """How many steps of its group's scale every element lies above the offset."""
-    offset, scale = ranges.to(torch.float32).unsqueeze(-1).unbind(2)
+    offset, scale = qparams.to(torch.float32).unsqueeze(-1).unbind(2)
     return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))
 
 

@@ -22,12 +22,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear.backends import native
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
-from rmm_linear.sketches.philox import philox, unpack_signs
+from rmm_linear.sketches.philox import Generator, philox, unpack_signs
 
 
-def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator = philox) -> tuple[Tensor, Tensor]:
     """Return the sign of every token and the cyclic shift of every segment, uniform in [0, rows).
 
     The sign of token i is bit i % 32 of the first word of counter i // 32. The shift of segment s comes from the second
@@ -38,14 +37,13 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
         seed: int64 with one element.
         tokens: N.
         rows: K.
+        generator: Makes the random words.
 
     Returns:
         Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
     """
-    if native.applies_to(seed):
-        return native.signs_and_shifts(seed, tokens, rows)
     segments, words = -(-tokens // rows), -(-tokens // 32)
-    first, second, *_ = philox(seed, torch.arange(max(segments, words), device=seed.device))
+    first, second, *_ = generator(seed, torch.arange(max(segments, words), device=seed.device), 0)
     signs, shifts = unpack_signs(first[:words]).view(-1)[:tokens], (second[:segments] * rows) >> 32
     signs[:rows], shifts[:1] = 1, 0
     return signs, shifts
@@ -66,7 +64,14 @@ def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
     return (index % rows + shifts[index // rows]) % rows
 
 
-def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
+def sketch(
+    matrix: Tensor,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    count: Tensor | None = None,
+    generator: Generator = philox,
+) -> Tensor:
     """Return SᵀM.
 
     Args:
@@ -75,43 +80,41 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
         rows: K.
         block: Not used by this family.
         count: Not used: zero rows at the end change nothing.
+        generator: Makes the random words.
 
     Returns:
         Shape (K, D), dtype of ``matrix``; sums are made in float32 at least.
     """
     tokens = matrix.shape[0]
     if matrix.device.type == "cpu":
-        return part(matrix, seed, rows)(0, rows)
+        return part(matrix, seed, rows, generator)(0, rows)
     if tokens <= rows:
         return _lengthened(matrix, rows)
     # Reading the shifts on the host would wait for the device.
     dtype = accumulator_dtype(matrix.dtype)
-    sign, shifts = signs_and_shifts(seed, tokens, rows)
+    sign, shifts = signs_and_shifts(seed, tokens, rows, generator)
     place = destinations(shifts, tokens, rows)[rows:]
     others = matrix[rows:].to(dtype) * sign[rows:].unsqueeze(1)
     return matrix[:rows].to(dtype, copy=True).index_add_(0, place, others).to(matrix.dtype)
 
 
-def part(matrix: Tensor, seed: Tensor, rows: int) -> Callable[[int, int], Tensor]:
+def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
     """Prepare to make some rows of SᵀM after others.
 
     Args:
         matrix: M, shape (N, D), on CPU.
         seed: int64 with one element.
         rows: K.
+        generator: Makes the random words.
 
     Returns:
-        What makes the rows from one number up to another, in the dtype of ``matrix``.
+        A function of the first row and the row after the last, which makes these rows in the dtype of ``matrix``.
     """
     tokens = matrix.shape[0]
     dtype = accumulator_dtype(matrix.dtype)
     if tokens <= rows:
         return lambda begin, end: _lengthened(matrix[begin:end], end - begin)
-    sign, shifts = signs_and_shifts(seed, tokens, rows)
-    if matrix.dtype == torch.float32 and native.applies_to(matrix, sign, shifts):
-        source = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-        signs = sign.contiguous()
-        return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end)
+    sign, shifts = signs_and_shifts(seed, tokens, rows, generator)
     sign, others = sign.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
 
     def make(begin: int, end: int) -> Tensor:

@@ -20,32 +20,41 @@ from torch import Tensor
 
 from rmm_linear.sketches.blocks import block_rows, even_blocks
 from rmm_linear.sketches.family import Family, Moments
-from rmm_linear.sketches.philox import normal, philox, unpack_signs
+from rmm_linear.sketches.philox import Generator, normal, philox, unpack_signs
 
 
-def _gaussian_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Tensor:
+def _gaussian_entries(seed: Tensor, first: int, tokens: int, rows: int, generator: Generator) -> Tensor:
     groups = -(-rows // 4)
     counters = torch.arange(first * groups, (first + tokens) * groups, device=seed.device)
-    words = philox(seed, counters)
+    words = generator(seed, counters, 0)
     lanes = (*normal(words[0], words[1]), *normal(words[2], words[3]))
     return torch.stack(lanes, dim=-1).view(tokens, groups * 4)[:, :rows]
 
 
-def _rademacher_entries(seed: Tensor, first: int, tokens: int, rows: int) -> Tensor:
+def _rademacher_entries(seed: Tensor, first: int, tokens: int, rows: int, generator: Generator) -> Tensor:
     groups = -(-rows // 32)
     counters = torch.arange(first * groups, (first + tokens) * groups, device=seed.device)
-    return unpack_signs(philox(seed, counters)[0]).view(tokens, groups * 32)[:, :rows]
+    return unpack_signs(generator(seed, counters, 0)[0]).view(tokens, groups * 32)[:, :rows]
 
 
-def _family(name: str, summary: str, entries: Callable[[Tensor, int, int, int], Tensor], diagonal: float) -> Family:
-    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
+def _family(
+    name: str, summary: str, entries: Callable[[Tensor, int, int, int, Generator], Tensor], diagonal: float
+) -> Family:
+    def sketch(
+        matrix: Tensor,
+        seed: Tensor,
+        rows: int,
+        block: int | None,
+        count: Tensor | None = None,
+        generator: Generator = philox,
+    ) -> Tensor:
         tokens, columns = matrix.shape
         size, blocks, rows_per_block = block_rows(tokens, rows, block)
         # A power of two is exact in every dtype; the rest of 1/√K goes to the result, or half types would scale dW.
         power = 2.0 ** -round(log2(rows_per_block) / 2)
 
         def made(first: int, length: int) -> Tensor:
-            return (entries(seed, first, length, rows_per_block) * power).to(matrix.dtype)
+            return (entries(seed, first, length, rows_per_block, generator) * power).to(matrix.dtype)
 
         def multiply(first: int, times: int, length: int) -> Tensor:
             s = made(first, times * length).view(times, length, rows_per_block)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rmm_linear.sketches.philox import Generator
+
 
 @dataclass(frozen=True)
 class Family:
@@ -16,15 +18,15 @@ class Family:
     Attributes:
         name: The ``kind`` users write.
         summary: One line for tables and help texts.
-        sketch: ``sketch(matrix, seed, rows, block, count)`` maps a matrix of shape (N, D) to SᵀM of shape (K, D). The
-            map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
+        sketch: ``sketch(matrix, seed, rows, block, count, generator)`` maps a matrix of shape (N, D) to SᵀM of shape
+            (K, D). The map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
         variance: ``variance(x, y, rows, block, count)`` is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a
             float64 scalar.
         blocks: Whether ``block`` means something to the family.
         local: Whether the entries of S for a token depend on the token alone, not on N, as long as ``block`` is None.
             Then zero rows at the end can be cut off without a change.
-        part: ``part(matrix, seed, rows)`` returns what makes the rows of SᵀM from one number up to another, on CPU; or
-            None, where they can only be made all at once.
+        part: ``part(matrix, seed, rows, generator)`` returns a function of the first row and the row after the last,
+            which makes these rows of SᵀM, on CPU; None if they can only be made all at once.
         reads_seed: Whether the map on CPU follows from what its seed is on the host, where ``torch.vmap`` over seeds
             cannot follow.
 
@@ -34,11 +36,11 @@ class Family:
 
     name: str
     summary: str
-    sketch: Callable[[Tensor, Tensor, int, int | None, Tensor | None], Tensor]
+    sketch: Callable[[Tensor, Tensor, int, int | None, Tensor | None, Generator], Tensor]
     variance: Callable[[Tensor, Tensor, int, int | None, Tensor | None], Tensor]
     blocks: bool = False
     local: bool = False
-    part: Callable[[Tensor, Tensor, int], Callable[[int, int], Tensor]] | None = None
+    part: Callable[[Tensor, Tensor, int, Generator], Callable[[int, int], Tensor]] | None = None
     reads_seed: bool = False
 
 

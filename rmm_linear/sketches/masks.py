@@ -51,7 +51,7 @@ class TokenMask:
         return None if order is None or count is None else cls(order, count)
 
     @property
-    def real(self) -> Tensor:
+    def valid(self) -> Tensor:
         """Which rows count, bool, shape (N,)."""
         place = torch.arange(len(self.order), device=self.order.device)
         return torch.zeros_like(self.order, dtype=torch.bool).scatter_(0, self.order, place < self.count)
@@ -69,5 +69,5 @@ class TokenMask:
             count = int(self.count)
             tail = matrix.new_zeros(matrix.shape[0] - count, matrix.shape[1])
             return torch.cat((matrix.index_select(0, self.order[:count]), tail))
-        real = torch.arange(matrix.shape[0], device=matrix.device) < self.count
-        return matrix.index_select(0, self.order).where(real.unsqueeze(1), 0)
+        valid = torch.arange(matrix.shape[0], device=matrix.device) < self.count
+        return matrix.index_select(0, self.order).where(valid.unsqueeze(1), 0)

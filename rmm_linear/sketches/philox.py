@@ -11,11 +11,14 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from rmm_linear.backends import native
+# (seed, offset, stream) to four words: what makes S may be given a faster generator of the same words than `philox`.
+Generator: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _WORD = 0xFFFFFFFF
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
@@ -42,8 +45,6 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
         >>> [len(words), words[0].dtype, bool((words[0] >= 0).all())]
         [4, torch.int64, True]
     """
-    if native.applies_to(seed, offset):
-        return native.philox(seed, offset, stream)
     if offset.device.type == "cpu" and offset.numel() > _CHUNK:
         # Hundreds of passes over a vector cost a third of the time when it stays in the cache.
         chunks = [philox(seed, part, stream) for part in offset.reshape(-1).split(_CHUNK)]
@@ -107,18 +108,19 @@ def normal(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return radius * torch.cos(angle), radius * torch.sin(angle)
 
 
-def signs(seed: Tensor, count: int, stream: int = 0) -> Tensor:
+def signs(seed: Tensor, count: int, stream: int = 0, generator: Generator = philox) -> Tensor:
     """Return ``count`` random signs; sign i is bit i % 32 of word i // 32.
 
     Args:
         seed: int64 with one element.
         count: Number of signs.
-        stream: Stream of the generator.
+        stream: Number of the stream.
+        generator: Makes the random words.
 
     Returns:
         Tensor of +1 and -1, int8, shape (count,).
     """
-    words = philox(seed, torch.arange((count + 31) // 32, device=seed.device), stream)[0]
+    words = generator(seed, torch.arange((count + 31) // 32, device=seed.device), stream)[0]
     return unpack_signs(words).reshape(-1)[:count]
 
 

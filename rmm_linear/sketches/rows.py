@@ -16,26 +16,29 @@ import torch
 from torch import Tensor
 
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
-from rmm_linear.sketches.philox import philox
+from rmm_linear.sketches.philox import Generator, philox
 
 _KEYS = 2
 
 
-def random_keys(seed: Tensor, count: int) -> Tensor:
+def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tensor:
     """Return random 63-bit keys.
 
     Args:
         seed: int64 with one element.
         count: How many.
+        generator: Makes the random words.
 
     Returns:
         int64 in [0, 2**63), shape (count,).
     """
-    words = philox(seed, torch.arange(count, device=seed.device), _KEYS)
+    words = generator(seed, torch.arange(count, device=seed.device), _KEYS)
     return (words[0] << 31) | (words[1] >> 1)
 
 
-def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None) -> Tensor:
+def sample(
+    seed: Tensor, population: int, size: int, count: Tensor | None = None, generator: Generator = philox
+) -> Tensor:
     """Draw ``size`` of ``population`` indices, uniformly and without replacement.
 
     The indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
@@ -45,18 +48,26 @@ def sample(seed: Tensor, population: int, size: int, count: Tensor | None = None
         population: N.
         size: K ≤ N.
         count: Draw among the first n indices only, int64, shape (1,); those beyond come last. None is N.
+        generator: Makes the random words.
 
     Returns:
         int64, shape (K,), ascending.
     """
-    keys = random_keys(seed, population)
+    keys = random_keys(seed, population, generator)
     if count is not None:
         index = torch.arange(population, device=seed.device)
         keys = torch.where(index < count, keys, torch.iinfo(torch.int64).max - population + index)
     return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
 
-def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
+def sketch(
+    matrix: Tensor,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    count: Tensor | None = None,
+    generator: Generator = philox,
+) -> Tensor:
     """Return SᵀM: the sampled rows, scaled.
 
     Args:
@@ -65,29 +76,31 @@ def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None = None, co
         rows: K ≤ N.
         block: Not used by this family.
         count: n; the sample is drawn from the first n rows. None is N.
+        generator: Makes the random words.
 
     Returns:
         Shape (K, D), dtype of ``matrix``.
     """
     if count is None:
-        return part(matrix, seed, rows)(0, rows)
-    chosen = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count))
+        return part(matrix, seed, rows, generator)(0, rows)
+    chosen = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count, generator))
     return (chosen * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
 
 
-def part(matrix: Tensor, seed: Tensor, rows: int) -> Callable[[int, int], Tensor]:
+def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
     """Prepare to make some rows of SᵀM after others.
 
     Args:
         matrix: M, shape (N, D).
         seed: int64 with one element.
         rows: K ≤ N.
+        generator: Makes the random words.
 
     Returns:
-        What makes the rows from one number up to another.
+        A function of the first row and the row after the last, which makes these rows.
     """
     tokens = matrix.shape[0]
-    chosen = sample(seed, tokens, rows)
+    chosen = sample(seed, tokens, rows, generator=generator)
     return lambda begin, end: matrix.index_select(0, chosen[begin:end]).mul_(sqrt(tokens / rows))
 
 

@@ -41,7 +41,7 @@ from rmm_linear.sketches.masks import TokenMask
 UNIFORM_MIX = 0.1
 
 
-class Drawn(NamedTuple):
+class RowSample(NamedTuple):
     """The rows of a sample: row k of SᵀM is ``scale[k] · M[index[k]]``.
 
     Attributes:
@@ -120,7 +120,7 @@ def probabilities(
         tensor([0.6250, 0.3750], dtype=torch.float64)
     """
     weights = norms.double()
-    real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask.real
+    real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask.valid
     if expected is not None:
         known = expected.double()
         good = real & known.isfinite() & (known >= 0)
@@ -136,7 +136,7 @@ def probabilities(
     return torch.where(bad.any(), (p + bad / bad.sum()) / 2, p)
 
 
-def draw(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> Drawn:
+def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> RowSample:
     """Draw K rows by the inverse of the cumulative distribution.
 
     Args:
@@ -161,7 +161,7 @@ def draw(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) 
         fits = mask.count <= rows
         index = torch.where(fits, mask.order[:rows], index)
         scale = torch.where(fits, (place < mask.count).double(), scale)
-    return Drawn(index.int(), scale.float())
+    return RowSample(index.int(), scale.float())
 
 
 def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,18 +171,18 @@ def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor
     return order, tails, kind.winners(tails, rows)
 
 
-def gather(matrix: Tensor, drawn: Drawn) -> Tensor:
+def gather(matrix: Tensor, sample: RowSample) -> Tensor:
     """Return SᵀM for a sample.
 
     Args:
         matrix: M, shape (N, D).
-        drawn: Rows and scales.
+        sample: Rows and scales.
 
     Returns:
         Shape (K, D), dtype of ``matrix``; zero where the scale is 0, whatever the row holds.
     """
-    scale = drawn.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
-    return torch.where(scale == 0, 0, matrix.index_select(0, drawn.index.long()) * scale).to(matrix.dtype)
+    scale = sample.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
+    return torch.where(scale == 0, 0, matrix.index_select(0, sample.index.long()) * scale).to(matrix.dtype)
 
 
 def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rmm_linear.sketches.blocks import block_rows, even_blocks
 from rmm_linear.sketches.family import Family, Moments, accumulator_dtype
-from rmm_linear.sketches.philox import signs
+from rmm_linear.sketches.philox import Generator, philox, signs
 from rmm_linear.sketches.rows import sample
 
 
@@ -126,14 +126,23 @@ def _family(
 ) -> Family:
     """Make a family; ``mirrors`` and ``uniform`` are N · (q_ac − 1/N) on some pairs and, times 1/N, on all."""
 
-    def sketch(matrix: Tensor, seed: Tensor, rows: int, block: int | None, count: Tensor | None = None) -> Tensor:
+    def sketch(
+        matrix: Tensor,
+        seed: Tensor,
+        rows: int,
+        block: int | None,
+        count: Tensor | None = None,
+        generator: Generator = philox,
+    ) -> Tensor:
         tokens, columns = matrix.shape
         size, blocks, rows_per_block = block_rows(tokens, rows, block)
         dtype, whole = accumulator_dtype(matrix.dtype), length(size)
-        signed = matrix.to(dtype) * signs(seed, tokens).to(dtype).unsqueeze(1)
+        signed = matrix.to(dtype) * signs(seed, tokens, generator=generator).to(dtype).unsqueeze(1)
         if blocks > 1:  # side by side, so that one transform does all
             signed = _side_by_side(signed, size, blocks, count)
-        result = transform(signed, sample(seed, whole, rows_per_block)) * sqrt(whole / rows_per_block)
+        result = transform(signed, sample(seed, whole, rows_per_block, generator=generator)) * sqrt(
+            whole / rows_per_block
+        )
         result = result.view(rows_per_block, blocks, columns).transpose(0, 1)
         return result.reshape(blocks * rows_per_block, columns).to(matrix.dtype)
 

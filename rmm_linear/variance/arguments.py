@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rmm_linear._support.validation import check_integer, check_kind
-from rmm_linear.sketches import SAMPLERS, TokenMask, has_blocks, probabilities, row_norms
+from rmm_linear._support.validation import check_integer
+from rmm_linear.sketches import SAMPLERS, TokenMask, check_kind, has_blocks, probabilities, row_norms
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
@@ -63,7 +63,7 @@ def sampling_probabilities(
         raise ValueError(
             f"probabilities must have one number for each of the {x.shape[0]} rows of x, got {tuple(given.shape)}."
         )
-    p = given.double() if mask is None else torch.where(mask.real, given.double(), 0)
+    p = given.double() if mask is None else torch.where(mask.valid, given.double(), 0)
     if not bool((p >= 0).all() & p.isfinite().all() & p.any()):
         raise ValueError(
             "probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask."

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.packing.pack import pack, unpack
-from rmm_linear.sketches import FAMILIES, TokenMask, sketch
+from rmm_linear.ops.sketch import pack, sketch, unpack
+from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.variance.arguments import check_pair, check_sketch, sampling_probabilities
 from rmm_linear.variance.closed_forms import rows_by_length
 

@@ -170,7 +170,7 @@ def test_countsketch_is_the_same(tokens, rows, view, plainly):
 def test_turning_back_is_the_same(shape, plainly):
     m = torch.randn(shape)
     before = m.clone()
-    torch.testing.assert_close(packing.turn_back(m, SEED), plainly(lambda: packing.turn_back(m, SEED)))
+    torch.testing.assert_close(packing.unrotate(m, SEED), plainly(lambda: packing.unrotate(m, SEED)))
     assert torch.equal(m, before)
 
 

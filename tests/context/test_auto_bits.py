@@ -15,7 +15,7 @@ from rmm_linear import (
     save_sketch_state,
     sketch_state,
 )
-from rmm_linear.context.auto_bits import STEPS, BitsChoice, predicted_noise
+from rmm_linear.context.auto_bits import STEPS, AutoBits, predicted_noise
 from rmm_linear.memory import track_saved
 from rmm_linear.packing.pack import packed_bytes
 from rmm_linear.sketches import TokenMask
@@ -64,7 +64,7 @@ def test_a_model_settles_after_the_first_steps_and_reports_it():
     steps(model, 1, **batch)
     assert set(report.bits) == set(report.converted)
     for name, bits in report.bits.items():
-        noise = model.get_submodule(name).rmm_choice.noise
+        noise = model.get_submodule(name).rmm_auto_bits.noise
         assert bits == min(noise, key=noise.get)
     before = report.bits
     steps(model, 3, input_ids=token_ids(2, 30))
@@ -75,7 +75,7 @@ def test_a_model_settles_after_the_first_steps_and_reports_it():
 def test_kept_bytes_follow_the_chosen_width():
     layer = RMMLinear(128, 8, config=config(0.05, bits=2))
     chosen = RMMLinear(128, 8, config=config(0.05))
-    chosen.rmm_choice.bits = 2
+    chosen.rmm_auto_bits.bits = 2
     x = torch.randn(500, 128)
     for made in (layer, chosen):
         with track_saved(made) as kept:
@@ -105,18 +105,18 @@ def test_under_checkpointing_a_step_looks_once(reentrant):
     model.enable_input_require_grads()
     steps(model, STEPS, input_ids=token_ids())
     query = model.get_submodule("roberta.encoder.layer.0.attention.self.query")
-    assert query.rmm_choice.steps == STEPS
+    assert query.rmm_auto_bits.steps == STEPS
     steps(model, 2, input_ids=token_ids())
     assert report.bits
 
 
 def test_ratio_alone_means_the_dtype_itself():
-    assert RMMConfig(ratio=0.1).recipe(1000, 64, 4).bits is None
-    assert RMMConfig(ratio=0.1, bits=4).recipe(1000, 64, 4).bits == 4
-    assert RMMConfig(memory=0.1).recipe(1000, 64, 4).bits == 4  # before anything was seen
-    assert RMMConfig(memory=0.1, bits=None).recipe(1000, 64, 4).rows == 100
-    assert RMMConfig(ratio=1, bits=8).recipe(1000, 64, 4).rows == 1000
-    assert RMMConfig(ratio=1).recipe(1000, 64, 4) is None
+    assert RMMConfig(ratio=0.1).spec(1000, 64, 4).bits is None
+    assert RMMConfig(ratio=0.1, bits=4).spec(1000, 64, 4).bits == 4
+    assert RMMConfig(memory=0.1).spec(1000, 64, 4).bits == 4  # before anything was seen
+    assert RMMConfig(memory=0.1, bits=None).spec(1000, 64, 4).rows == 100
+    assert RMMConfig(ratio=1, bits=8).spec(1000, 64, 4).rows == 1000
+    assert RMMConfig(ratio=1).spec(1000, 64, 4) is None
 
 
 def test_ratio_and_memory_exclude_each_other():
@@ -138,7 +138,10 @@ def test_the_state_comes_back(tmp_path):
     read_sketch_state(second, tmp_path / "state.json")
     assert sketch_state(second) == sketch_state(first)
     query = second.get_submodule("roberta.encoder.layer.0.attention.self.query")
-    assert query.rmm_choice.bits == first.get_submodule("roberta.encoder.layer.0.attention.self.query").rmm_choice.bits
+    assert (
+        query.rmm_auto_bits.bits
+        == first.get_submodule("roberta.encoder.layer.0.attention.self.query").rmm_auto_bits.bits
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"layers": {"first": {}}}', '{"layers": {"other": null}}'])
@@ -185,5 +188,5 @@ def test_the_state_of_another_model_is_refused():
 
 
 def test_a_choice_survives_its_dictionary():
-    choice = BitsChoice(4, 3, {8: 1.0, 4: 0.5, 2: 2.0})
-    assert BitsChoice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
+    choice = AutoBits(4, 3, {8: 1.0, 4: 0.5, 2: 2.0})
+    assert AutoBits.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice

@@ -188,7 +188,7 @@ def test_few_forward_passes_are_remembered():
     """None after its backward pass, and no more than 64 of those that have none."""
     model = Tagger(False)
     convert(model, **ROUGH)
-    waiting = model.layer.rmm_scope._waiting
+    waiting = model.layer.rmm_context._waiting
     for number in range(3):
         model(*tagged(number)).backward()
         assert [len(each.calls) for each in waiting._passes] == [1]
@@ -210,7 +210,7 @@ def test_a_layer_by_itself_settles_between_steps():
         for _ in range(6):
             h = checkpoint(lambda t: torch.tanh(layer(t)), h, use_reentrant=False)
         h.sum().backward()
-    assert layer.rmm_choice.bits is not None
+    assert layer.rmm_auto_bits.bits is not None
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["layer", "model"])
@@ -218,12 +218,12 @@ def test_a_forward_pass_before_the_choice_is_recomputed_in_the_width_it_had(alon
     """Backward passes come one or two steps late; other widths have other shapes, which PyTorch refuses."""
     if alone:
         layer, x = RMMLinear(64, 64, config=RMMConfig(min_rows=8)), torch.randn(512, 64)
-        choices = [layer.rmm_choice]
+        choices = [layer.rmm_auto_bits]
     else:
         model, ids = tiny_model("roberta", dropout=0.0).train(), token_ids()
         report = convert(model, min_rows=8)
         enable_checkpointing(model, False)
-        choices = [model.get_submodule(name).rmm_choice for name in report.converted]
+        choices = [model.get_submodule(name).rmm_auto_bits for name in report.converted]
 
     def forward():
         if alone:

@@ -119,7 +119,7 @@ def test_the_same_tensors_saved_again_on_a_full_disk_stay(tmp_path, monkeypatch)
     model = learned()
     save_conversion(model, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    scope = model.first.rmm_scope
+    scope = model.first.rmm_context
     scope.config = scope.config.replace(exclude_modules=["none"])
     for number in range(5):
         with monkeypatch.context() as patch:

@@ -81,7 +81,7 @@ def test_the_default_chooses_its_bits_under_autocast(architecture, autocast):
         for _ in range(6):
             loss, found = step(model, architecture, dtype, enabled)
         assert all(value.isfinite().all() for value in (loss, *found.values()))
-        choices = {name: model.get_submodule(name).rmm_choice for name in report.converted}
+        choices = {name: model.get_submodule(name).rmm_auto_bits for name in report.converted}
         chosen.append({name: choice for name, choice in choices.items() if choice.bits is not None})
     under, without = chosen
     assert under.keys() == without.keys()

@@ -58,8 +58,8 @@ class Graphs:
 def one_seed(monkeypatch):
     """All layers draw one seed, in eager and in compiled code, which take them from other places of the generator."""
     monkeypatch.setattr("rmm_linear.ops.traced.draw_seed", lambda: SEED)
-    monkeypatch.setattr("rmm_linear.layers.linear.draw_seed", lambda: SEED)
-    monkeypatch.setattr("rmm_linear.context.model_context.ForwardScope.layer_seed", lambda self, index: SEED)
+    monkeypatch.setattr("rmm_linear.layers.base.draw_seed", lambda: SEED)
+    monkeypatch.setattr("rmm_linear.context.model_context.ModelContext.layer_seed", lambda self, index: SEED)
 
 
 def batch(length, sequences=4):

@@ -146,7 +146,7 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, bit
             forward = live.now
             loss.backward()
         assert [index for index, _ in in_block] == [2, 1, 0]
-        recipes = [layer.rmm_config.recipe(len(x), layer.in_features, 4) for layer in (*model.block[::2], model.head)]
+        recipes = [layer.rmm_config.spec(len(x), layer.in_features, 4) for layer in (*model.block[::2], model.head)]
         sizes = [recipe.bytes(len(x), features, 4) for recipe, features in zip(recipes, (6, 8, 6), strict=True)]
         return sizes, forward, in_block[1][1]
 
@@ -181,7 +181,7 @@ def test_a_checkpointed_block_of_a_transformer_keeps_its_sketches_while_it_is_re
             mlp.gate_proj,
             mlp.down_proj,
         ]  # the others share with one of them
-        recipes = [layer.rmm_config.recipe(80, layer.in_features, 4) for layer in readers]
+        recipes = [layer.rmm_config.spec(80, layer.in_features, 4) for layer in readers]
         total = sum(r.bytes(80, layer.in_features, 4) for r, layer in zip(recipes, readers, strict=True))
         return total, forward, alive[0]
 

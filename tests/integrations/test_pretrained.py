@@ -101,9 +101,9 @@ def test_copies_of_a_converted_model_sketch_on_their_own(architecture, clone):
     again, expected = step(model, architecture=architecture)
     assert torch.equal(loss, again)
     assert same(found, expected)
-    layers = [module for module in twin.modules() if hasattr(module, "rmm_scope")]
-    assert len({id(layer.rmm_scope) for layer in layers}) == 1
-    assert layers[0].rmm_scope is not next(m for m in model.modules() if hasattr(m, "rmm_scope")).rmm_scope
+    layers = [module for module in twin.modules() if hasattr(module, "rmm_context")]
+    assert len({id(layer.rmm_context) for layer in layers}) == 1
+    assert layers[0].rmm_context is not next(m for m in model.modules() if hasattr(m, "rmm_context")).rmm_context
 
 
 # The conversion, beside the weights

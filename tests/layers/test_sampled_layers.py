@@ -10,7 +10,7 @@ from statistical import assert_unbiased
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
-from rmm_linear.context.sketch_cache import SharedSketches
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.functional import Plan, planned_linear
 from rmm_linear.ops.save import Recipe, keep, weight_gradient
 from rmm_linear.sketches import UNIFORM_MIX, TokenMask
@@ -49,7 +49,7 @@ def test_bytes_kept_are_those_of_the_recipe(kind, amount, bits):
 @every_sampler
 def test_memory_counts_the_rows_and_their_scales(kind, memory, bits):
     """The most rows that fit, the seed's 8 bytes aside."""
-    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).recipe(1000, 128, 2)
+    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(1000, 128, 2)
     budget = memory * 1000 * 128 * 2 + 8
     assert recipe.bytes(1000, 128, 2) <= budget
     more = recipe_of(kind, recipe.rows + 1, bits)
@@ -113,7 +113,7 @@ def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant,
 def test_siblings_keep_one_sketch_and_ask_once_what_is_expected(kind, bits):
     x, y = heavy_tailed(40, 70, 3, torch.float32)
     weights = [torch.zeros(3, 70, requires_grad=True) for _ in range(3)]
-    shared, asked = SharedSketches(), []
+    shared, asked = SketchCache(), []
 
     def expected():
         asked.append(1)
@@ -280,8 +280,8 @@ def test_a_mix_outside_its_range_is_refused():
     for value, error in ((0, ValueError), (1.5, ValueError), (-0.1, ValueError), ("a", TypeError), (None, TypeError)):
         with pytest.raises(error, match=r"uniform_mix must be (in|a number in) \(0, 1\], got"):
             RMMConfig(kind="wta", uniform_mix=value)
-    assert RMMConfig(kind="wta", ratio=0.2, uniform_mix=0.5).recipe(1000, 8, 4).uniform_mix == 0.5
-    assert RMMConfig(kind="rows", ratio=0.2, uniform_mix=0.5).recipe(1000, 8, 4).uniform_mix == 0
+    assert RMMConfig(kind="wta", ratio=0.2, uniform_mix=0.5).spec(1000, 8, 4).uniform_mix == 0.5
+    assert RMMConfig(kind="rows", ratio=0.2, uniform_mix=0.5).spec(1000, 8, 4).uniform_mix == 0
     with pytest.raises(ValueError, match="block is for rademacher, gaussian, hadamard only"):
         RMMConfig(kind="wta", block=8)
 

@@ -35,7 +35,7 @@ def test_layers_tell_their_estimators_the_norms_of_their_own_call(reentrant):
     assert call.shape == (4, 20)
     assert torch.equal(call.input_ids, batch["input_ids"].reshape(-1))
     assert call.sample_index.tolist() == [7, 1, 3, 0]
-    assert torch.equal(call.real, batch["attention_mask"].reshape(-1).bool())
+    assert torch.equal(call.valid, batch["attention_mask"].reshape(-1).bool())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -81,7 +81,7 @@ def test_siblings_expect_the_root_of_their_squares():
     attention = model.roberta.encoder.layer[0].attention.self
     call = call_of(4, 20, mask=batch["attention_mask"].tolist())
     alone = [layer.rmm_estimator.predict(call) for layer in (attention.query, attention.key, attention.value)]
-    joint = report.scope.expected(attention.key.rmm_index, call)
+    joint = report.context.expected(attention.key.rmm_index, call)
     together = sum(norms.double().square() for norms in alone).sqrt().float()  # the norms are tiny here
     torch.testing.assert_close(joint, together, rtol=1e-5, atol=0)
     assert not torch.allclose(joint, alone[0], rtol=1e-2, atol=0)

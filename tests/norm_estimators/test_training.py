@@ -60,7 +60,7 @@ def test_copies_and_pickles_learn_on_their_own():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin(**batch).loss.backward()
         query = twin.roberta.encoder.layer[0].attention.self.query
-        assert query.rmm_scope.estimators[query.rmm_index] is query.rmm_estimator
+        assert query.rmm_context.estimators[query.rmm_index] is query.rmm_estimator
         now = rmm_linear.sketch_tensors(twin)
         assert now.keys() == before.keys()
         assert not torch.equal(now[next(iter(now))], before[next(iter(before))])

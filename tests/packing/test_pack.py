@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistical import Z, assert_variance, z_scores
 
-from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, turn_back, unpack
-from rmm_linear.packing.rounding import Draws, turn_groups
+from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, unrotate, unpack
+from rmm_linear.packing.rounding import Draws, rotate_groups
 from rmm_linear.variance.simulation import Simulation
 
 WIDTHS = [8, 4, 2]
@@ -24,7 +24,7 @@ def restored(matrix, bits, value=0):
 
 
 def turned(matrix, value=0):
-    return turn_groups(matrix, Draws.of(seed(value), 0, 64).turn)
+    return rotate_groups(matrix, Draws.of(seed(value), 0, 64).turn)
 
 
 def heavy(rows, columns):
@@ -75,7 +75,7 @@ def test_error_is_below_one_step_of_the_group(bits):
     steps = torch.cat([g.amax(1, keepdim=True).sub(g.amin(1, keepdim=True)).expand_as(g) for g in z.split(64, 1)], 1)
     # bfloat16 ranges are rounded outwards: by 2⁻⁷ of the offset at most, and the scale by 2⁻⁷ of itself.
     step = (steps + z.abs().amax(1, keepdim=True) * 2**-6) / (2**bits - 1) * (1 + 2**-6)
-    found = turned(restored(turn_back(z, seed(0)), bits))
+    found = turned(restored(unrotate(z, seed(0)), bits))
     assert ((found - z).abs() <= step * (1 + 1e-4)).all()
 
 
@@ -94,14 +94,14 @@ def test_turning_back_gives_the_matrix():
     torch.testing.assert_close(found[:, :192].norm(dim=1), z[:, :192].norm(dim=1))
     assert not torch.isclose(found[:, :192], z[:, :192]).all(0).any()
     assert torch.equal(found[:, 192:], z[:, 192:])
-    torch.testing.assert_close(turn_back(found, seed(5)), z)
+    torch.testing.assert_close(unrotate(found, seed(5)), z)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_the_turn_can_be_undone_after_a_product(bits):
     z, y = heavy(40, 200).float(), torch.randn(40, 7)
     codes, ranges = pack(z, bits, seed(5))
-    late = turn_back(y.T @ unpack(codes, ranges, seed(5), bits, 200, z.dtype, turned=True), seed(5))
+    late = unrotate(y.T @ unpack(codes, ranges, seed(5), bits, 200, z.dtype, rotated=True), seed(5))
     torch.testing.assert_close(late, y.T @ restored(z, bits, 5), rtol=1e-4, atol=1e-4)
 
 

@@ -282,7 +282,7 @@ def test_tokens_that_fit_are_the_rows_and_the_rest_is_nothing(kind):
         assert index[: len(rows)].tolist() == rows
         assert scale.tolist() == [1.0] * len(rows) + [0.0] * (5 - len(rows))
         x = torch.full((8, 3), math.nan)
-        assert not gather(x, Drawn(index, scale))[len(rows) :].any()
+        assert not gather(x, RowSample(index, scale))[len(rows) :].any()
 
 
 def test_a_gradient_that_is_never_drawn_makes_the_variance_infinite():

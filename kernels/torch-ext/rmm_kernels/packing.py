@@ -215,7 +215,7 @@ def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, d
     return matrix
 
 
-def turn_back(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+def unrotate(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """Undo the turn of a matrix's whole groups of 64 columns.
 
     Args:

@@ -1,7 +1,8 @@
-"""Compiled forms of what plain PyTorch does slowly on CPU: random numbers, CountSketch and packing.
+"""The C library: random numbers, CountSketch and packing on CPU, called with ctypes.
 
 Built when the package is installed, if there is a C compiler; without it, and with RMM_BACKEND=torch, everything runs
-in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads.
+in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads. Tensors must be
+plain ones on CPU, see :func:`rmm_linear.backends.select.backend_of`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from rmm_linear.backends.select import requested_backend
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +33,16 @@ def _load() -> ctypes.CDLL | None:
         return None
 
 
-def applies_to(*tensors: Tensor) -> bool:
-    """Say whether the compiled code can take these tensors.
-
-    Args:
-        *tensors: Tensors of any device and class.
+def is_available() -> bool:
+    """Say whether the library was built and can be loaded.
 
     Returns:
-        True if the library was built, is wanted, and all are plain tensors on CPU.
+        False where plain PyTorch takes its place.
     """
-    if requested_backend() == "torch" or _load() is None:
-        return False
-    return all(map(_is_plain, tensors))
+    return _load() is not None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_neg():
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def philox(seed: Tensor, offset: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what :func:`rmm_linear.sketches.philox.philox` does.
 
     Args:
@@ -91,8 +78,8 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     return signs, shifts
 
 
-def draws(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :class:`rmm_linear.packing.rounding.Draws` holds.
+def rounding_noise(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :class:`rmm_linear.packing.rounding.RoundingNoise` holds.
 
     Args:
         seed: int64 with one element.
@@ -101,12 +88,12 @@ def draws(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, T
         columns: Columns of the matrix.
 
     Returns:
-        Signs of the turn, float32, shape (64,); int32 of shape (rows,) and of shape (columns,).
+        Signs of the rotation, float32, shape (64,); int32 of shape (rows,) and of shape (columns,).
     """
     signs = seed.new_empty(64, dtype=torch.float32)
     a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
     sizes = (_long(stream), _long(rows), _long(columns))
-    _function("rmm_draws")(_long(int(seed)), *sizes, _pointer(signs), _pointer(a), _pointer(c))
+    _function("rmm_rounding_noise")(_long(int(seed)), *sizes, _pointer(signs), _pointer(a), _pointer(c))
     return signs, a, c
 
 
@@ -117,7 +104,7 @@ def pack(
     rows: Tensor,
     columns: Tensor,
     codes: Tensor,
-    ranges: Tensor,
+    qparams: Tensor,
     hashing: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
     """Round rows to ``bits`` per element; :mod:`rmm_linear.packing.pack` says how.
@@ -125,15 +112,15 @@ def pack(
     Args:
         matrix: float32, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
         bits: 8, 4 or 2.
-        signs: Of the turn, float32, shape (64,).
-        rows: Of the chances, int32, shape (K,).
-        columns: Of the chances, int32, shape (I,).
+        signs: Of the rotation, float32, shape (64,).
+        rows: Of the rounding, int32, shape (K,).
+        columns: Of the rounding, int32, shape (I,).
         codes: To write, uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        ranges: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        qparams: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the sketch is packed row by row.
 
     Returns:
-        Whether all ranges are finite.
+        Whether all qparams are finite.
 
     Raises:
         MemoryError: If there is none for a row of the sketch.
@@ -142,7 +129,7 @@ def pack(
     segments = len(shifts) if hashing else 1
     result = _function("rmm_pack", ctypes.c_int)(
         *_matrix(matrix), _long(len(rows)), _long(segments), _pointer(shifts), _pointer(token_signs),
-        ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(ranges),
+        ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(qparams),
         _threads(matrix),
     )  # fmt: skip
     if result > 1:
@@ -150,31 +137,31 @@ def pack(
     return result == 0
 
 
-def unpack(codes: Tensor, ranges: Tensor, bits: int, matrix: Tensor) -> None:
-    """Write the rows that packed storage stands for, whole groups left turned.
+def unpack(codes: Tensor, qparams: Tensor, bits: int, matrix: Tensor) -> None:
+    """Write the rows that packed storage stands for, whole groups left rotated.
 
     Args:
         codes: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        ranges: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        qparams: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         bits: 8, 4 or 2.
         matrix: To write, float32, shape (K, I), contiguous.
     """
     rows, columns = matrix.shape
     _function("rmm_unpack")(
-        _pointer(codes), _pointer(ranges), _long(rows), _long(columns), ctypes.c_int(bits), _pointer(matrix),
+        _pointer(codes), _pointer(qparams), _long(rows), _long(columns), ctypes.c_int(bits), _pointer(matrix),
         _threads(matrix),
     )  # fmt: skip
 
 
-def turn_back(matrix: Tensor, signs: Tensor) -> None:
-    """Undo the turn of whole groups of 64 columns, in place.
+def unrotate(matrix: Tensor, signs: Tensor) -> None:
+    """Undo the rotation of whole groups of 64 columns, in place.
 
     Args:
         matrix: float32, shape (O, I), contiguous.
-        signs: Of the turn, float32, shape (64,).
+        signs: Of the rotation, float32, shape (64,).
     """
     rows, columns = matrix.shape
-    _function("rmm_turn_back")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
+    _function("rmm_unrotate")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
 
 
 def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:

@@ -1,6 +1,6 @@
 /* Packing of float32 rows into 8, 4 or 2 bits, and back: rmm_linear/packing.py in compiled form.
  *
- * Every number is that of the plain version but for the last bit of the turn, whose sums are made in another order.
+ * Every number is that of the plain version but for the last bit of the rotation, whose sums are made in another order.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -39,7 +39,7 @@ static const lanes SIGN_8 = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1,
 #define MAX(a, b) PICK((a) > (b), a, b)
 
 /* v becomes H v, H being the orthonormal Hadamard matrix. */
-static inline __attribute__((always_inline)) void turn(lanes v[PARTS]) {
+static inline __attribute__((always_inline)) void rotate(lanes v[PARTS]) {
     for (int k = 0; k < PARTS; k++) {
         v[k] = SWAP_1(v[k]) + v[k] * SIGN_1;
         v[k] = SWAP_2(v[k]) + v[k] * SIGN_2;
@@ -136,18 +136,18 @@ static void pack_short_group(
 
 static inline __attribute__((always_inline)) void pack_whole_groups(
     const float *z, int64_t groups, int bits, const lanes signs[PARTS], int32_t a, const int32_t *c, uint8_t *codes,
-    uint16_t *ranges, int *is_odd) {
+    uint16_t *qparams, int *is_odd) {
     for (int64_t group = 0; group < groups; group++) {
         lanes v[PARTS];
         for (int k = 0; k < PARTS; k++) v[k] = LOAD(z + group * GROUP + k * LANES) * signs[k];
-        turn(v);
-        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, ranges + group * 2, is_odd);
+        rotate(v);
+        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, qparams + group * 2, is_odd);
     }
 }
 
 VARIANTS static int pack_rows(
     const hashed *m, float *room, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
-    const int32_t *c, uint8_t *codes, uint16_t *ranges) {
+    const int32_t *c, uint8_t *codes, uint16_t *qparams) {
     int64_t columns = m->columns, whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP;
     int64_t length = (columns * bits + 7) / 8;
     int is_odd = 0;
@@ -156,7 +156,7 @@ VARIANTS static int pack_rows(
     for (int64_t row = begin; row < end; row++) {
         const float *z = hashed_row(m, row, room);
         uint8_t *to = codes + row * length;
-        uint16_t *range = ranges + row * groups * 2;
+        uint16_t *range = qparams + row * groups * 2;
         if (bits == 4) pack_whole_groups(z, whole, 4, sign, a[row], c, to, range, &is_odd); /* constants, for the compiler */
         else if (bits == 2) pack_whole_groups(z, whole, 2, sign, a[row], c, to, range, &is_odd);
         else pack_whole_groups(z, whole, 8, sign, a[row], c, to, range, &is_odd);
@@ -169,14 +169,14 @@ VARIANTS static int pack_rows(
 }
 
 VARIANTS static void unpack_rows(
-    const uint8_t *codes, const uint16_t *ranges, int64_t begin, int64_t end, int64_t columns, int bits, float *z) {
+    const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits, float *z) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < groups; group++) {
             int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
             int h = (size * bits + 7) / 8, mask = (1 << bits) - 1;
             const uint8_t *from = codes + row * bytes + group * 8 * bits;
-            const uint16_t *range = ranges + (row * groups + group) * 2;
+            const uint16_t *range = qparams + (row * groups + group) * 2;
             float *to = z + row * columns + group * GROUP;
             float offset = from_bfloat16(range[0]), scale = from_bfloat16(range[1]);
             if (size == GROUP && bits == 4) {
@@ -190,44 +190,44 @@ VARIANTS static void unpack_rows(
         }
 }
 
-VARIANTS static void turn_rows_back(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
+VARIANTS static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < columns / GROUP; group++) {
             float *place = m + row * columns + group * GROUP;
             lanes v[PARTS];
             for (int k = 0; k < PARTS; k++) v[k] = LOAD(place + k * LANES);
-            turn(v);
+            rotate(v);
             for (int k = 0; k < PARTS; k++) STORE(place + k * LANES, v[k] * LOAD(signs + k * LANES));
         }
 }
 
-/* m: what is packed, as it is or hashed to `rows` rows. signs: 64, of the turn. a: rows. c: columns. codes, ranges:
+/* m: what is packed, as it is or hashed to `rows` rows. signs: 64, of the rotation. a: rows. c: columns. codes, qparams:
  * contiguous. Returns 0; 1 where a range is not finite; 2 where there was no memory. */
 int rmm_pack(
     const float *m, int64_t tokens, int64_t columns, int64_t stride, int64_t rows, int64_t segments,
     const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a, const int32_t *c,
-    uint8_t *codes, uint16_t *ranges, int threads) {
+    uint8_t *codes, uint16_t *qparams, int threads) {
     hashed source = {m, tokens, columns, stride, rows, segments, shifts, token_signs};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {
         float *room = segments > 1 ? malloc(columns * sizeof(float) + 1) : 0;
         if (segments > 1 && !room) result = 2;
-        else result = pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, ranges);
+        else result = pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, qparams);
         free(room);
     }
     return result;
 }
 
-/* codes, ranges: contiguous. z: contiguous; its whole groups stay turned. */
+/* codes, qparams: contiguous. z: contiguous; its whole groups stay rotated. */
 void rmm_unpack(
-    const uint8_t *codes, const uint16_t *ranges, int64_t rows, int64_t columns, int bits, float *z, int threads) {
+    const uint8_t *codes, const uint16_t *qparams, int64_t rows, int64_t columns, int bits, float *z, int threads) {
 #pragma omp parallel num_threads(threads)
-    unpack_rows(codes, ranges, SHARE(rows), columns, bits, z);
+    unpack_rows(codes, qparams, SHARE(rows), columns, bits, z);
 }
 
 /* m: contiguous, turned back in place. signs: 64. */
-void rmm_turn_back(float *m, int64_t rows, int64_t columns, const float *signs, int threads) {
+void rmm_unrotate(float *m, int64_t rows, int64_t columns, const float *signs, int threads) {
 #pragma omp parallel num_threads(threads)
-    turn_rows_back(m, SHARE(rows), columns, signs);
+    unrotate_rows(m, SHARE(rows), columns, signs);
 }

@@ -39,8 +39,8 @@ VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, i
     }
 }
 
-/* Of packing, rmm_linear/rounding.py. signs: 64, of the turn. a: rows. c: columns. */
-VARIANTS void rmm_draws(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
+/* Of packing, rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
+VARIANTS void rmm_rounding_noise(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
     int64_t count = rows > columns ? rows : columns;
     for (int64_t i = 0; i < (count > 2 ? count : 2); i++) {
         uint64_t word[4];

@@ -10,7 +10,6 @@ output of the forward pass, and either before X or after it.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear.config import RMMConfig
-from rmm_linear.layers.functional import autocast_dtype, recipe_for
-from rmm_linear.layers.linear import SketchedLayer
+from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.functional import spec_for
 from rmm_linear.norm_estimators import LayerCall
-from rmm_linear.ops.save import Recipe
-from rmm_linear.sketches import TokenMask, kept_rows, probabilities, row_norms
+from rmm_linear.sketches import TokenMask, probabilities, row_norms
 from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.spec import SaveSpec
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 from rmm_linear.variance.probe.results import SEQUENCES, TOKENS, ProbeRow
 
@@ -32,14 +32,14 @@ _SAMPLE = 64
 
 
 @dataclass(eq=False)
-class Call:
+class ProbeCall:
     """A call of a layer.
 
     Attributes:
         step: Number of the step.
         module: Name of the layer.
         kind: Family of the layer's sketch.
-        recipe: How the layer keeps X; None where it keeps X itself.
+        spec: How the layer saves X; None where it keeps X itself.
         mask_padding: Whether what it keeps leaves padding out.
         bits: Width of what it keeps.
         shape: Shape of X.
@@ -56,7 +56,7 @@ class Call:
     step: int
     module: str
     kind: str
-    recipe: Recipe | None
+    spec: SaveSpec | None
     mask_padding: bool
     bits: int
     shape: torch.Size
@@ -79,7 +79,7 @@ class Call:
         mask: Tensor | None,
         config: RMMConfig,
         bits: int | None,
-    ) -> Call:
+    ) -> ProbeCall:
         """Describe a call that has just been made.
 
         Args:
@@ -95,12 +95,12 @@ class Call:
             The call, which holds no X yet.
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
-        recipe = recipe_for(x, weight, config, bits)
-        width = None if recipe is None else recipe.bits
-        itemsize = (autocast_dtype(x) or x.dtype).itemsize
-        expected = _expected(module, x) if recipe is not None and recipe.draws(x.shape[:-1].numel()) else None
+        itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
+        spec = spec_for(x.shape, itemsize, weight, config, bits)
+        width = None if spec is None else spec.bits
+        expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize
-        return cls(step, name, config.kind, recipe, config.mask_padding, width, x.shape, mask, expected)
+        return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected)
 
     def see(self, x: Tensor) -> None:
         """Hold X until Y is there.
@@ -124,7 +124,7 @@ class Call:
         if self.handle is not None:
             self.handle.remove()
 
-    def likeness(self, x: Tensor) -> float:
+    def relative_distance(self, x: Tensor) -> float:
         """Compare an input with the one of this call.
 
         Args:
@@ -151,9 +151,9 @@ class Call:
         """
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            found = noises(x, y, self.recipe, self.samples, self.mask, self.mask_padding, self.expected)
+            found = noises(x, y, self.spec, self.samples, self.mask, self.mask_padding, self.expected)
         tokens = x.shape[0]
-        rows = tokens if self.recipe is None else kept_rows(tokens, self.recipe.rows, self.recipe.block)
+        rows = tokens if self.spec is None else self.spec.kept_rows(tokens)
         samples = TOKENS if self.samples is None else SEQUENCES
         sketched, sgd, sgd_tokens = found.sketch, found.sgd, found.sgd_tokens
         ratio = sketched / sgd if sgd > 0 else (math.inf if sketched > 0 else math.nan)
@@ -173,10 +173,10 @@ def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
     """ŷ as the layer had it in the call that has just been made."""
     if not isinstance(module, SketchedLayer):
         return None
-    shape, scope = tuple(x.shape[:-1]), module.rmm_scope
-    if scope is None:
+    shape, context = tuple(x.shape[:-1]), module.rmm_context
+    if context is None:
         return None if module.rmm_estimator is None else module.rmm_estimator.predict(LayerCall(shape, x.device))
-    return scope.expected(module.rmm_index, scope.known_call(shape, x.device, module.rmm_config.mask_padding))
+    return context.expected(module.rmm_index, context.known_call(shape, x.device, module.rmm_config.mask_padding))
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Noises:
 def noises(
     x: Tensor,
     y: Tensor,
-    recipe: Recipe | None,
+    spec: SaveSpec | None,
     samples: tuple[int, int] | None,
     mask: Tensor | None,
     mask_padding: bool = True,
@@ -203,7 +203,7 @@ def noises(
     Args:
         x: Layer input, shape (N, I).
         y: Gradient by the layer's output, shape (N, O).
-        recipe: How the layer keeps X; None where it keeps X itself, without noise.
+        spec: How the layer saves X; None where it keeps X itself, without noise.
         samples: (batch, sequence), or None for a variance over tokens.
         mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
         mask_padding: Whether the sketch leaves out what is masked.
@@ -222,13 +222,13 @@ def noises(
         real = None
     tokens = _between_tokens(x, y, alpha, x.shape[0] if real is None else int(real.sum()))
     sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
-    if recipe is None:
+    if spec is None:
         return Noises(alpha, sgd, tokens, 0.0)
     real, p = real if mask_padding else None, None
-    if recipe.draws(x.shape[0]):
+    if spec.samples_rows(x.shape[0]):
         ranks = None if real is None else TokenMask.of(real)
-        p = probabilities(row_norms(x), recipe.uniform_mix, expected, ranks)
-    shape: dict[str, Any] = {"kind": recipe.kind, "rows": recipe.rows, "bits": recipe.bits, "block": recipe.block}
+        p = probabilities(row_norms(x), spec.uniform_mix, expected, ranks)
+    shape: dict[str, Any] = {"kind": spec.kind, "rows": spec.rows, "bits": spec.bits, "block": spec.block}
     sketched = sketch_variance(x, y, **shape, mask=real, probabilities=p, draws=1)
     return Noises(alpha, sgd, tokens, float(sketched))
 
@@ -264,20 +264,6 @@ def sample(x: Tensor) -> Tensor:
     """
     stride = max(1, x.numel() // _SAMPLE) | 1  # odd, or one column might be all that is looked at
     return x.detach().reshape(-1)[::stride].clone()
-
-
-def in_checkpoint() -> bool:
-    """Say whether a function is running that PyTorch's activation checkpointing will run again.
-
-    Returns:
-        True inside of ``torch.utils.checkpoint.checkpoint``.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def is_trained(module: nn.Module) -> bool:

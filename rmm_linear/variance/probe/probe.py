@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward
-from rmm_linear.context.model_context import ForwardScope
+from rmm_linear.context.frames import in_checkpoint
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads
-from rmm_linear.layers.linear import SketchedLayer
-from rmm_linear.variance.probe.call import Call, in_checkpoint, is_trained, sample
+from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
 from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
 
 logger = logging.getLogger(__name__)
@@ -97,9 +98,9 @@ class GradientProbe(ProbeResults):
         self._warned = False
         self._root: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
-        self._scope: ForwardScope | None = None  # of a model that has none
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # they belong to their graphs
-        self._recomputed: list[Call] = []  # these have no X, and must outlive a first pass without a graph
+        self._context: ModelContext | None = None  # of a model that has none
+        self._calls: weakref.WeakSet[ProbeCall] = weakref.WeakSet()  # they belong to their graphs
+        self._recomputed: list[ProbeCall] = []  # these have no X, and must outlive a first pass without a graph
 
     def __enter__(self) -> GradientProbe:
         """Begin to count forward passes."""
@@ -157,8 +158,8 @@ class GradientProbe(ProbeResults):
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
         if any(not isinstance(module, SketchedLayer) for module in self._modules.values()):
-            self._scope = ForwardScope()
-            self._scope.attach_inside(self.model, args, kwargs)
+            self._context = ModelContext()
+            self._context.attach_inside(self.model, args, kwargs)
 
     def _unwatch(self) -> None:
         for handle in self._handles:
@@ -173,9 +174,9 @@ class GradientProbe(ProbeResults):
                 "preserve_rng_state must be True.",
                 missed,
             )
-        if self._scope is not None:
-            self._scope.detach()
-            self._scope = None
+        if self._context is not None:
+            self._context.detach()
+            self._context = None
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See X where the recomputation's output gets no gradient; it may even end inside of this layer's call."""
@@ -203,33 +204,33 @@ class GradientProbe(ProbeResults):
         if output.requires_grad:
             call.handle = output.register_hook(functools.partial(self._arrive, call))
 
-    def _describe(self, name: str, module: nn.Module, x: Tensor) -> Call:
+    def _describe(self, name: str, module: nn.Module, x: Tensor) -> ProbeCall:
         if isinstance(module, SketchedLayer):
-            config, scope, bits = module.rmm_config, module.rmm_scope, module.rmm_choice.bits
+            config, context, bits = module.rmm_config, module.rmm_context, module.rmm_auto_bits.bits
         else:
-            config, scope, bits = self._config.for_module(name), self._scope, None
-        mask = None if scope is None else scope.known_mask(x.shape[:-1].numel())
-        return Call.of(self._step or 0, name, module, x, mask, config, bits)
+            config, context, bits = self._config.for_module(name), self._context, None
+        mask = None if context is None else context.known_mask(x.shape[:-1].numel())
+        return ProbeCall.of(self._step or 0, name, module, x, mask, config, bits)
 
-    def _find(self, name: str, x: Tensor, *, hooked: bool) -> Call | None:
+    def _find(self, name: str, x: Tensor, *, hooked: bool) -> ProbeCall | None:
         """The call that is recomputed: the one with the same input, as several may wait."""
         waiting = [
             call
             for call in self._recomputed
             if call.module == name and call.x is None and (call.handle is not None) == hooked
         ]
-        found = [call.likeness(x) for call in waiting]
+        found = [call.relative_distance(x) for call in waiting]
         if found and min(found) < _ALIKE:
             return waiting[found.index(min(found))]
-        for call, likeness in zip(waiting, found, strict=True):
-            call.missed |= likeness < math.inf
+        for call, distance in zip(waiting, found, strict=True):
+            call.missed |= distance < math.inf
         return None
 
-    def _arrive(self, call: Call, y: Tensor) -> None:
+    def _arrive(self, call: ProbeCall, y: Tensor) -> None:
         call.y = y.detach()
         self._meet(call)
 
-    def _meet(self, call: Call) -> None:
+    def _meet(self, call: ProbeCall) -> None:
         if call.x is None or call.y is None:
             return
         if call.is_overwritten():

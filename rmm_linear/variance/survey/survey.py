@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import STEPS, BitsChoice
-from rmm_linear.packing.pack import WIDTHS
+from rmm_linear.context.auto_bits import STEPS, AutoBits
+from rmm_linear.packing import WIDTHS
 from rmm_linear.sketches import KINDS, TokenMask
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.survey.records import LayerRecord, record_layers
 
 logger = logging.getLogger(__name__)
 
-Choices = dict[tuple[str, float], BitsChoice]
+Choices = dict[tuple[str, float], AutoBits]
 MEMORIES = (0.05, 0.1, 0.2)
 PAPER = "gaussian with padding (the paper)"
 AUTO = 'countsketch, bits="auto"'
@@ -93,9 +93,9 @@ def train_and_record(
         for record in records if step < STEPS else ():
             ranks = None if record.mask is None else TokenMask.of(record.mask)
             for memory in memories:
-                choice = choices.setdefault((record.name, memory), BitsChoice())
+                choice = choices.setdefault((record.name, memory), AutoBits())
                 choice.observe(record.x, RMMConfig(memory=memory, min_rows=1), itemsize, ranks)
-                choice.settle()
+                choice.choose()
     optimizer.zero_grad()
     if not records:
         raise ValueError("Sketches are for layers that see tokens, inputs of three dimensions, and the model has none.")
@@ -162,10 +162,10 @@ def noise_at_memory(
 def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: float, itemsize: int, draws: int) -> Tensor:
     """D²_sketch of the rows that fit into the memory; zero where the input itself does."""
     x, y = record.x, record.grad_output
-    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).recipe(x.shape[0], x.shape[1], itemsize)
-    if recipe is None:
+    spec = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(x.shape[0], x.shape[1], itemsize)
+    if spec is None:
         return torch.zeros((), dtype=torch.float64, device=x.device)
-    return sketch_variance(x, y, kind=kind, rows=recipe.rows, bits=bits, mask=record.mask, draws=draws)
+    return sketch_variance(x, y, kind=kind, rows=spec.rows, bits=bits, mask=record.mask, draws=draws)
 
 
 def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:

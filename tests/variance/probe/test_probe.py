@@ -115,7 +115,7 @@ def test_auto_bits_are_those_that_the_layer_uses():
             model(torch.randn(300, 64)).square().sum().backward()
     (row,) = probe.rows
     assert row.bits == report.bits["0"]
-    assert row.rows == RMMConfig(memory=0.1, min_rows=1).recipe(300, 64, 4, row.bits).rows
+    assert row.rows == RMMConfig(memory=0.1, min_rows=1).spec(300, 64, 4, row.bits).rows
 
 
 def test_layers_that_are_not_converted_are_predicted_in_four_bits():
@@ -124,7 +124,7 @@ def test_layers_that_are_not_converted_are_predicted_in_four_bits():
     with GradientProbe(model, every=1) as probe:
         model(torch.randn(300, 64)).square().sum().backward()
     (row,) = probe.rows
-    assert (row.bits, row.rows) == (4, RMMConfig().recipe(300, 64, 4, 4).rows)
+    assert (row.bits, row.rows) == (4, RMMConfig().spec(300, 64, 4, 4).rows)
 
 
 @pytest.mark.parametrize(

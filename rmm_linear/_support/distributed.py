@@ -1,0 +1,33 @@
+"""Types of distributed PyTorch, compared without importing it where there are none of them."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Say whether a tensor is a shard of a distributed one.
+
+    Args:
+        tensor: Any tensor or parameter.
+
+    Returns:
+        True for a ``DTensor``.
+    """
+    module = None if type(tensor) in (Tensor, nn.Parameter) else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Say whether ``fully_shard`` was called on a module.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for a ``FSDPModule``.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

@@ -1,0 +1,131 @@
+"""The autograd functions of a linear layer: one that saves a sketch of its input, and one that saves nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rmm_linear._support.autocast import cast
+from rmm_linear.ops.traced import weight_gradient_traced
+from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.sketches import TokenMask
+from rmm_linear.spec import SaveSpec
+
+
+def _apply(
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    """The exact product, and on ctx what its backward pass asks for; the same in a recomputation."""
+    ctx.autocast_dtype, ctx.input_shape, ctx.input_dtype = dtype, input.shape, input.dtype
+    ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+    with torch.autocast(input.device.type, enabled=False):
+        return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+
+
+def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients with respect to input and bias from Y, shape (N, O)."""
+    grad_input = grad_bias = None
+    if ctx.needs_input_grad[0] and weight is not None:
+        grad_input = (y @ cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = y.sum(0).to(ctx.bias_dtype)
+    return grad_input, grad_bias
+
+
+class SketchedLinearFunction(torch.autograd.Function):
+    """The linear layer whose backward pass needs what a call saves, not X."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        dtype: torch.dtype | None,
+        spec: SaveSpec,
+        on_backward: Callable[[Tensor, TokenMask | None], None] | None,
+        is_traced: bool,
+        *saved: Tensor | None,
+    ) -> Tensor:
+        """Apply the layer exactly."""
+        # The seed and the mask are among the saved tensors: on ctx, they would be those of the first pass.
+        ctx.spec, ctx.on_backward, ctx.is_traced = spec, on_backward, is_traced
+        output = _apply(ctx, input, weight, bias, x, dtype)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Make the gradients."""
+        (grad_output,) = grad_outputs
+        _refuse_double_backward()
+        weight, order, count, *saved = ctx.saved_tensors
+        with torch.autocast(grad_output.device.type, enabled=False):
+            y = grad_output.reshape(-1, grad_output.shape[-1])
+            grad_input, grad_bias = _exact_gradients(ctx, y, weight)
+            grad_weight = _weight_gradient(ctx, y, order, count, saved) if ctx.needs_input_grad[1] else None
+        return grad_input, grad_weight, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
+
+
+def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | None, saved: list[Tensor]) -> Tensor:
+    mask = None if order is None or count is None else TokenMask(order, count)
+    if ctx.on_backward is not None:
+        ctx.on_backward(y, mask)
+    if ctx.is_traced:
+        gradient = weight_gradient_traced(y, saved[0], ctx.spec, ctx.input_shape[-1], mask)
+    else:
+        gradient = weight_gradient(y, saved, ctx.spec, ctx.input_shape[-1], mask)
+    return gradient.to(ctx.weight_dtype)
+
+
+class UnsavedLinearFunction(torch.autograd.Function):
+    """The linear layer whose backward pass has nothing of X."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        """Apply the layer exactly."""
+        output = _apply(ctx, input, weight, bias, cast(input, dtype), dtype)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Make the gradients."""
+        (grad_output,) = grad_outputs
+        _refuse_double_backward()
+        (weight,) = ctx.saved_tensors
+        with torch.autocast(grad_output.device.type, enabled=False):
+            y = grad_output.reshape(-1, grad_output.shape[-1])
+            grad_input, grad_bias = _exact_gradients(ctx, y, weight)
+        return grad_input, None, grad_bias, None
+
+
+class RefusedGradient(torch.autograd.Function):
+    """A weight whose gradient cannot be made; a node of its own, which runs only if the gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        """Refuse."""
+        raise RuntimeError(
+            "The gradient with respect to the weight needs the layer's input, and a layer in eval mode saves nothing. "
+            "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
+        )
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "sketched_linear does not support double backward: its input is not saved, so a backward pass with "
+            "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer."
+        )

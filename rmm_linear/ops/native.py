@@ -1,0 +1,163 @@
+"""The operations with the C library, on CPU: its random words everywhere, its loops where it has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rmm_linear import packing, sketches
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.backends import native
+from rmm_linear.ops import plain
+from rmm_linear.packing import GROUP, ROUNDING_STREAM, RoundingNoise
+from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
+from rmm_linear.spec import SaveSpec
+
+_CHUNK = 1 << 20  # elements that are packed or unpacked at a time
+
+
+def sketch(
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
+    matrix, tokens = matrix if dtype is None else matrix.to(dtype), matrix.shape[0]
+    kept = sketches.kept_rows(tokens, rows, block)
+    if mask is None and kept >= tokens:
+        return matrix
+    shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
+    if kind in SAMPLERS and kept < tokens:
+        return sketches.sketch(matrix, **shape, p=p, generator=native.philox)
+    return _sketch_parts(matrix, **shape)(0, kept)
+
+
+def _sketch_parts(
+    matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None, mask: TokenMask | None
+) -> Callable[[int, int], Tensor]:
+    """Do what :func:`rmm_linear.sketches.sketch_parts` does."""
+    hashed = _hashed(matrix, seed, kind, rows, mask)
+    if hashed is None:
+        shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
+        return sketches.sketch_parts(matrix, **shape, generator=native.philox)
+    source, signs, shifts = hashed
+    return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end)
+
+
+def _hashed(
+    matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The tokens that count, their signs and shifts, where the C library makes the sketch; else None."""
+    count = matrix.shape[0] if mask is None else int(mask.count)
+    if kind != "countsketch" or matrix.dtype != torch.float32 or count <= rows:
+        return None
+    matrix = matrix if mask is None else matrix.index_select(0, mask.order[:count])
+    return _side_by_side(matrix), *native.signs_and_shifts(seed, count, rows)
+
+
+def _side_by_side(matrix: Tensor) -> Tensor:
+    """The elements of each row one after the other, as the C library reads them."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+    """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
+    matrix, bits = matrix.float() if matrix.dtype == torch.float16 else matrix, spec.bits or 0
+    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask)
+    if hashed is None:
+        parts = sketches.sketch_parts(
+            matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, generator=native.philox
+        )
+        return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
+    source, signs, shifts = hashed
+    packing.check_bits(bits)
+    codes, qparams = packing.empty_packed(spec.rows, source.shape[1], bits, seed)
+    noise = _rounding_noise(seed, spec.rows, source.shape[1])
+    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, (signs, shifts)):
+        packing.mark_infinite(qparams)
+    return codes, qparams
+
+
+def unpacked_product(
+    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+) -> Tensor:
+    """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
+    dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
+    sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
+    product = y.new_zeros(y.shape[1], columns)
+    for part in plain.product_parts(len(codes), columns, y.shape[1], y.dtype):
+        z = unpack(codes[part], qparams[part], seed, spec.bits or 0, columns, y.dtype, rotated=True)
+        transposed = sketched(part.start, part.stop).T
+        product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
+    return _unrotate(product, seed).to(dtype)
+
+
+@without_autocast
+def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack as :func:`rmm_linear.packing.pack` does."""
+    return _pack_parts(lambda begin, end: matrix[begin:end], (matrix.shape[0], matrix.shape[1]), bits, seed)
+
+
+def _pack_parts(
+    part: Callable[[int, int], Tensor], shape: tuple[int, int], bits: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    packing.check_bits(bits)
+    codes, qparams = packing.empty_packed(*shape, bits, seed)
+    noise = _rounding_noise(seed, *shape)
+    for rows in packing.row_parts(*shape, seed.device, _CHUNK):
+        values = _side_by_side(part(rows.start, rows.stop).to(torch.float32))
+        found = qparams[rows]
+        if not native.pack(values, bits, noise.signs, noise.rows[rows], noise.columns, codes[rows], found):
+            packing.mark_infinite(found)
+    return codes, qparams
+
+
+def _rounding_noise(seed: Tensor, rows: int, columns: int) -> RoundingNoise:
+    return RoundingNoise(*native.rounding_noise(seed, ROUNDING_STREAM, rows, columns))
+
+
+@without_autocast
+def unpack(
+    codes: Tensor,
+    qparams: Tensor,
+    seed: Tensor,
+    bits: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    rotated: bool = False,
+) -> Tensor:
+    """Unpack as :func:`rmm_linear.packing.unpack` does."""
+    matrix = torch.empty(len(codes), columns, dtype=dtype)
+    for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
+        values = matrix[rows] if dtype == torch.float32 else torch.empty(matrix[rows].shape, dtype=torch.float32)
+        native.unpack(codes[rows].contiguous(), qparams[rows].contiguous(), bits, values)
+        if dtype != torch.float32:
+            matrix[rows] = values
+    return matrix if rotated else _unrotate(matrix, seed)
+
+
+def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
+    """Do what :func:`rmm_linear.packing.unrotate` does, to a matrix that nobody else needs."""
+    if matrix.dtype != torch.float32 or not matrix.is_contiguous():
+        return packing.unrotate(matrix, seed)
+    native.unrotate(matrix, _rounding_noise(seed, 0, GROUP).signs)
+    return matrix
+
+
+def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
+    """Sample rows as :func:`rmm_linear.ops.plain.sample_rows` does."""
+    return plain.sample_rows(x, seed, spec, expected, mask, native.philox)
+
+
+def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
+    """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
+    return _pack_parts(plain.row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)

@@ -1,0 +1,61 @@
+"""One table: the implementations of every operation. Which of them runs follows from device, dtype and RMM_BACKEND."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear import packing, sketches
+from rmm_linear.backends.select import backend_of
+from rmm_linear.ops import native, plain, triton
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation and what carries it out.
+
+    Attributes:
+        plain: Plain PyTorch: the mathematics, and what the others are compared with.
+        native: With the C library, on CPU; None is the plain one.
+        triton: With the Triton kernels; None is the plain one.
+    """
+
+    plain: Callable[..., Any]
+    native: Callable[..., Any] | None = None
+    triton: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the implementation for the tensors among the arguments; the first of them decides.
+
+        Args:
+            *arguments: As ``plain`` takes them.
+            **named: As ``plain`` takes them.
+
+        Returns:
+            What ``plain`` returns.
+        """
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        backend = backend_of(tensors[0].device.type, tensors[0].dtype)
+        implementation = getattr(self, backend) if all(map(_is_plain, tensors)) else None
+        return (implementation or self.plain)(*arguments, **named)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
+    if type(tensor) is not Tensor or tensor.is_neg():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+SKETCH = Operation(plain.sketch, native.sketch, triton.sketch)
+PACKED_SKETCH = Operation(plain.packed_sketch, native.packed_sketch, triton.packed_sketch)
+UNPACKED_PRODUCT = Operation(plain.unpacked_product, native.unpacked_product, triton.unpacked_product)
+PACK = Operation(packing.pack, native.pack, triton.pack)
+UNPACK = Operation(packing.unpack, native.unpack, triton.unpack)
+SAMPLE_ROWS = Operation(plain.sample_rows, native.sample_rows, triton.sample_rows)
+GATHER_ROWS = Operation(sketches.gather, None, triton.gather_rows)
+PACKED_ROWS = Operation(plain.packed_rows, native.packed_rows, triton.packed_rows)

@@ -1,0 +1,127 @@
+"""The operations with the Triton kernels; what has no kernel (dct, dft) is plain PyTorch, here too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear import sketches
+from rmm_linear.backends.triton import KINDS, kernels
+from rmm_linear.ops import plain
+from rmm_linear.ops.fp16 import fp16_scale
+from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
+from rmm_linear.sketches.blocks import block_rows
+from rmm_linear.sketches.transforms import next_power_of_two
+from rmm_linear.spec import SaveSpec
+
+
+def sketch(
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
+    if kind not in KINDS or sketches.kept_rows(matrix.shape[0], rows, block) >= matrix.shape[0]:
+        return plain.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p, dtype=dtype)
+    return _sketch(matrix, seed, SaveSpec(kind, rows, block), mask, dtype=dtype)
+
+
+def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+    """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, packed before it is stored."""
+    if spec.kind not in KINDS:
+        return plain.packed_sketch(matrix, seed, spec, mask)
+    if spec.kept_rows(matrix.shape[0]) < matrix.shape[0]:
+        return _sketch(matrix, seed, spec, mask, bits=spec.bits)
+    return kernels().pack(matrix if mask is None else mask.compact(matrix), spec.bits, seed)
+
+
+def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
+    """SᵀM of fewer rows than N, shape (K, D) in the ``dtype`` given, or with ``bits`` codes and qparams."""
+    tokens, rows = matrix.shape[0], spec.rows
+    order, count = (None, None) if mask is None else (mask.order, mask.count)
+    if spec.kind == "countsketch":
+        return kernels().sparse_sketch(matrix, seed, rows, order=order, count=count, **stored)
+    if spec.kind == "rows":
+        index, scale = _uniform_rows(seed, tokens, rows, mask)
+        return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, **stored)
+    size, _, rows_per_block = block_rows(tokens, rows, spec.block)
+    index = _sample(seed, next_power_of_two(size), rows_per_block, None) if spec.kind == "hadamard" else None
+    return kernels().dense_sketch(
+        matrix, seed, spec.kind, size, rows_per_block, index=index, order=order, count=count, **stored
+    )
+
+
+def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> Tensor:
+    """The rows that :func:`rmm_linear.sketches.rows.sample` samples."""
+    keys = kernels().random_keys(seed, population, count)
+    return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
+
+
+def _uniform_rows(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+    """Rows of M and their scales; where all n that count fit, these are they, and rows of scale 0."""
+    if mask is None:
+        return _sample(seed, tokens, rows, None), seed.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
+    place = torch.arange(rows, device=seed.device)
+    fits = mask.count <= rows
+    index = mask.order[torch.where(fits, place, _sample(seed, tokens, rows, mask.count))]
+    return index, torch.where(fits, (place < mask.count).float(), (mask.count.float() / rows).sqrt())
+
+
+def unpacked_product(
+    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+) -> Tensor:
+    """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
+    scale, dtype = fp16_scale(y.dtype, y.shape[0], len(codes)), y.dtype
+    wide = None if scale == 1 else torch.float32
+    if mask is not None or len(codes) < y.shape[0]:
+        y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
+        y = y if scale == 1 else y.mul_(scale).to(dtype)
+    z = kernels().unpack(codes, qparams, spec.bits, columns, wide or dtype)
+    z = z if scale == 1 else z.mul_(1 / scale).to(dtype)
+    return kernels().unrotate(y.T @ z, seed)
+
+
+def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack as :func:`rmm_linear.packing.pack` does."""
+    return kernels().pack(matrix, bits, seed)
+
+
+def unpack(
+    codes: Tensor,
+    qparams: Tensor,
+    seed: Tensor,
+    bits: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    rotated: bool = False,
+) -> Tensor:
+    """Unpack as :func:`rmm_linear.packing.unpack` does."""
+    z = kernels().unpack(codes, qparams, bits, columns, dtype)
+    return z if rotated else kernels().unrotate(z, seed)
+
+
+def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
+    """Sample rows as :func:`rmm_linear.ops.plain.sample_rows` does."""
+    norms, keys = kernels().row_norms(x), kernels().random_keys(seed, spec.rows)
+    p = sketches.probabilities(norms, spec.uniform_mix, expected, mask)
+    return sketches.sample_rows(p, keys, SAMPLERS[spec.kind], mask)
+
+
+def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
+    """Gather rows as :func:`rmm_linear.sketches.gather` does."""
+    return kernels().sparse_sketch(matrix, None, len(sample.index), index=sample.index, scale=sample.scale)
+
+
+def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
+    """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
+    index, scale = sample
+    return kernels().sparse_sketch(matrix, seed, len(index), index=index, scale=scale, bits=bits)

@@ -1,0 +1,175 @@
+"""SᵀM and the exact variance, for every kind, with and without a token mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rmm_linear.sketches.masks import TokenMask
+from rmm_linear.sketches.philox import Generator, philox
+from rmm_linear.sketches.registry import FAMILIES, SAMPLERS, kept_rows
+from rmm_linear.sketches.rows import random_keys
+from rmm_linear.sketches.sampling import gather, probabilities, row_norms, sample_rows
+from rmm_linear.sketches.sampling import variance as sampling_variance
+
+
+def sketch(
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
+    generator: Generator = philox,
+) -> Tensor:
+    """Return SᵀM for the S that ``kind`` draws from ``seed``.
+
+    Where K rows hold every token (K ≥ N, or K ≥ n with a mask) they are the tokens' rows themselves.
+
+    Args:
+        matrix: M, shape (N, D), floating point.
+        kind: One of :data:`KINDS`.
+        seed: int64 with one element, on the device of ``matrix``.
+        rows: K, at least 1.
+        block: Tokens per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens.
+        mask: The tokens that count; the others are left out of S. None is all.
+        p: Probability of every token, see :func:`probabilities`, by which the kinds of :data:`SAMPLERS` sample rows.
+        generator: Makes the random words.
+
+    Returns:
+        Shape (:func:`kept_rows`, D), dtype of ``matrix``.
+
+    Raises:
+        ValueError: If the kind is one of :data:`SAMPLERS`, there are rows to draw, and ``p`` is None.
+
+    Example:
+        >>> import torch
+        >>> m = torch.ones(8, 3)
+        >>> sketch(m, kind="rows", seed=torch.tensor(0), rows=2)
+        tensor([[2., 2., 2.],
+                [2., 2., 2.]])
+    """
+    tokens = matrix.shape[0]
+    kept = kept_rows(tokens, rows, block)
+    if mask is None and kept >= tokens:
+        return matrix
+    if kind in SAMPLERS and kept < tokens:
+        keys = random_keys(seed, rows, generator)
+        return gather(matrix, sample_rows(_required(p, kind), keys, SAMPLERS[kind], mask))
+    if matrix.device.type == "cpu":
+        return sketch_parts(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, generator=generator)(
+            0, kept
+        )
+    if mask is None:
+        return FAMILIES[kind].sketch(matrix, seed, rows, block, None, generator)
+    compact = mask.compact(matrix)
+    if kept >= tokens:
+        return compact
+    family = FAMILIES[kind]
+    return torch.where(
+        mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count, generator)
+    )
+
+
+def sketch_parts(
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    generator: Generator = philox,
+) -> Callable[[int, int], Tensor]:
+    """Prepare to make some rows of SᵀM after others, on CPU, so that it need never exist as a whole.
+
+    Args:
+        matrix: M, shape (N, D), floating point, on CPU.
+        kind: One of :data:`KINDS`.
+        seed: int64 with one element.
+        rows: K, at least 1.
+        block: Tokens per block, or None.
+        mask: The tokens that count, or None.
+        generator: Makes the random words.
+
+    Returns:
+        A function of the first row and the row after the last, which makes these rows of the result of :func:`sketch`.
+
+    Raises:
+        ValueError: If the kind is one of :data:`SAMPLERS` and there are rows to draw: that is for :func:`sketch`.
+    """
+    tokens = matrix.shape[0]
+    kept = kept_rows(tokens, rows, block)
+    if mask is None and kept >= tokens:
+        return lambda begin, end: matrix[begin:end]
+    if kind in SAMPLERS and kept < tokens:
+        _required(None, kind)
+    count = tokens if mask is None else int(mask.count)
+    if mask is not None and count <= kept:
+        order = mask.order[:count]
+
+        def valid_rows(begin: int, end: int) -> Tensor:
+            valid = matrix.index_select(0, order[begin:end])
+            return torch.cat((valid, valid.new_zeros(end - begin - len(valid), valid.shape[1])))
+
+        return valid_rows
+    family = FAMILIES[kind]
+    if mask is not None and family.local and (block is None or block >= tokens):
+        matrix, mask = matrix.index_select(0, mask.order[:count]), None
+    if mask is None and family.part is not None:
+        return family.part(matrix, seed, rows, generator)
+    if mask is None:
+        whole = family.sketch(matrix, seed, rows, block, None, generator)
+    else:
+        whole = family.sketch(mask.compact(matrix), seed, rows, block, mask.count, generator)
+    return lambda begin, end: whole[begin:end]
+
+
+def _required(p: Tensor | None, kind: str) -> Tensor:
+    if p is None:
+        raise ValueError(
+            f"kind={kind!r} draws rows by the probabilities p of the tokens, so its sketch does not follow from a seed "
+            "alone. Pass p=probabilities(row_norms(x))."
+        )
+    return p
+
+
+def variance(
+    x: Tensor,
+    y: Tensor,
+    *,
+    kind: str,
+    rows: int,
+    block: int | None = None,
+    mask: TokenMask | None = None,
+    p: Tensor | None = None,
+) -> Tensor:
+    """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module.
+
+    Args:
+        x: Layer input, shape (N, I).
+        y: Gradient by the layer output, shape (N, O); zero where the mask is false.
+        kind: One of :data:`KINDS`.
+        rows: K, at least 1.
+        block: Tokens per block, or None.
+        mask: The tokens that count. None is all.
+        p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None is that of ‖x‖ alone.
+
+    Returns:
+        float64 scalar.
+    """
+    tokens = x.shape[0]
+    kept = kept_rows(tokens, rows, block)
+    if kept >= tokens or (mask is not None and int(mask.count) <= kept):
+        return x.new_zeros((), dtype=torch.float64)
+    if kind in SAMPLERS:
+        p = probabilities(row_norms(x), mask=mask) if p is None else p
+        valid = slice(None) if mask is None else mask.valid
+        return sampling_variance(x[valid], y[valid], p[valid], rows, SAMPLERS[kind])
+    if mask is None:
+        return FAMILIES[kind].variance(x, y, rows, block, None)
+    return FAMILIES[kind].variance(mask.compact(x), mask.compact(y), rows, block, mask.count)

@@ -1,0 +1,59 @@
+"""The kinds of sketches by name, and how many rows they keep."""
+
+from __future__ import annotations
+
+from rmm_linear.sketches.blocks import block_rows
+from rmm_linear.sketches.countsketch import COUNTSKETCH
+from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER
+from rmm_linear.sketches.family import Family
+from rmm_linear.sketches.rows import ROWS
+from rmm_linear.sketches.sampling import NORM_ROWS, WTA, Sampler
+from rmm_linear.sketches.transforms import DCT, DFT, HADAMARD
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (COUNTSKETCH, ROWS, RADEMACHER, GAUSSIAN, HADAMARD, DCT, DFT)
+}
+SAMPLERS: dict[str, Sampler] = {sampler.name: sampler for sampler in (WTA, NORM_ROWS)}
+KINDS: tuple[str, ...] = (*FAMILIES, *SAMPLERS)
+
+
+def has_blocks(kind: str) -> bool:
+    """Say whether a kind can be block-diagonal.
+
+    Args:
+        kind: One of :data:`KINDS`.
+
+    Returns:
+        Whether ``block`` means something to it.
+    """
+    return kind in FAMILIES and FAMILIES[kind].blocks
+
+
+def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
+    """Return the rows a sketch really has: with ``block``, rounded up to a whole number per block.
+
+    Args:
+        tokens: N.
+        rows: K asked for.
+        block: Tokens per block, or None.
+
+    Returns:
+        K; N when every row is stored.
+    """
+    if rows >= tokens or block is None:
+        return min(rows, tokens)
+    _, blocks, rows_per_block = block_rows(tokens, rows, block)
+    return min(blocks * rows_per_block, tokens)
+
+
+def check_kind(kind: object) -> None:
+    """Refuse what is no kind of sketch.
+
+    Args:
+        kind: What was given.
+
+    Raises:
+        ValueError: If it is not one of :data:`KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")

@@ -1,0 +1,80 @@
+"""SaveSpec: how one tensor is saved for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rmm_linear.packing.pack import packed_bytes
+from rmm_linear.sketches import SAMPLERS, has_blocks, kept_rows
+
+ROW_SAMPLE_BYTES = 8  # of the number of a sampled row, and its scale
+_SEED_BYTES = 8
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """How one input is saved.
+
+    Attributes:
+        kind: Family of the sketch.
+        rows: K.
+        block: Tokens per block, or None.
+        bits: Bits per stored element; None is the dtype itself.
+        uniform_mix: Part of the probability that all tokens share alike, for kinds that sample rows of X; 0 for others.
+
+    Raises:
+        ValueError: If ``block`` is given to a kind without blocks.
+    """
+
+    kind: str
+    rows: int
+    block: int | None = None
+    bits: int | None = None
+    uniform_mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a block where it means nothing."""
+        if self.block is not None and not has_blocks(self.kind):
+            raise ValueError(
+                f"block is for kinds with blocks, got block={self.block} with kind={self.kind!r}. Use block=None."
+            )
+
+    def kept_rows(self, tokens: int) -> int:
+        """Return how many rows are really saved.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            K, with ``block`` rounded up to a whole number per block; at most N.
+        """
+        return kept_rows(tokens, self.rows, self.block)
+
+    def samples_rows(self, tokens: int) -> bool:
+        """Say whether rows are sampled by what the input weighs, and therefore saved beside it.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            True for the kinds of :data:`rmm_linear.sketches.SAMPLERS`, unless all rows are saved.
+        """
+        return self.kind in SAMPLERS and self.rows < tokens
+
+    def bytes(self, tokens: int, features: int, itemsize: int) -> int:
+        """Return the bytes saved for an input: the sketch, and the seed or the sampled rows with their scales.
+
+        Args:
+            tokens: N.
+            features: I.
+            itemsize: Bytes per element of the input.
+
+        Returns:
+            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and need the seed only
+            when they are packed.
+        """
+        rows = self.kept_rows(tokens)
+        stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)
+        if not self.samples_rows(tokens):
+            return stored + _SEED_BYTES
+        return stored + rows * ROW_SAMPLE_BYTES + (0 if self.bits is None else _SEED_BYTES)
