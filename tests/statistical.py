@@ -39,6 +39,11 @@ def padded() -> tuple[Tensor, Tensor, Tensor]:
     return x, y * mask.unsqueeze(1), mask
 
 
+def counterexample(second: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Two tokens, x = (1, 2) and y = (1, ½): both give the same gradient, so minibatches have no noise. Sketches do."""
+    return torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [second]])
+
+
 def z_scores(values: Tensor, expected: float = 0.0) -> Tensor:
     """How many of its own standard errors the mean over the first dimension lies above what is expected."""
     return (values.mean(0) - expected) / (values.std(0) / math.sqrt(len(values)))

@@ -133,3 +133,11 @@ def test_the_interval_of_a_few_draws_covers_the_variance_as_often_as_it_says():
     exact = float(sgd_variance(x, y))
     intervals = [simulate_sgd_variance(x, y, draws=100, seed=seed).interval(0.95) for seed in range(200)]
     assert 175 <= sum(low < exact < high for low, high in intervals) <= 199
+
+
+def test_an_interval_is_as_wide_as_its_confidence():
+    found = Simulation(10.0, 2.0, 100)
+    assert found.interval(0.95) == pytest.approx((10 - 1.95996 * 2, 10 + 1.95996 * 2), rel=1e-5)
+    assert found.z_score(7.0) == 1.5
+    assert Simulation(1.0, 0.0, 100).z_score(1.0) == 0
+    assert Simulation(1.0, 0.0, 100).z_score(2.0) == -math.inf
