@@ -1,9 +1,9 @@
 """D²_sketch against simulation: every kind, with padding, blocks and bits.
 
 Simulated draws come in groups of 50, whose means tell the standard error: 40 groups in a light check (p = 3e-4 by
-chance at z = 4), 2,000 in a heavy one (6e-5). At this small size the rounding term differs by half from seed to seed. In 4 bits it is below a
-tenth of the variance, so that the mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves 0.1 %: a fraction of a
-standard error. test_simulation.py compares all widths seed by seed.
+chance at z = 4), 2,000 in a heavy one (6e-5). At this small size the rounding term differs by half from seed to seed.
+In 4 bits it is below a tenth of the variance, so that the mean of 100 seeds leaves 0.5 % of it and that of 2,000 leaves
+0.1 %: a fraction of a standard error. test_simulation.py compares all widths seed by seed.
 """
 
 import math
