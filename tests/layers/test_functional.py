@@ -155,11 +155,17 @@ def test_a_given_seed_leaves_the_global_generator_alone():
 
 
 def test_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
-    x, w, b = leaves((40, 6))
-    with torch.device("meta"):
-        output = sketched_linear(x, w, b, config=config())
-    output.sum().backward()
-    assert torch.isfinite(w.grad).all()
+    """The same seed, and so the same sketch, as without a default device."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        x, w, b = leaves((40, 6))
+        with torch.device(device):
+            output = sketched_linear(x, w, b, config=config())
+        output.sum().backward()
+        found.append(w.grad)
+    assert found[0].all()
+    assert torch.equal(*found)
 
 
 # Autocast
