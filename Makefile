@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo test test-stack test-heavy lint clean
+.PHONY: demo test test-stack test-heavy lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
@@ -24,6 +24,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+# Fails on broken links, and on names in the API pages that the library does not have.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # torch first: resolved together with the rest, another version of it could win.
 $(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
@@ -34,6 +38,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/nat
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

@@ -115,10 +115,19 @@ def probabilities(
     Returns:
         float64, shape (N,); its sum is 1.
 
+    Raises:
+        ValueError: If ``uniform_mix`` is out of range, or ``expected`` has another shape.
+
     Example:
         >>> probabilities(torch.tensor([3.0, 1.0]), 0.5)
         tensor([0.6250, 0.3750], dtype=torch.float64)
     """
+    if not 0 < uniform_mix <= 1:
+        raise ValueError(
+            f"uniform_mix must be in (0, 1], got {uniform_mix}. A token that is never sampled would be missing."
+        )
+    if expected is not None and expected.shape != norms.shape:
+        raise ValueError(f"expected must have one number per token, {tuple(norms.shape)}, got {tuple(expected.shape)}.")
     weights = norms.double()
     real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask.valid
     if expected is not None:
@@ -137,7 +146,7 @@ def probabilities(
 
 
 def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> RowSample:
-    """Draw K rows by the inverse of the cumulative distribution.
+    """Sample K rows by the inverse of the cumulative distribution.
 
     Args:
         p: Probability of every token, float64, shape (N,), N > K; 0 for those that do not count, or are never drawn.
@@ -147,8 +156,13 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
 
     Returns:
         Rows and scales, each of the shape of ``keys``. For wta the tokens kept as they are come first.
+
+    Raises:
+        ValueError: If K is not at least 1 and less than N.
     """
     rows = keys.shape[-1]
+    if not 1 <= rows < len(p):
+        raise ValueError(f"rows must be at least 1 and less than the {len(p)} tokens, got {rows}. Keep them all.")
     order, tails, kept = _ranked(p, rows, kind)
     place, mass = torch.arange(rows, device=p.device), tails[kept]
     chance = (keys >> 10).double() * 2.0**-53 * mass

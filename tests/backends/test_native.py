@@ -1,4 +1,4 @@
-"""The compiled code gives what plain PyTorch gives, and leaves it the work where it cannot be used."""
+"""The C library gives what plain PyTorch gives, and leaves it the work where it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,29 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmm_linear import RMMLinear
+from rmm_linear import RMMLinear, packing
 from rmm_linear.backends import native
-from rmm_linear.ops import sketch as ops
-from rmm_linear.packing import pack as packing
-from rmm_linear.packing.rounding import Draws
-from rmm_linear.sketches import sketch, sketch_parts
+from rmm_linear.ops import native as ops
+from rmm_linear.ops import table
+from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
+from rmm_linear.sketches import sketch
 from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox
+from rmm_linear.spec import SaveSpec
 
 SEED = torch.tensor([-123456789012345678])
-
-
-@pytest.fixture
-def plainly(monkeypatch):
-    """Run something in plain PyTorch."""
-
-    def run(function):
-        with monkeypatch.context() as context:
-            context.setenv("RMM_BACKEND", "torch")
-            assert not native.applies_to(SEED)
-            return function()
-
-    return run
 
 
 def test_it_is_built_where_there_is_a_compiler():
@@ -46,34 +34,32 @@ def test_it_is_built_where_there_is_a_compiler():
             [compiler, "-std=gnu11", "-fopenmp", "-fsyntax-only", str(source)], capture_output=True, check=False
         ).returncode
     )
-    assert native.applies_to(SEED) == able
+    assert native.is_available() == able
 
 
 @pytest.mark.parametrize("stream", [0, 3, 2**32 - 1])
-def test_random_numbers_are_the_same_to_the_bit(stream, plainly):
+def test_random_numbers_are_the_same_to_the_bit(stream):
     offset = torch.cat((torch.arange(100), torch.tensor([2**32 - 1, 2**32, 2**62]))).view(103, 1)
-    expected = plainly(lambda: philox(SEED, offset, stream))
-    for found, word in zip(philox(SEED, offset, stream), expected, strict=True):
+    for found, word in zip(native.philox(SEED, offset, stream), philox(SEED, offset, stream), strict=True):
         assert found.shape == offset.shape
         assert torch.equal(found, word)
     strided = torch.arange(40)[::3]
-    assert torch.equal(philox(SEED, strided)[1], plainly(lambda: philox(SEED, strided)[1]))
-    assert philox(SEED, torch.arange(0))[0].shape == (0,)
+    assert torch.equal(native.philox(SEED, strided)[1], philox(SEED, strided)[1])
+    assert native.philox(SEED, torch.arange(0))[0].shape == (0,)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(4096, 410), (100, 64), (33, 1), (32, 32), (65, 7), (1, 5), (0, 3)])
-def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows, plainly):
-    expected = plainly(lambda: signs_and_shifts(SEED, tokens, rows))
-    for found, plain in zip(signs_and_shifts(SEED, tokens, rows), expected, strict=True):
+def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows):
+    expected = signs_and_shifts(SEED, tokens, rows)
+    for found, plain in zip(native.signs_and_shifts(SEED, tokens, rows), expected, strict=True):
         assert found.dtype == plain.dtype
         assert torch.equal(found, plain)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(100, 70), (3, 200), (0, 64), (5, 0), (1, 1)])
-def test_the_draws_of_packing_are_the_same_to_the_bit(rows, columns, plainly):
-    expected = plainly(lambda: Draws.of(SEED, rows, columns))
-    for name, found in vars(Draws.of(SEED, rows, columns)).items():
-        plain = getattr(expected, name)
+def test_the_noise_of_packing_is_the_same_to_the_bit(rows, columns):
+    expected = vars(RoundingNoise.of(SEED, rows, columns)).values()
+    for found, plain in zip(native.rounding_noise(SEED, ROUNDING_STREAM, rows, columns), expected, strict=True):
         assert found.dtype == plain.dtype
         assert torch.equal(found, plain)
 
@@ -81,34 +67,34 @@ def test_the_draws_of_packing_are_the_same_to_the_bit(rows, columns, plainly):
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 @pytest.mark.parametrize("shape", [(300, 768), (37, 130), (5, 64), (3, 63), (4, 5), (2, 1), (0, 70), (3, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_packing_is_the_same(bits, shape, dtype, plainly):
+def test_packing_is_the_same(bits, shape, dtype):
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    codes, ranges = packing.pack(z, bits, SEED)
-    expected_codes, expected_ranges = plainly(lambda: packing.pack(z, bits, SEED))
+    codes, qparams = ops.pack(z, bits, SEED)
+    expected_codes, expected_qparams = packing.pack(z, bits, SEED)
     # The turn's sums are made in another order: an element on the edge of a step can fall to either side, and a range
     # whose ends differ in their last bit can be rounded to the next number.
     assert (codes != expected_codes).sum() <= max(1, 0.002 * codes.numel())
-    assert (ranges != expected_ranges).sum() <= 0.002 * ranges.numel()
-    found = packing.unpack(expected_codes, expected_ranges, SEED, bits, shape[1], dtype)
-    expected = plainly(lambda: packing.unpack(expected_codes, expected_ranges, SEED, bits, shape[1], dtype))
+    assert (qparams != expected_qparams).sum() <= 0.002 * qparams.numel()
+    packed = (expected_codes, expected_qparams, SEED, bits, shape[1], dtype)
+    found, expected = ops.unpack(*packed, rotated=True), packing.unpack(*packed, rotated=True)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
-def test_odd_values_are_packed_the_same(bits, plainly):
+def test_odd_values_are_packed_the_same(bits):
     z = torch.randn(6, 200)
     z[0], z[1], z[2, 70] = 0, -1.2345, math.nan
     z[3] *= 2.0**100
     z[4] *= 2.0**-100
-    codes, ranges = packing.pack(z, bits, SEED)
-    expected_codes, expected_ranges = plainly(lambda: packing.pack(z, bits, SEED))
-    assert torch.equal(ranges.isnan(), expected_ranges.isnan())
-    assert ranges.isnan().any(-1).sum() == 1
+    codes, qparams = ops.pack(z, bits, SEED)
+    expected_codes, expected_qparams = packing.pack(z, bits, SEED)
+    assert torch.equal(qparams.isnan(), expected_qparams.isnan())
+    assert qparams.isnan().any(-1).sum() == 1
     finite = torch.tensor([0, 1, 3, 4, 5])
-    torch.testing.assert_close(ranges[finite], expected_ranges[finite], rtol=2**-7, atol=0)
+    torch.testing.assert_close(qparams[finite], expected_qparams[finite], rtol=2**-7, atol=0)
     assert (codes[finite] != expected_codes[finite]).float().mean() < 0.01
     z[5, 199] = math.inf
-    for pack in (packing.pack, lambda *args: plainly(lambda: packing.pack(*args))):
+    for pack in (packing.pack, ops.pack):
         assert pack(z, bits, SEED)[1][5, 3].isnan().all()
 
 
@@ -116,14 +102,14 @@ def test_odd_values_are_packed_the_same(bits, plainly):
 def test_a_range_beyond_float32_is_nan(backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     for z in (torch.tensor([[3e38, -3e38]]), torch.tensor([[1e39, 0.0]], dtype=torch.float64)):
-        assert packing.pack(z, 4, SEED)[1].isnan().all()
+        assert table.PACK(z, 4, SEED)[1].isnan().all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_smallest_numbers_come_back(backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     z = torch.rand(3, 70) * 1e-40
-    restored = packing.unpack(*packing.pack(z, 4, SEED), SEED, 4, 70, z.dtype)
+    restored = table.UNPACK(*table.PACK(z, 4, SEED), SEED, 4, 70, z.dtype)
     assert (restored - z).abs().max() < 1e-38
 
 
@@ -131,13 +117,13 @@ def test_the_smallest_numbers_come_back(backend, monkeypatch):
 @pytest.mark.parametrize("target", [torch.float16, torch.float32])
 def test_the_default_dtype_changes_nothing(dtype, target):
     z = torch.randn(40, 130, generator=torch.Generator().manual_seed(4))
-    codes, ranges = packing.pack(z, 4, SEED)
-    expected = packing.unpack(codes, ranges, SEED, 4, 130, target)
+    codes, qparams = ops.pack(z, 4, SEED)
+    expected = ops.unpack(codes, qparams, SEED, 4, 130, target)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        assert all(map(torch.equal, packing.pack(z, 4, SEED), (codes, ranges)))
-        assert torch.equal(packing.unpack(codes, ranges, SEED, 4, 130, target), expected)
+        assert all(map(torch.equal, ops.pack(z, 4, SEED), (codes, qparams)))
+        assert torch.equal(ops.unpack(codes, qparams, SEED, 4, 130, target), expected)
     finally:
         torch.set_default_dtype(before)
 
@@ -148,7 +134,7 @@ def test_the_default_device_changes_nothing():
         torch.manual_seed(3)
         layer.zero_grad()
         with torch.device(device):
-            assert philox(SEED, torch.arange(3, device="cpu"))[0].device.type == "cpu"
+            assert native.philox(SEED, torch.arange(3, device="cpu"))[0].device.type == "cpu"
             layer(x).square().sum().backward()
         found.append(layer.weight.grad)
     assert found[0].all()
@@ -159,50 +145,62 @@ def test_the_default_device_changes_nothing():
 @pytest.mark.parametrize(
     "view", [lambda m: m, lambda m: m[:, 3:7], lambda m: m.T, lambda m: m[:, :1], lambda m: m[:, :0]]
 )
-def test_countsketch_is_the_same(tokens, rows, view, plainly):
+def test_countsketch_is_the_same(tokens, rows, view):
     m = view(torch.randn(tokens, tokens, generator=torch.Generator().manual_seed(5)))
     rows = min(rows, len(m) - 1) or 1
-    found = sketch(m, kind="countsketch", seed=SEED, rows=rows)
-    torch.testing.assert_close(found, plainly(lambda: sketch(m, kind="countsketch", seed=SEED, rows=rows)))
-    parts = sketch_parts(m, kind="countsketch", seed=SEED, rows=rows)
+    found = ops.sketch(m, kind="countsketch", seed=SEED, rows=rows)
+    torch.testing.assert_close(found, sketch(m, kind="countsketch", seed=SEED, rows=rows))
+    parts = ops._sketch_parts(m, kind="countsketch", seed=SEED, rows=rows, block=None, mask=None)
     cuts = sorted({0, rows // 3, rows // 2, rows})
     assert torch.equal(torch.cat([parts(a, b) for a, b in itertools.pairwise(cuts)]), found)
-    packed = ops.packed_sketch(m, SEED, "countsketch", rows, 4)
-    assert all(map(torch.equal, packed, packing.pack(found, 4, SEED)))
+    packed = ops.packed_sketch(m, SEED, SaveSpec("countsketch", rows, bits=4), None)
+    assert all(map(torch.equal, packed, ops.pack(found, 4, SEED)))
 
 
 @pytest.mark.parametrize("shape", [(9, 768), (5, 130), (3, 5), (0, 64)])
-def test_turning_back_is_the_same(shape, plainly):
+def test_unrotating_is_the_same(shape):
     m = torch.randn(shape)
-    before = m.clone()
-    torch.testing.assert_close(packing.unrotate(m, SEED), plainly(lambda: packing.unrotate(m, SEED)))
-    assert torch.equal(m, before)
+    expected = packing.unrotate(m, SEED)
+    torch.testing.assert_close(ops._unrotate(m, SEED), expected)
 
 
 @pytest.mark.parametrize(
     "view", [lambda m: m[:, 3:133], lambda m: m[::2], lambda m: m.T, lambda m: m[:1].expand(9, -1)]
 )
-def test_any_strides(view, plainly):
+def test_any_strides(view):
     z = view(torch.randn(150, 150, generator=torch.Generator().manual_seed(2)))
-    codes, _ = packing.pack(z, 4, SEED)
-    assert (codes != plainly(lambda: packing.pack(z, 4, SEED))[0]).float().mean() < 0.002
+    codes, _ = ops.pack(z, 4, SEED)
+    assert (codes != packing.pack(z, 4, SEED)[0]).float().mean() < 0.002
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_share_the_rows(threads):
     z = torch.randn(1001, 600, generator=torch.Generator().manual_seed(3))
-    expected = packing.pack(z, 4, SEED)
+    expected = ops.pack(z, 4, SEED)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert all(map(torch.equal, packing.pack(z, 4, SEED), expected))
+        assert all(map(torch.equal, ops.pack(z, 4, SEED), expected))
     finally:
         torch.set_num_threads(before)
 
 
-def test_tensors_that_are_not_plain_are_left_to_pytorch():
-    assert not native.applies_to(SEED, torch.empty(2, device="meta"))
-    assert not native.applies_to(torch.nn.Parameter(torch.ones(2)))
-    assert not native.applies_to(torch._neg_view(torch.ones(2)))
-    drawn = torch.func.vmap(lambda seed: philox(seed, torch.arange(3))[0])(torch.tensor([1, 2]))
-    assert torch.equal(drawn[1], philox(torch.tensor(2), torch.arange(3))[0])
+@pytest.mark.parametrize(
+    ("tensor", "backend"),
+    [
+        (torch.ones(2, 64), "native"),
+        (torch.nn.Parameter(torch.ones(2, 64)), "plain"),
+        (torch._neg_view(torch.ones(2, 64)), "plain"),
+    ],
+)
+def test_tensors_that_are_not_plain_are_left_to_pytorch(tensor, backend):
+    operation = table.Operation(lambda *args: "plain", lambda *args: "native")
+    assert operation(tensor, SEED) == backend
+    assert operation(SEED, tensor) == backend
+
+
+def test_maps_over_seeds_are_left_to_pytorch():
+    sampled = torch.func.vmap(lambda seed: table.SKETCH(torch.eye(5), kind="rows", seed=seed, rows=2))(
+        torch.tensor([1, 2])
+    )
+    assert torch.equal(sampled[1], sketch(torch.eye(5), kind="rows", seed=torch.tensor(2), rows=2))

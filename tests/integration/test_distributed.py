@@ -68,7 +68,7 @@ def test_accelerate_accumulates(ranks):
 
 
 def test_accelerates_fsdp_plugin_runs_ddp_on_cpu(ranks):
-    """As README says; if this fails, accelerate shards on CPU now, and its sharded models need tests of their own."""
+    """As docs/training-stack.md says; if this fails, accelerate shards on CPU now, and that needs tests of its own."""
     first, second = (rank["accelerate, fsdp"] for rank in ranks)
     assert first["class"] == second["class"] == "DistributedDataParallel"
     assert first["gradient"] == second["gradient"]

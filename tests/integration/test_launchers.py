@@ -1,4 +1,4 @@
-"""The commands of the README that launch the GLUE script in two processes run as they are printed there."""
+"""The commands of docs/training-stack.md that launch the GLUE script in two processes run as they are printed there."""
 
 import os
 import re
@@ -15,13 +15,13 @@ from glue_helpers import results_of
 from transformers import AutoModelForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-COMMANDS = re.findall(r"^(?:torchrun|accelerate) .*", README, flags=re.MULTILINE)
+PAGE = (ROOT / "docs" / "training-stack.md").read_text(encoding="utf-8").replace("\\\n", " ")
+COMMANDS = re.findall(r"^(?:torchrun|accelerate) .*", PAGE, flags=re.MULTILINE)
 ACCUMULATED = "--gradient_accumulation_steps 2 --per_device_train_batch_size 4"
 EXAMPLES, PROCESSES = 48, 2
 
 
-def test_the_readme_has_a_command_for_each_launcher():
+def test_the_page_has_a_command_for_each_launcher():
     assert [command.split()[0] for command in COMMANDS] == ["torchrun", "accelerate"]
 
 
@@ -34,7 +34,7 @@ def test_the_readme_has_a_command_for_each_launcher():
         pytest.param(1, ACCUMULATED, 8, id="accelerate, accumulated", marks=pytest.mark.stack),
     ],
 )
-def test_commands_of_the_readme_run(model, cola, tmp_path, number, more, batch):
+def test_commands_of_the_page_run(model, cola, tmp_path, number, more, batch):
     """Each epoch's batches are shared by the processes, results are printed once, and the model loads anywhere."""
     shutil.copytree(model, tmp_path / "out" / "minilm")
     shutil.copytree(cola, tmp_path / "data" / "glue")

@@ -9,9 +9,11 @@ from helpers import chances, heavy_tailed, tiny_model, token_ids
 from statistical import ROWS, TOKENS, assert_moments, padded
 
 from rmm_linear import RMMConfig, convert, revert, sketched_linear
-from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.ops.save import save_input
+from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.packing.pack import rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
+from rmm_linear.spec import SaveSpec
 
 
 def masked_data(masked):
@@ -26,18 +28,18 @@ def check_statistics(kind, block, bits, masked, count):
     """
     x, y, mask = masked_data(masked)
     ranks = None if mask is None else TokenMask.of(mask)
-    recipe = Recipe(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
+    spec = SaveSpec(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
     p = chances(kind, x, ranks)
     exact = y.T @ x
     stated = variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p)
     errors, roundings = [], []
     for value in range(count):
-        kept = keep(x, recipe, value, ranks)
-        errors.append(weight_gradient(y, kept, recipe, x.shape[1], ranks) - exact)
+        kept = save_input(x, spec, ranks, value)
+        errors.append(weight_gradient(y, kept, spec, x.shape[1], ranks) - exact)
         if bits is not None:
             shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks, "p": p}
-            weights, codes = sketch(y, **shape).square().sum(1), sketch(x, **shape)
-            roundings.append(weights @ rounding_variance(codes, bits, kept[-1]))
+            weights, z = sketch(y, **shape).square().sum(1), sketch(x, **shape)
+            roundings.append(weights @ rounding_variance(z, bits, kept[-1]))
     roundings = torch.stack(roundings) if roundings else None
     assert_moments(torch.stack(errors), exact, stated, widest=0.25, roundings=roundings)
 

@@ -11,13 +11,15 @@ from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.layers.functional import Plan, planned_linear
-from rmm_linear.ops.save import Recipe, keep, weight_gradient
+from rmm_linear.layers.functional import LinearCall, saved_linear
+from rmm_linear.ops.save import save_input
+from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.sketches import UNIFORM_MIX, TokenMask
+from rmm_linear.spec import SaveSpec
 
 
-def recipe_of(kind, rows, bits=None):
-    return Recipe(kind, rows, None, bits, UNIFORM_MIX)
+def spec_of(kind, rows, bits=None):
+    return SaveSpec(kind, rows, None, bits, UNIFORM_MIX)
 
 
 def saved(run):
@@ -38,8 +40,8 @@ def saved(run):
 def test_bytes_kept_are_those_of_the_recipe(kind, amount, bits):
     config = RMMConfig(kind=kind, bits=bits, min_rows=1, **amount)
     x, weight = heavy_tailed(100, 70, 2, torch.float32)[0], torch.zeros(3, 70, requires_grad=True)
-    recipe = config.recipe(100, 70, 4)
-    expected = x.nbytes if recipe is None else recipe.bytes(100, 70, 4)
+    spec = config.spec(100, 70, 4)
+    expected = x.nbytes if spec is None else spec.bytes(100, 70, 4)
     tensors = saved(lambda: sketched_linear(x, weight, config=config, seed=1))
     assert sum(tensor.nbytes for tensor in tensors) == expected
 
@@ -49,20 +51,20 @@ def test_bytes_kept_are_those_of_the_recipe(kind, amount, bits):
 @every_sampler
 def test_memory_counts_the_rows_and_their_scales(kind, memory, bits):
     """The most rows that fit, the seed's 8 bytes aside."""
-    recipe = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(1000, 128, 2)
+    spec = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(1000, 128, 2)
     budget = memory * 1000 * 128 * 2 + 8
-    assert recipe.bytes(1000, 128, 2) <= budget
-    more = recipe_of(kind, recipe.rows + 1, bits)
-    assert recipe.rows == 1000 or more.bytes(1000, 128, 2) > budget
+    assert spec.bytes(1000, 128, 2) <= budget
+    more = spec_of(kind, spec.rows + 1, bits)
+    assert spec.rows == 1000 or more.bytes(1000, 128, 2) > budget
 
 
 @every_sampler
 def test_a_seed_is_kept_only_where_rounding_needs_it(kind):
     x = heavy_tailed(40, 6, 2)[0]
-    z, index, scale = keep(x, recipe_of(kind, 8), 3)
+    z, index, scale = save_input(x, spec_of(kind, 8), None, 3)
     assert (z.shape, index.dtype, scale.dtype) == ((8, 6), torch.int32, torch.float32)
     torch.testing.assert_close(z, x[index] * scale.double().unsqueeze(1))
-    *_, seed = keep(x, recipe_of(kind, 8, 4), 3)
+    *_, seed = save_input(x, spec_of(kind, 8, 4), None, 3)
     assert seed.item() == 3
 
 
@@ -99,7 +101,7 @@ def test_rows_and_sketch_come_from_one_pass_under_checkpointing(kind, reentrant,
         seen.append(kept)
         return weight_gradient(y, kept, *rest)
 
-    monkeypatch.setattr("rmm_linear.layers.functional.weight_gradient", look)
+    monkeypatch.setattr("rmm_linear.layers.function.weight_gradient", look)
     for _ in range(3):
         model(x).sum().backward()
     assert len(seen) == 3
@@ -119,21 +121,21 @@ def test_siblings_keep_one_sketch_and_ask_once_what_is_expected(kind, bits):
         asked.append(1)
         return y.norm(dim=1)
 
-    recipe = recipe_of(kind, 10, bits)
+    spec = spec_of(kind, 10, bits)
     outputs = []
 
     def run():
         for number, weight in enumerate(weights):
-            outputs.append(planned_linear(x, weight, None, Plan(recipe, 7, None, shared, number, expected)))
+            outputs.append(saved_linear(x, weight, None, LinearCall(spec, 7, None, None, shared, number, expected)))
         return outputs
 
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in saved(run)}
     assert len(asked) == 1
-    assert sum(tensors.values()) == recipe.bytes(40, 70, 4)
+    assert sum(tensors.values()) == spec.bytes(40, 70, 4)
     for output in outputs:
         output.backward(y)
     assert torch.equal(weights[0].grad, weights[1].grad)
-    alone = weight_gradient(y, keep(x, recipe, 7, None, y.norm(dim=1)), recipe, 70, None)
+    alone = weight_gradient(y, save_input(x, spec, None, 7, y.norm(dim=1)), spec, 70, None)
     torch.testing.assert_close(weights[2].grad, alone)
 
 
@@ -142,10 +144,10 @@ def test_what_is_expected_of_the_gradient_lowers_the_noise(kind):
     """With ‖y‖ known, the mean squared error over 100 seeds is less than half of that without, as the variances say."""
     x, y = heavy_tailed(60, 5, 4)
     y[::2] *= 0.01
-    exact, recipe = y.T @ x, recipe_of(kind, 12)
+    exact, spec = y.T @ x, spec_of(kind, 12)
 
     def error(expected):
-        estimates = [weight_gradient(y, keep(x, recipe, s, None, expected), recipe, 5, None) for s in range(100)]
+        estimates = [weight_gradient(y, save_input(x, spec, None, s, expected), spec, 5, None) for s in range(100)]
         return sum(float((estimate - exact).square().sum()) for estimate in estimates)
 
     assert error(y.norm(dim=1)) < 0.5 * error(None)
@@ -169,7 +171,7 @@ def test_autocast_keeps_half_and_gives_the_same_gradient(kind, bits):
     assert (gradients[0] - gradients[1]).norm() < limit * gradients[0].norm()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tensors = saved(lambda: sketched_linear(x, torch.zeros(4, 70, requires_grad=True), config=config, seed=3))
-    assert sum(tensor.nbytes for tensor in tensors) == config.recipe(60, 70, 2).bytes(60, 70, 2)
+    assert sum(tensor.nbytes for tensor in tensors) == config.spec(60, 70, 2).bytes(60, 70, 2)
 
 
 @every_sampler
@@ -202,9 +204,9 @@ def test_tokens_that_fit_are_exact_but_for_rounding(kind, bits):
     x[~mask] = math.nan
     exact = y[mask].T @ x[mask]
     for rows in (10, 40):
-        recipe = recipe_of(kind, rows, bits)
+        spec = spec_of(kind, rows, bits)
         estimates = [
-            weight_gradient(y, keep(x, recipe, s, ranks), recipe, 5, ranks) for s in range(1 if bits is None else 200)
+            weight_gradient(y, save_input(x, spec, ranks, s), spec, 5, ranks) for s in range(1 if bits is None else 200)
         ]
         if bits is None:
             torch.testing.assert_close(estimates[0], exact)
@@ -243,7 +245,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_probabilities(kind, va
     x[17, 2] = value
     seen = []
     for seed in range(20):
-        z, index, scale = keep(x, recipe_of(kind, 10), seed)
+        z, index, scale = save_input(x, spec_of(kind, 10), None, seed)
         assert scale.isfinite().all()
         torch.testing.assert_close(z, x[index] * scale.unsqueeze(1), equal_nan=True)
         seen.append(bool((index == 17).any()))

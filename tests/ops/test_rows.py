@@ -11,21 +11,22 @@ from helpers import chances
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, sketched_linear
-from rmm_linear.ops import sketch as ops
-from rmm_linear.ops.save import Recipe, keep
-from rmm_linear.packing import pack as packing
+from rmm_linear import RMMConfig, packing, sketched_linear
+from rmm_linear.ops import table
+from rmm_linear.ops.arguments import to_arguments
+from rmm_linear.ops.save import save_input
 from rmm_linear.sketches import (
     SAMPLERS,
     TokenMask,
-    draw,
     gather,
     probabilities,
     random_keys,
     row_norms,
+    sample_rows,
     sketch,
     sketch_parts,
 )
+from rmm_linear.spec import SaveSpec
 
 SEED = torch.tensor([77])
 every_mask = pytest.mark.parametrize("mask", ["all", "some", "few"])
@@ -48,8 +49,8 @@ def ranks(name, tokens=40):
     return None if name == "all" else TokenMask.of(torch.arange(tokens) % (3 if name == "some" else 16) == 1)
 
 
-def parts(mask):
-    return () if mask is None else (mask.order, mask.count)
+def sample(x, kind, rows, uniform_mix=0.1, expected=None, mask=None):
+    return table.SAMPLE_ROWS(x, SEED, SaveSpec(kind, rows, None, None, uniform_mix), expected, mask)
 
 
 @every_backend
@@ -58,10 +59,10 @@ def parts(mask):
 def test_operators_keep_pytorchs_rules(kind, mask, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     for expected, bits in itertools.product((None, made()[:, 0].abs()), (None, 4)):
-        more = (kind, 7, None, bits, 0.1, expected, *parts(ranks(mask)))
-        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (made(), 77, *more))
-    drawn = ops.draw_rows(made(), SEED, kind, 7, 0.1, None, *parts(ranks(mask)))
-    torch.library.opcheck(ops.gather_rows, (made().T.contiguous().T, *drawn))
+        more = to_arguments(SaveSpec(kind, 7, None, bits, 0.1), ranks(mask))
+        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (made(), 77, expected, *more))
+    sampled = sample(made(), kind, 7, mask=ranks(mask))
+    torch.library.opcheck(torch.ops.rmm_linear.gather_rows.default, (made().T.contiguous().T, *sampled))
 
 
 @every_backend
@@ -71,12 +72,12 @@ def test_drawn_rows_are_those_of_the_sketch(kind, mask, backend, monkeypatch):
     """The operators' rows and scales make the S that follows from the seed and p; kernels' norms differ by rounding."""
     monkeypatch.setenv("RMM_BACKEND", backend)
     x, chosen = made(), ranks(mask)
-    index, scale = ops.draw_rows(x, SEED, kind, 7, 0.1, None, *parts(chosen))
+    index, scale = sampled = sample(x, kind, 7, mask=chosen)
     assert (index.dtype, scale.dtype) == (torch.int32, torch.float32)
     z = sketch(x, kind=kind, seed=SEED, rows=7, mask=chosen, p=chances(kind, x, chosen))
-    torch.testing.assert_close(ops.gather_rows(x, index, scale), z, rtol=1e-5, atol=1e-5)
-    codes, ranges = ops.packed_rows(x, SEED, index, scale, 8)
-    restored = packing.unpack(codes, ranges, SEED, 8, 70, x.dtype)
+    torch.testing.assert_close(table.GATHER_ROWS(x, sampled), z, rtol=1e-5, atol=1e-5)
+    codes, qparams = table.PACKED_ROWS(x, SEED, sampled, 8)
+    restored = packing.unpack(codes, qparams, SEED, 8, 70, x.dtype)
     torch.testing.assert_close(restored, z, rtol=0, atol=float(z.abs().max()) / 40)
 
 
@@ -86,8 +87,8 @@ def test_a_draw_never_waits_for_the_device(kind):
     with FakeTensorMode():
         x, mask = torch.randn(64, 5), TokenMask.of(torch.ones(64))
         p = probabilities(row_norms(x), 0.1, torch.ones(64), mask)
-        drawn = draw(p, random_keys(torch.zeros(1, dtype=torch.int64), 7), SAMPLERS[kind], mask)
-        assert gather(x, drawn).shape == (7, 5)
+        sampled = sample_rows(p, random_keys(torch.zeros(1, dtype=torch.int64), 7), SAMPLERS[kind], mask)
+        assert gather(x, sampled).shape == (7, 5)
         with pytest.raises(DataDependentOutputException):
             bool(mask.count > 7)
 
@@ -97,7 +98,7 @@ def test_expected_norms_and_the_mix_decide_what_is_drawn():
     expected = torch.ones(1000)
     expected[:100] = 100.0
     for mix, given, share in ((1e-3, expected, 0.917), (1.0, expected, 0.1), (1e-3, None, 0.1)):
-        index, _ = ops.draw_rows(x, SEED, "norm_rows", 900, mix, given)
+        index, _ = sample(x, "norm_rows", 900, mix, given)
         assert float((index < 100).double().mean()) == pytest.approx(
             share, abs=4 * math.sqrt(share * (1 - share) / 900)
         )
@@ -106,29 +107,32 @@ def test_expected_norms_and_the_mix_decide_what_is_drawn():
 @every_sampler
 def test_rows_packed_in_parts_are_the_packed_rows(kind, monkeypatch):
     x = made()
-    drawn = ops.draw_rows(x, SEED, kind, 13, 0.1)
-    expected = packing.pack(ops.gather_rows(x, *drawn), 4, SEED)
-    for name in ("_CHUNK", "_COMPILED_CHUNK"):
-        monkeypatch.setattr(packing, name, 70 * 4)
-    assert all(map(torch.equal, ops.packed_rows(x, SEED, *drawn, 4), expected))
+    sampled = sample(x, kind, 13)
+    expected = table.PACK(table.GATHER_ROWS(x, sampled), 4, SEED)
+    row_parts = packing.row_parts
+
+    def short(rows, columns, device, chunk=0):
+        return row_parts(rows, columns, device, 70 * 4)
+
+    monkeypatch.setattr(packing, "row_parts", short)
+    monkeypatch.setattr(sys.modules["rmm_linear.packing.pack"], "row_parts", short)
+    assert all(map(torch.equal, table.PACKED_ROWS(x, SEED, sampled, 4), expected))
 
 
 def test_what_cannot_be_drawn_is_refused():
     x = made()
-    with pytest.raises(ValueError, match="draw_rows needs one of wta, norm_rows, got kind='rows'"):
-        ops.draw_rows(x, SEED, "rows", 7, 0.1)
     for rows in (0, 40):
         with pytest.raises(ValueError, match=f"rows must be at least 1 and less than the 40 tokens, got {rows}"):
-            ops.draw_rows(x, SEED, "wta", rows, 0.1)
+            sample(x, "wta", rows)
     with pytest.raises(ValueError, match=r"expected must have one number per token, \(40,\), got \(4,\)"):
-        ops.draw_rows(x, SEED, "wta", 7, 0.1, torch.ones(4))
+        sample(x, "wta", 7, expected=torch.ones(4))
     with pytest.raises(ValueError, match=r"uniform_mix must be in \(0, 1\], got 0.0"):
-        ops.draw_rows(x, SEED, "wta", 7, 0.0)
+        sample(x, "wta", 7, 0.0)
     for run in (sketch, sketch_parts):
-        with pytest.raises(ValueError, match="kind='wta' draws rows by the probabilities p of the tokens"):
+        with pytest.raises(ValueError, match="kind='wta' samples rows by the probabilities p of the tokens"):
             run(x, kind="wta", seed=SEED, rows=7)
-    with pytest.raises(ValueError, match="kind='norm_rows' draws rows by the probabilities p"):
-        ops.sketch(x, SEED, "norm_rows", 7)
+    with pytest.raises(ValueError, match="kind='norm_rows' samples rows by the probabilities p"):
+        torch.ops.rmm_linear.sketch(x, SEED, "norm_rows", 7)
 
 
 @every_backend
@@ -137,21 +141,24 @@ def test_what_cannot_be_drawn_is_refused():
 def test_other_types_draw_the_same_rows(kind, dtype, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     x = made(dtype=dtype)
-    index, scale = ops.draw_rows(x, SEED, kind, 9, 0.1)
+    sampled = sample(x, kind, 9)
     p = probabilities(row_norms(x))
     expected = sketch(x, kind=kind, seed=SEED, rows=9, p=p)
-    found = ops.gather_rows(x, index, scale)
+    found = table.GATHER_ROWS(x, sampled)
     assert found.dtype == dtype
     tolerance = {torch.float64: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6)
 
 
 def test_operations_are_counted():
-    x, drawn, norms = made(), ops.draw_rows(made(), SEED, "wta", 8, 0.1), 2 * 40 * 70
+    x, sampled, norms = made(), sample(made(), "wta", 8), 2 * 40 * 70
     for run, flops in (
-        (lambda: keep(x, Recipe("wta", 8, uniform_mix=0.1), 77), norms + 8 * 70),
-        (lambda: keep(x, Recipe("wta", 8, bits=4, uniform_mix=0.1), 77), norms + 8 * 70 + 2 * 64 * 8 * 70),
-        (lambda: ops.gather_rows(x, *drawn), 8 * 70),
+        (lambda: save_input(x, SaveSpec("wta", 8, uniform_mix=0.1), None, 77), norms + 8 * 70),
+        (
+            lambda: save_input(x, SaveSpec("wta", 8, bits=4, uniform_mix=0.1), None, 77),
+            norms + 8 * 70 + 2 * 64 * 8 * 70,
+        ),
+        (lambda: torch.ops.rmm_linear.gather_rows(x, *sampled), 8 * 70),
     ):
         with FlopCounterMode(display=False) as counter:
             run()

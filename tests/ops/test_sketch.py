@@ -12,15 +12,18 @@ from cases import needs_triton
 from statistical import assert_unbiased
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, RMMLinear, sketched_linear
-from rmm_linear.backends import triton as _triton
-from rmm_linear.ops import sketch as ops
-from rmm_linear.ops.save import Recipe, keep
-from rmm_linear.packing import pack as packing
-from rmm_linear.sketches import FAMILIES, SAMPLERS, TokenMask, kept_rows, sketch
+from rmm_linear import RMMConfig, RMMLinear, packing, sketched_linear
+from rmm_linear.backends import triton
+from rmm_linear.ops import native, plain, table
+from rmm_linear.ops.arguments import to_arguments
+from rmm_linear.ops.save import save_input
+from rmm_linear.sketches import FAMILIES, SAMPLERS, TokenMask, kept_rows
+from rmm_linear.spec import SaveSpec
 
 SEED = torch.tensor([77])
 KEEP = torch.ops.rmm_linear.keep.default
+SKETCH = torch.ops.rmm_linear.sketch.default
+PRODUCT = torch.ops.rmm_linear.unpacked_product.default
 DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9), ("hadamard", 9)]
 BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 
@@ -30,28 +33,30 @@ def made(tokens=40, columns=70, dtype=torch.float32):
 
 
 def ranks(name, tokens=40):
-    if name == "all":
-        return ()
-    mask = TokenMask.of(torch.arange(tokens) % (3 if name == "some" else 16) == 1)
-    return mask.order, mask.count
+    return None if name == "all" else TokenMask.of(torch.arange(tokens) % (3 if name == "some" else 16) == 1)
+
+
+def how(kind, rows, block=None, bits=None, mask="all"):
+    """Arguments of the operators."""
+    return to_arguments(SaveSpec(kind, rows, block, bits), ranks(mask))
 
 
 @pytest.mark.parametrize("mask", ["all", "some", "few"])
 @pytest.mark.parametrize(("kind", "block"), BLOCKS)
 def test_operators_keep_pytorchs_rules(kind, block, mask):
-    torch.library.opcheck(ops.sketch, (made(), SEED, kind, 7, block, *ranks(mask)))
+    torch.library.opcheck(SKETCH, (made(), SEED, *how(kind, 7, block, mask=mask)))
     for bits in (None, 4):
-        torch.library.opcheck(KEEP, (made(), 77, kind, 7, block, bits, 0.0, None, *ranks(mask)))
+        torch.library.opcheck(KEEP, (made(), 77, None, *how(kind, 7, block, bits, mask)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", [40, 60])
 def test_operators_that_keep_every_row_return_tensors_of_their_own(rows, dtype):
     x = made(dtype=dtype)
-    torch.library.opcheck(ops.sketch, (x, SEED, "countsketch", rows))
-    torch.library.opcheck(ops.sketch, (x, SEED, "rademacher", 39, 9, *ranks("some")))
+    torch.library.opcheck(SKETCH, (x, SEED, *how("countsketch", rows)))
+    torch.library.opcheck(SKETCH, (x, SEED, *how("rademacher", 39, 9, mask="some")))
     for bits in (None, 8):
-        torch.library.opcheck(KEEP, (x, 77, "countsketch", rows, None, bits))
+        torch.library.opcheck(KEEP, (x, 77, None, *how("countsketch", rows, bits=bits)))
 
 
 @pytest.mark.parametrize("view", [lambda m: m.T, lambda m: m[:, 3:33], lambda m: m[::2]])
@@ -59,8 +64,8 @@ def test_operators_that_keep_every_row_return_tensors_of_their_own(rows, dtype):
 def test_operators_take_any_strides(rows, view):
     x = view(made(70, 70))
     for kind in ("countsketch", "rows", "hadamard"):
-        torch.library.opcheck(ops.sketch, (x, SEED, kind, rows))
-    torch.library.opcheck(KEEP, (x, 77, "countsketch", rows, None, 4))
+        torch.library.opcheck(SKETCH, (x, SEED, *how(kind, rows)))
+    torch.library.opcheck(KEEP, (x, 77, None, *how("countsketch", rows, bits=4)))
 
 
 @needs_triton
@@ -68,56 +73,57 @@ def test_operators_take_any_strides(rows, view):
 @pytest.mark.parametrize(("kind", "block"), [("countsketch", None), ("rows", None), ("rademacher", 9)])
 def test_operators_on_the_kernels_keep_pytorchs_rules(kind, block, mask, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", "triton")
-    torch.library.opcheck(ops.sketch, (made().T.contiguous().T, SEED, kind, 7, block, *ranks(mask)))
+    torch.library.opcheck(SKETCH, (made().T.contiguous().T, SEED, *how(kind, 7, block, mask=mask)))
     for bits in (None, 4):
-        torch.library.opcheck(KEEP, (made(), 77, kind, 7, block, bits, 0.0, None, *ranks(mask)))
+        torch.library.opcheck(KEEP, (made(), 77, None, *how(kind, 7, block, bits, mask)))
 
 
 def test_a_block_is_refused_where_there_are_none():
     with pytest.raises(ValueError, match="block is for kinds with blocks, got block=9 with kind='countsketch'"):
-        ops.sketch(made(), SEED, "countsketch", 7, 9)
+        SKETCH(made(), SEED, "countsketch", 7, 9)
     with pytest.raises(ValueError, match="block is for kinds with blocks, got block=9 with kind='rows'"):
-        ops.packed_sketch(made(), SEED, "rows", 7, 4, 9)
+        SaveSpec("rows", 7, 9, 4)
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [130, 5, 64])
 def test_the_product_keeps_pytorchs_rules(bits, dtype, columns):
-    codes, ranges = packing.pack(made(20, columns), bits, SEED)
-    shape = (SEED, "countsketch", 20, bits, columns)
-    torch.library.opcheck(ops.unpacked_product, (made(20, 9, dtype), codes, ranges, *shape))
-    torch.library.opcheck(ops.unpacked_product, (made(40, 9, dtype), codes, ranges, *shape))
-    torch.library.opcheck(ops.unpacked_product, (made(40, 9, dtype), codes, ranges, *shape, None, *ranks("few")))
+    codes, qparams = packing.pack(made(20, columns), bits, SEED)
+    packed = (codes, qparams, SEED, columns)
+    for tokens, mask in ((20, "all"), (40, "all"), (40, "few")):
+        shape = how("countsketch", 20, bits=bits, mask=mask)
+        torch.library.opcheck(PRODUCT, (made(tokens, 9, dtype), *packed, *shape))
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
-def test_the_product_in_parts_is_the_product(bits, monkeypatch):
-    y = made(300, 9)
-    codes, ranges = packing.pack(made(300, 130), bits, SEED)
-    whole = y.T @ packing.unpack(codes, ranges, SEED, bits, 130, y.dtype)
-    torch.testing.assert_close(
-        ops.unpacked_product(y, codes, ranges, SEED, "countsketch", 300, bits, 130), whole, rtol=1e-4, atol=1e-4
-    )
-    monkeypatch.setattr(ops, "_CHUNK", 130 * 37)
-    calls = []
-    unpack = packing.unpack
-    monkeypatch.setattr(packing, "unpack", lambda *args, **options: calls.append(1) or unpack(*args, **options))
-    torch.testing.assert_close(
-        ops.unpacked_product(y, codes, ranges, SEED, "countsketch", 300, bits, 130), whole, rtol=1e-4, atol=1e-4
-    )
-    assert len(calls) == 9
+@pytest.mark.parametrize("implementation", [plain, native])
+def test_the_product_in_parts_is_the_product(implementation, bits, monkeypatch):
+    y, spec = made(300, 9), SaveSpec("countsketch", 300, bits=bits)
+    codes, qparams = packing.pack(made(300, 130), bits, SEED)
+    whole = y.T @ packing.unpack(codes, qparams, SEED, bits, 130, y.dtype)
+    product = implementation.unpacked_product(y, codes, qparams, SEED, spec, 130, None)
+    torch.testing.assert_close(product, whole, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(plain, "_CHUNK", 130 * 37)
+    assert [part.stop for part in plain.product_parts(300, 130, 9, y.dtype)] == [*range(37, 300, 37), 300]
+    product = implementation.unpacked_product(y, codes, qparams, SEED, spec, 130, None)
+    torch.testing.assert_close(product, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mask", ["all", "some", "few"])
 @pytest.mark.parametrize(("kind", "block"), BLOCKS)
 def test_a_sketch_packed_in_parts_is_the_packed_sketch(kind, block, mask, monkeypatch):
-    x, more = made(), ranks(mask)
-    z = sketch(x, kind=kind, seed=SEED, rows=13, block=block, mask=TokenMask(*more) if more else None)
-    expected = packing.pack(z, 4, SEED)
-    for name in ("_CHUNK", "_COMPILED_CHUNK"):
-        monkeypatch.setattr(packing, name, 70 * 4)
-    found = ops.packed_sketch(x, SEED, kind, 13, 4, block, *more)
+    x, spec = made(), SaveSpec(kind, 13, block, 4)
+    z = table.SKETCH(x, kind=kind, seed=SEED, rows=13, block=block, mask=ranks(mask))
+    expected = table.PACK(z, 4, SEED)
+    row_parts = packing.row_parts
+
+    def short(rows, columns, device, chunk=0):
+        return row_parts(rows, columns, device, 70 * 4)
+
+    monkeypatch.setattr(packing, "row_parts", short)
+    monkeypatch.setattr(sys.modules["rmm_linear.packing.pack"], "row_parts", short)
+    found = table.PACKED_SKETCH(x, SEED, spec, ranks(mask))
     assert all(map(torch.equal, found, expected))
 
 
@@ -134,11 +140,11 @@ def test_a_sketch_packed_in_parts_is_the_packed_sketch(kind, block, mask, monkey
 )
 def test_operations_are_counted(kind, block, flops):
     with FlopCounterMode(display=False) as counter:
-        ops.sketch(made(), SEED, kind, 8, block)
+        SKETCH(made(), SEED, kind, 8, block)
     assert counter.get_total_flops() == flops
     with FlopCounterMode(display=False) as counter:
-        keep(made(), Recipe(kind, 8, block), 77)
-        keep(made(), Recipe(kind, 8, block, bits=4), 77)
+        save_input(made(), SaveSpec(kind, 8, block), None, 77)
+        save_input(made(), SaveSpec(kind, 8, block, bits=4), None, 77)
     assert counter.get_total_flops() == 2 * flops + 2 * 64 * 8 * 70
 
 
@@ -158,14 +164,12 @@ def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
 def test_another_backend_is_refused(value, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", value)
     with pytest.raises(ValueError, match=f"RMM_BACKEND must be auto, torch or triton, got '{value}'"):
-        ops.sketch(made(), SEED, "countsketch", 7)
+        SKETCH(made(), SEED, "countsketch", 7)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the kernels that run, in order."""
-    from rmm_linear.backends import triton as _triton
-
     names = []
 
     class Recorded:
@@ -176,8 +180,8 @@ def calls(monkeypatch):
 
             return run
 
-    kernels = _triton.kernels()
-    monkeypatch.setattr(_triton, "kernels", Recorded)
+    kernels = triton.kernels()
+    monkeypatch.setattr("rmm_linear.ops.triton.kernels", Recorded)
     return names
 
 
@@ -186,7 +190,7 @@ def test_the_processor_runs_pytorch_unless_asked(calls, monkeypatch):
     for value in (None, "auto", "torch"):
         if value is not None:
             monkeypatch.setenv("RMM_BACKEND", value)
-        ops.packed_sketch(made(), SEED, "countsketch", 7, 4)
+        table.PACKED_SKETCH(made(), SEED, SaveSpec("countsketch", 7, bits=4), None)
     assert calls == []
 
 
@@ -205,7 +209,7 @@ def test_the_processor_runs_pytorch_unless_asked(calls, monkeypatch):
 )
 def test_kernels_run_when_asked_where_there_is_one(kind, dtype, expected, calls, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", "triton")
-    ops.sketch(made(dtype=dtype), SEED, kind, 7)
+    SKETCH(made(dtype=dtype), SEED, kind, 7)
     assert calls == expected
 
 
@@ -265,22 +269,22 @@ def test_float16_has_room_for_the_sums_of_what_it_holds(kind, block, bits, mask,
 @pytest.mark.parametrize(("kind", "block"), [("countsketch", None), ("rows", None), ("rademacher", 9)])
 def test_kernels_keep_the_same_rows(kind, block, rows, mask, monkeypatch):
     """Near K = N, where blocks round K up."""
-    x, more = made(), ranks(mask)
-    expected = ops.sketch(x, SEED, kind, rows, block, *more)
+    x, arguments = made(), how(kind, rows, block, mask=mask)
+    expected = SKETCH(x, SEED, *arguments)
     monkeypatch.setenv("RMM_BACKEND", "triton")
-    found = ops.sketch(x, SEED, kind, rows, block, *more)
+    found = SKETCH(x, SEED, *arguments)
     assert found.shape == (kept_rows(40, rows, block), 70)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    codes, ranges = ops.packed_sketch(x, SEED, kind, rows, 8, block, *more)
-    torch.testing.assert_close(packing.unpack(codes, ranges, SEED, 8, 70, x.dtype), expected, rtol=0, atol=0.2)
+    codes, qparams = table.PACKED_SKETCH(x, SEED, SaveSpec(kind, rows, block, 8), ranks(mask))
+    torch.testing.assert_close(packing.unpack(codes, qparams, SEED, 8, 70, x.dtype), expected, rtol=0, atol=0.2)
 
 
 def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
     """A number would be the same in every replay; the device's generator moves on."""
-    x, recipe = made(), Recipe("countsketch", 7)
-    assert [int(keep(x, recipe, 5)[-1]) for _ in range(2)] == [5, 5]
+    x, spec = made(), SaveSpec("countsketch", 7)
+    assert [int(save_input(x, spec, None, 5)[-1]) for _ in range(2)] == [5, 5]
     monkeypatch.setattr("rmm_linear.ops.save.is_capturing", lambda device: True)
-    seeds = {int(keep(x, recipe, 5)[-1]) for _ in range(3)}
+    seeds = {int(save_input(x, spec, None, 5)[-1]) for _ in range(3)}
     assert len(seeds) == 3
 
 
@@ -315,4 +319,4 @@ def test_every_replay_of_a_captured_graph_draws_a_fresh_sketch(bits):
 )
 def test_kernels_are_left_to_a_triton_that_compiles_them(version, is_enough, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version, __spec__=True))
-    assert _triton._is_installed.__wrapped__() == is_enough
+    assert triton.is_installed.__wrapped__() == is_enough

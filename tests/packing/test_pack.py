@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statistical import Z, assert_variance, z_scores
 
-from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, unrotate, unpack
-from rmm_linear.packing.rounding import Draws, rotate_groups
+from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, unpack, unrotate
+from rmm_linear.packing.rounding import RoundingNoise, rotate_groups
 from rmm_linear.variance.simulation import Simulation
 
 WIDTHS = [8, 4, 2]
@@ -24,7 +24,7 @@ def restored(matrix, bits, value=0):
 
 
 def turned(matrix, value=0):
-    return rotate_groups(matrix, Draws.of(seed(value), 0, 64).turn)
+    return rotate_groups(matrix, RoundingNoise.of(seed(value), 0, 64).rotation)
 
 
 def heavy(rows, columns):
@@ -61,19 +61,19 @@ def test_unbiased_with_the_stated_variance_heavy(bits, columns):
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("shape", [(3, 64), (5, 130), (4, 7), (2, 1), (0, 9)])
 def test_bytes_are_the_formula(bits, shape):
-    codes, ranges = pack(torch.randn(shape), bits, seed(0))
+    codes, qparams = pack(torch.randn(shape), bits, seed(0))
     assert codes.dtype == torch.uint8
-    assert ranges.dtype == torch.bfloat16
-    assert codes.nbytes + ranges.nbytes == packed_bytes(*shape, bits)
+    assert qparams.dtype == torch.bfloat16
+    assert codes.nbytes + qparams.nbytes == packed_bytes(*shape, bits)
     assert packed_bytes(*shape, bits) == shape[0] * (math.ceil(shape[1] * bits / 8) + 4 * math.ceil(shape[1] / 64))
-    assert unpack(codes, ranges, seed(0), bits, shape[1], torch.float32).shape == shape
+    assert unpack(codes, qparams, seed(0), bits, shape[1], torch.float32).shape == shape
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_error_is_below_one_step_of_the_group(bits):
     z = turned(heavy(6, 130).float())
     steps = torch.cat([g.amax(1, keepdim=True).sub(g.amin(1, keepdim=True)).expand_as(g) for g in z.split(64, 1)], 1)
-    # bfloat16 ranges are rounded outwards: by 2⁻⁷ of the offset at most, and the scale by 2⁻⁷ of itself.
+    # bfloat16 qparams are rounded outwards: by 2⁻⁷ of the offset at most, and the scale by 2⁻⁷ of itself.
     step = (steps + z.abs().amax(1, keepdim=True) * 2**-6) / (2**bits - 1) * (1 + 2**-6)
     found = turned(restored(unrotate(z, seed(0)), bits))
     assert ((found - z).abs() <= step * (1 + 1e-4)).all()
@@ -100,8 +100,8 @@ def test_turning_back_gives_the_matrix():
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_the_turn_can_be_undone_after_a_product(bits):
     z, y = heavy(40, 200).float(), torch.randn(40, 7)
-    codes, ranges = pack(z, bits, seed(5))
-    late = unrotate(y.T @ unpack(codes, ranges, seed(5), bits, 200, z.dtype, rotated=True), seed(5))
+    codes, qparams = pack(z, bits, seed(5))
+    late = unrotate(y.T @ unpack(codes, qparams, seed(5), bits, 200, z.dtype, rotated=True), seed(5))
     torch.testing.assert_close(late, y.T @ restored(z, bits, 5), rtol=1e-4, atol=1e-4)
 
 
@@ -171,8 +171,8 @@ def test_the_seed_decides_the_rounding():
 )
 def test_no_element_leaves_its_group_range(bits, values):
     z = torch.tensor([values], dtype=torch.float32)
-    _, ranges = pack(z, bits, seed(1))
-    offset, scale = ranges[0].float().unbind(1)
+    _, qparams = pack(z, bits, seed(1))
+    offset, scale = qparams[0].float().unbind(1)
     for number, group in enumerate(turned(z, 1)[0].split(64)):
         assert offset[number] <= group.min()
         span = scale[number].double() * (2**bits - 1)

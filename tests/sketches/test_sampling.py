@@ -11,16 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from statistical import assert_moments
 
-from rmm_linear.packing.pack import pack, rounding_variance, unpack
+from rmm_linear.packing import pack, rounding_variance, unpack
 from rmm_linear.sketches import (
     SAMPLERS,
-    Drawn,
+    RowSample,
     TokenMask,
-    draw,
     gather,
     probabilities,
     random_keys,
     row_norms,
+    sample_rows,
     variance,
 )
 from rmm_linear.sketches.sampling import NORM_ROWS, WTA, Sampler
@@ -96,7 +96,7 @@ def errors(x, y, p, rows, kind, mask, bits, first, count):
     """dŴ − dW for ``count`` draws, and the variance of each one's rounding."""
     seeds = torch.arange(first, first + count)
     keys = torch.stack([random_keys(seed, rows) for seed in seeds])
-    index, scale = draw(p, keys, SAMPLERS[kind], mask)
+    index, scale = sample_rows(p, keys, SAMPLERS[kind], mask)
     z, sketched = x[index] * scale.double().unsqueeze(-1), y[index] * scale.double().unsqueeze(-1)
     rounding = torch.zeros(count, dtype=torch.float64)
     if bits is not None:
@@ -162,10 +162,10 @@ def test_mean_and_variance_over_all_outcomes(kind, rows):
 def test_wta_keeps_its_winners_and_norm_rows_draws_duplicates():
     x, _, rows, options, _ = one_dominates()
     p = probabilities(row_norms(x), **options)
-    index, scale = draw(p, random_keys(torch.tensor(1), rows), WTA)
+    index, scale = sample_rows(p, random_keys(torch.tensor(1), rows), WTA)
     assert (int(index[0]), float(scale[0])) == (7, 1.0)
     assert 7 not in index[1:]
-    index, scale = draw(p, random_keys(torch.tensor(1), rows), NORM_ROWS)
+    index, scale = sample_rows(p, random_keys(torch.tensor(1), rows), NORM_ROWS)
     assert (index == 7).sum() > 1
     torch.testing.assert_close(scale, (1 / (rows * p[index]).sqrt()).float())
 
@@ -182,7 +182,7 @@ def test_the_number_of_winners_is_the_best_by_brute_force(case):
 def test_draws_follow_the_probabilities():
     """χ² of 23 degrees of freedom over 24,000 draws with replacement; p = 1e-5 bound 66.2."""
     p = probabilities(row_norms(heavy_tailed(24, 5, 4)[0]))
-    index, _ = draw(p, random_keys(torch.tensor(3), 24_000).view(4_000, 6), NORM_ROWS)
+    index, _ = sample_rows(p, random_keys(torch.tensor(3), 24_000).view(4_000, 6), NORM_ROWS)
     counts = torch.bincount(index.flatten(), minlength=24)
     assert ((counts - 24_000 * p).square() / (24_000 * p)).sum() < 66.2
 
@@ -266,7 +266,7 @@ def test_the_ends_of_the_distribution_are_tokens_that_count(kind, key):
     mask = TokenMask.of(torch.arange(1000) % 3 == 1)
     for norms in (torch.ones(1000), torch.linspace(0, 7, 1000) ** 4):
         p = probabilities(norms, 0.1, mask=mask)
-        index, scale = draw(p, torch.full((200,), key), SAMPLERS[kind], mask)
+        index, scale = sample_rows(p, torch.full((200,), key), SAMPLERS[kind], mask)
         assert (p[index] > 0).all()
         assert (scale > 0).all()
         assert scale.isfinite().all()
@@ -276,7 +276,7 @@ def test_the_ends_of_the_distribution_are_tokens_that_count(kind, key):
 def test_tokens_that_fit_are_the_rows_and_the_rest_is_nothing(kind):
     mask = TokenMask.of(torch.tensor([0, 1, 0, 1, 1, 0, 0, 0]))
     for ranks, rows in ((mask, [1, 3, 4]), (TokenMask.of(torch.zeros(8)), [])):
-        index, scale = draw(
+        index, scale = sample_rows(
             probabilities(torch.ones(8), mask=ranks), random_keys(torch.tensor(2), 5), SAMPLERS[kind], ranks
         )
         assert index[: len(rows)].tolist() == rows

@@ -10,7 +10,6 @@ from probe_helpers import by_hand, close, padded_batch, recorded, same
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.ops.save import keep
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
 from rmm_linear.variance.probe.call import noises
@@ -47,7 +46,7 @@ def test_values_are_those_of_the_closed_forms(converted, config, bits):
         ((x, y),) = seen[name]
         if name.startswith("classifier"):  # one row per sequence, and no mask of that size
             assert row.tokens == 4
-            assert row.rows == config.recipe(4, 16, 4).rows
+            assert row.rows == config.spec(4, 16, 4).rows
             continue
         alpha, sgd, sketched, rows = by_hand(x, y, config=config, samples=(4, 20), mask=mask, bits=bits)
         assert (row.kind, row.rows, row.bits, row.tokens) == (config.kind, rows, bits or 32, 80)
@@ -65,12 +64,12 @@ def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypat
         model(**batch).loss.backward()
     drawn = {}
 
-    def look(x, recipe, seed, mask, expected):
-        drawn[x.data_ptr()] = probabilities(row_norms(x), recipe.uniform_mix, expected, mask)
+    def look(x, spec, mask, seed, expected):
+        drawn[x.data_ptr()] = probabilities(row_norms(x), spec.uniform_mix, expected, mask)
         assert expected is not None
-        return keep(x, recipe, seed, mask, expected)
+        return save_input(x, spec, mask, seed, expected)
 
-    monkeypatch.setattr("rmm_linear.layers.functional.keep", look)
+    monkeypatch.setattr("rmm_linear.layers.functional.save_input", look)
     inputs, gradients, found = {}, {}, []
 
     def run():

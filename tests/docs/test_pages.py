@@ -1,0 +1,171 @@
+"""The snippets of every page run by themselves, in order, and do what the page says."""
+
+import ast
+import contextlib
+import csv
+import functools
+import json
+import socket
+
+import pytest
+import torch
+from doc_pages import PAGES, blocks, name
+from torch import nn
+from transformers import RobertaForSequenceClassification
+
+from rmm_linear import RMMConfig, RMMLinear, sketch_state
+from rmm_linear.memory import track_saved
+from rmm_linear.variance import sketch_variance
+
+WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
+LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
+# PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers.
+IS_OLD = torch.__version__.startswith("2.6.")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to run in, with what torchrun sets for one process."""
+    monkeypatch.chdir(tmp_path)
+    # Inductor would compile for a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for variable, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(variable, str(value))
+    yield tmp_path
+    with contextlib.suppress(ValueError, AssertionError):  # a snippet may have failed before it did this itself
+        torch.distributed.destroy_process_group()
+
+
+def run(page):
+    """Run the page's snippets and return its names; every backward pass must have reached sketched layers."""
+    names = {"__name__": name(page)}
+    for number, snippet in enumerate(blocks(page, "python"), start=1):
+        if IS_OLD and ("fullgraph=True" in snippet or "fully_shard" in snippet):
+            continue
+        before = gradients(names)
+        exec(compile(snippet, f"{name(page)}, snippet {number}", "exec"), names)
+        if ".backward()" in snippet:
+            # Not of all layers: in the last block, few tokens reach the loss, and sampled rows may miss them.
+            after = {
+                key: found for key, found in gradients(names).items() if not found.equal(before.get(key, found * 0))
+            }
+            assert after, snippet
+            assert all(found.isfinite().all() for found in after.values()), snippet
+    return names
+
+
+def gradients(names):
+    """Return a copy of the weight gradient of every sketched layer, and of tensors that are no model's."""
+    found = {}
+    for value in list(names.values()):
+        for item in value if isinstance(value, list) else [value]:
+            tensors = [item] if type(item) is torch.Tensor and item.is_leaf else []
+            if isinstance(item, nn.Module):
+                named = item.named_modules()  # heads see few rows, so they are exact
+                tensors = [m.weight for name, m in named if isinstance(m, RMMLinear) and "classifier" not in name]
+            for tensor in tensors:
+                if tensor.grad is not None:
+                    gradient = tensor.grad
+                    found[id(tensor)] = getattr(gradient, "_local_tensor", gradient).clone()
+    return found
+
+
+def check_readme(names, out, place):
+    assert out.startswith("rmm_linear: converted=14 skipped=0 frozen=0 kind=countsketch memory=0.1 bits=auto ")
+    dense = names["model"].roberta.encoder.layer[0].output.dense
+    assert isinstance(dense, RMMLinear)
+    assert dense.rmm_config.ratio == 0.2
+    assert names["report"].skipped == {
+        "classifier.dense": "in exclude_modules",
+        "classifier.out_proj": "not in target_modules",
+    }
+    saved = RMMConfig.load(place / "rmm_config.json")
+    assert saved.overrides == {"output.dense": {"ratio": 0.2}}
+    assert saved.target_modules == ("query", "key", "value", "dense")
+    layer, x = names["layer"], names["x"]
+    with track_saved(layer) as ledger:
+        output = layer(x)
+    assert ledger.by_module[""] == 410 * 256 * 4 + 8  # the rows, and the seed
+    assert torch.equal(output, nn.functional.linear(x, layer.weight, layer.bias))
+    check_estimate(names["weight"].grad, x.reshape(-1, 256), torch.ones(32 * 128, 64), names["config"])
+    assert names["saved"].total == names["explanation"].after < names["explanation"].before
+
+
+def check_estimate(gradient, x, y, config):
+    """The squared error is that of the closed form, up to the spread of one estimate of 256 columns; zeros have 0.1."""
+    error = (gradient - y.T @ x).double().square().sum()
+    variance = sketch_variance(x, y, kind=config.kind, rows=410)
+    assert (y.T @ x).double().square().sum() < 0.3 * variance
+    assert 0.5 < error / variance < 2
+
+
+def check_index(names, out, place):
+    assert out.startswith("rmm_linear: converted=14 ")
+    assert len(names["report"].converted) == 14
+    assert not any(isinstance(module, RMMLinear) for module in names["model"].modules())
+
+
+def check_kinds(names, out, place):
+    assert [layer.rmm_config for layer in names["layers"]] == names["configs"]
+    assert [line.partition("kind=")[2].partition(",")[0] for line in out.splitlines()] == [
+        "countsketch",
+        "rademacher",
+        "wta",
+    ]
+
+
+def check_noise(names, out, place):
+    assert out.startswith("tensor(")
+    variance = float(names["noise"] * names["minibatch"])
+    assert abs(names["simulation"].z_score(variance)) < 4
+    assert names["simulation"].standard_error < 0.1 * variance
+    rows = names["probe"].rows
+    assert {row.step for row in rows} == {2, 4}
+    with (place / "variance.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [(int(line["step"]), line["module"]) for line in written] == [(row.step, row.module) for row in rows]
+    assert all(0 < float(line["noise"]) < 10 for line in written if line["tokens"] == "512")
+    assert names["callback"] in names["trainer"].callback_handler.callbacks
+
+
+def check_estimators(names, out, place):
+    learned = ast.literal_eval(out.splitlines()[0])
+    assert {layer for layer, count in learned.items() if count == 0} == {"classifier.dense", "classifier.out_proj"}
+    state = json.loads((place / "sketch_state.json").read_text())
+    assert set(state["norm_estimators"].values()) == {"sample_cache"}
+    dense = names["model"].roberta.encoder.layer[0].output.dense
+    assert isinstance(dense.rmm_estimator, names["Decaying"])
+
+
+def check_training_stack(names, out, place):
+    assert out.startswith("rmm_linear: converted=22 skipped=0 frozen=14 ")  # adapters of two query and two value layers
+    assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
+    again = names["again"].roberta.encoder.layer[0].output.dense
+    assert isinstance(again, RMMLinear)
+    assert again.rmm_config == names["model"].roberta.encoder.layer[0].output.dense.rmm_config
+    folder = place / "out" / "model"
+    assert RMMConfig.load(folder / "rmm_config.json") == RMMConfig()
+    exact = RobertaForSequenceClassification.from_pretrained(folder)
+    for (key, found), expected in zip(exact.named_parameters(), names["model"].parameters(), strict=True):
+        assert torch.equal(found, expected), key
+    chosen = [layer["bits"] for layer in sketch_state(names["mixed"])["layers"].values()]
+    assert sum(bits in (2, 4, 8) for bits in chosen) == 12  # of the layers that see tokens
+
+
+CHECKS = {
+    "README.md": check_readme,
+    "docs/estimators.md": check_estimators,
+    "docs/index.md": check_index,
+    "docs/kinds.md": check_kinds,
+    "docs/noise.md": check_noise,
+    "docs/training-stack.md": check_training_stack,
+}
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
+def test_snippets_of_a_page_run_in_order_and_do_what_it_says(page, place, capsys):
+    names = run(page)
+    CHECKS[name(page)](names, capsys.readouterr().out, place)

@@ -1,0 +1,181 @@
+"""What pages name is there: files, commands, flags, kinds, figures, objects of the API; and README stays short."""
+
+import csv
+import functools
+import importlib
+import io
+import re
+import runpy
+import sys
+import warnings
+from contextlib import redirect_stdout
+
+import pytest
+from doc_pages import PAGES, README, ROOT, RULES, blocks, commands, name, text
+
+from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE
+from glue_finetune.demo import _INTRODUCTION, SETTINGS
+from rmm_linear.sketches import KINDS
+
+LONGEST_README = 250
+RESULTS = ROOT / "benchmarks" / "results"
+WITH_COMMANDS = [page for page in [*PAGES, *RULES] if commands(page)]
+API = "rmm_linear", "rmm_linear.memory", "rmm_linear.variance", "rmm_linear.estimators"
+NO_OBJECTS = {"__version__", "MEMORIES"}  # values, which have no docstring
+
+
+def test_readme_is_short():
+    assert 100 < len(text(README).splitlines()) <= LONGEST_README
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RULES], ids=name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!\w+:)([^)#\s]+)", text(page)):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
+def test_commands_exist_and_know_their_flags(page):
+    for command in commands(page):
+        tool, *words = command.split()
+        if tool == "make":
+            assert words[0] in targets(), command
+        elif tool == "pip":
+            extra = re.search(r"\.\[(\w+)\]", command)
+            assert command == "pip install -e ." or extra[1] in extras(), command
+        elif "-m" in words:
+            module, *arguments = words[words.index("-m") + 1 :]
+            sub = arguments[0] if module == "benchmarks" and arguments else ""
+            known = help_of(module, sub)
+            for flag in (word for word in arguments if word.startswith("--")):
+                assert re.search(rf"{flag}(?![\w-])", known), f"{flag} in {command}"
+
+
+def targets():
+    return re.findall(r"^([\w-]+):", text("Makefile"), flags=re.MULTILINE)
+
+
+def extras():
+    section = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text("pyproject.toml"), flags=re.M | re.S)
+    return re.findall(r"^(\w+) = \[", section[1], flags=re.MULTILINE)
+
+
+@functools.cache
+def help_of(module, sub):
+    """What ``python -m module sub --help`` prints."""
+    argv, printed = sys.argv, io.StringIO()
+    sys.argv = [module, *filter(None, [sub]), "--help"]
+    try:
+        with redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # another test has imported the module already
+            with pytest.raises(SystemExit) as end:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = argv
+    assert not end.value.code, f"{module} {sub}"
+    return printed.getvalue()
+
+
+def test_table_of_kinds_is_complete():
+    rows = re.findall(r"^\| `(\w+)`", text("docs/kinds.md"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(KINDS)
+
+
+def test_modules_of_the_design_page_exist():
+    (table,) = re.findall(r"^\| module \|.*?\n\n", text("docs/design.md"), flags=re.M | re.S)
+    named = re.findall(r"^\| `([\w./]+)` \|", table, flags=re.MULTILINE)
+    assert len(named) > 10
+    assert [module for module in named if not (ROOT / "rmm_linear" / module).exists()] == []
+
+
+def test_the_demos_output_is_that_of_the_demo():
+    (block,) = blocks(README, "text")
+    model = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
+    assert block.startswith(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
+    assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
+    seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
+    assert seconds < 300
+
+
+def table_row(page, first):
+    """Cells of the table row whose first cell begins so."""
+    (line,) = re.findall(rf"^\| {re.escape(first)}.*", text(page), flags=re.MULTILINE)
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def results(suite):
+    with (RESULTS / f"{suite}-cpu.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if float(row["ratio"]) == 0.1]
+
+
+def saved(row):
+    return int(row["kept_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("line", "provider"),
+    [("**the default**", "default"), ("CountSketch", "countsketch"), ("the published Gaussian", "paper")],
+)
+def test_figures_of_layers_in_readme_are_those_of_the_csv(line, provider):
+    rows = [row for row in results("linear") if row["dtype"] == "float32"]
+    exact = {row["case"]: saved(row) for row in rows if row["provider"] == "nn.Linear"}
+    ours = [row for row in rows if row["provider"] == provider]
+    assert len(ours) == len(exact) == 3
+    times = [float(row["relative"]) for row in ours]
+    shares = {f"{100 * saved(row) / exact[row['case']]:.0f} %" for row in ours}
+    assert table_row(README, line)[1:3] == [*shares, f"{min(times):.2f} to {max(times):.2f}"]
+
+
+def test_times_in_bfloat16_in_readme_are_those_of_the_csv():
+    halves = [row for row in results("linear") if row["dtype"] == "bfloat16" and row["provider"] == "default"]
+    times = [float(row["relative"]) for row in halves]
+    low, high = re.search(r"bfloat16, where the default takes (\S+) to (\S+) of a layer", text(README)).groups()
+    assert (low, high) == (f"{min(times):.2f}", f"{max(times):.2f}")
+
+
+@pytest.mark.parametrize(
+    ("line", "provider"),
+    [
+        ("exact |", "exact"),
+        ("**the default**", "default, example="),
+        ("CountSketch", "countsketch"),
+        ("activation checkpointing", "torch checkpoint 12 of 12"),
+    ],
+)
+def test_figures_of_models_in_readme_are_those_of_the_csv(line, provider):
+    rows = {row["provider"]: row for row in results("model")}
+    ours, exact = rows[provider], rows["exact"]
+    share = "" if provider == "exact" else f" ({100 * saved(ours) / saved(exact):.0f} %)"
+    expected = [f"{saved(ours) / 2**20:.1f} MiB{share}", f"{float(ours['relative']):.2f}"]
+    assert table_row(README, line)[3:5] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "noise", "accuracy"),
+    [
+        ("**the default**", "the default, `bits", "the default, `countsketch"),
+        ("CountSketch", "CountSketch, 16 bits", "`countsketch:0.1`"),
+        ("the published Gaussian", "the published dense", "`gaussian:0.1`"),
+    ],
+)
+def test_noise_and_accuracy_in_readme_are_those_of_the_page(line, noise, accuracy):
+    at_a_tenth = table_row("docs/noise.md", noise)[2::3]
+    assert table_row(README, line)[5:] == [" / ".join(at_a_tenth), table_row("docs/noise.md", accuracy)[1]]
+
+
+def api_names():
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return [found for page in pages for found in re.findall(r"^::: (\S+)$", text(page), flags=re.MULTILINE)]
+
+
+def test_the_api_pages_name_objects_that_exist():
+    for full in api_names():
+        module, _, attribute = full.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), attribute)), full
+
+
+@pytest.mark.parametrize("module", API)
+def test_every_public_name_is_on_an_api_page(module):
+    public = set(importlib.import_module(module).__all__) - NO_OBJECTS
+    named = [full.rpartition(".")[2] for full in api_names() if full.rpartition(".")[0] == module]
+    assert sorted(named) == sorted(public)
