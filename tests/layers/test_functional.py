@@ -4,10 +4,10 @@ import pytest
 import torch
 from functional_helpers import TOLERANCE, config, dtypes, grad_of, leaves
 from helpers import chances, heavy_tailed, sketch_matrix
-from statistical import assert_unbiased
+from statistical import TOKENS, assert_unbiased
 from torch.nn import functional as F
 
-from rmm_linear import sketched_linear
+from rmm_linear import RMMConfig, sketched_linear
 from rmm_linear.sketches import KINDS
 
 SHAPES = [(6,), (40, 6), (5, 8, 6), (2, 5, 4, 6), (1, 6), (0, 6), (3, 0, 6)]
@@ -166,6 +166,33 @@ def test_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
         found.append(w.grad)
     assert found[0].all()
     assert torch.equal(*found)
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(40, dtype=torch.bool), torch.ones(40, dtype=torch.int64)], ids=["none", "all"]
+)
+def test_no_and_all_tokens(mask):
+    x, y = heavy_tailed(TOKENS, 70, 3)
+    y = y * mask.unsqueeze(1)
+    w = torch.zeros(3, 70, dtype=torch.float64, requires_grad=True)
+    out = sketched_linear(x, w, config=RMMConfig(ratio=0.5, min_rows=1), seed=1, token_mask=mask)
+    out.backward(y)
+    if not mask.any():
+        assert not w.grad.any()
+    else:
+        unmasked = torch.zeros_like(w, requires_grad=True)
+        sketched_linear(x, unmasked, config=RMMConfig(ratio=0.5, min_rows=1), seed=1).backward(y)
+        assert unmasked.grad.all()
+        assert torch.allclose(w.grad, unmasked.grad)
+
+
+def test_a_token_mask_of_another_shape_is_refused():
+    x, w = torch.randn(4, 10, 8), torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"token_mask must have the shape .* got \(10,\)"):
+        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10, dtype=torch.bool))
 
 
 # Autocast

@@ -10,6 +10,7 @@ from probe_helpers import by_hand, close, padded_batch, recorded, same
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert
+from rmm_linear.ops.save import save_input
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
 from rmm_linear.variance.probe.call import noises

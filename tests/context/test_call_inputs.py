@@ -1,121 +1,13 @@
-"""Padding leaves every sketch: statistics for every kind, width and mask, and masks that models hand down."""
+"""Masks that models hand down to their layers: padding is left out, and never where it would be missed."""
 
 import math
 
 import pytest
 import torch
-from cases import KIND_AND_BLOCK, ROUGH
-from helpers import chances, heavy_tailed, tiny_model, token_ids
-from statistical import ROWS, TOKENS, assert_moments, padded
+from cases import ROUGH
+from helpers import tiny_model, token_ids
 
-from rmm_linear import RMMConfig, convert, revert, sketched_linear
-from rmm_linear.ops.save import save_input
-from rmm_linear.ops.weight_gradient import weight_gradient
-from rmm_linear.packing.pack import rounding_variance
-from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, TokenMask, kept_rows, sketch, variance
-from rmm_linear.spec import SaveSpec
-
-
-def masked_data(masked):
-    return padded() if masked else (*heavy_tailed(TOKENS, 70, 3), None)
-
-
-def check_statistics(kind, block, bits, masked, count):
-    """The mean is the exact gradient; ‖error‖² is the variance of S plus, for each S, the rounding's, both exact.
-
-    Few draws make a wide band: what is tested is the way that layers go. The formulas are held to narrow bands, on the
-    same data, in tests/variance/test_closed_forms.py and tests/variance/test_simulation.py.
-    """
-    x, y, mask = masked_data(masked)
-    ranks = None if mask is None else TokenMask.of(mask)
-    spec = SaveSpec(kind, ROWS, block, bits, UNIFORM_MIX if kind in SAMPLERS else 0.0)
-    p = chances(kind, x, ranks)
-    exact = y.T @ x
-    stated = variance(x, y, kind=kind, rows=ROWS, block=block, mask=ranks, p=p)
-    errors, roundings = [], []
-    for value in range(count):
-        kept = save_input(x, spec, ranks, value)
-        errors.append(weight_gradient(y, kept, spec, x.shape[1], ranks) - exact)
-        if bits is not None:
-            shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks, "p": p}
-            weights, z = sketch(y, **shape).square().sum(1), sketch(x, **shape)
-            roundings.append(weights @ rounding_variance(z, bits, kept[-1]))
-    roundings = torch.stack(roundings) if roundings else None
-    assert_moments(torch.stack(errors), exact, stated, widest=0.25, roundings=roundings)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
-@pytest.mark.parametrize("bits", [None, 8, 4, 2])
-@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
-def test_unbiased_with_the_stated_variance(kind, block, bits, masked):
-    check_statistics(kind, block, bits, masked, 150)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
-@pytest.mark.parametrize("bits", [None, 8, 4, 2])
-@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
-def test_unbiased_with_the_stated_variance_heavy(kind, block, bits, masked):
-    check_statistics(kind, block, bits, masked, 1_000)
-
-
-@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
-def test_masked_rows_never_reach_the_sketch(kind, block):
-    x, _, mask = masked_data(True)
-    ranks = TokenMask.of(mask)
-    poisoned = torch.where(mask.unsqueeze(1), x, math.nan)
-    shape = {"kind": kind, "seed": torch.tensor(4), "rows": ROWS, "block": block, "mask": ranks}
-    clean = sketch(x, p=chances(kind, x, ranks), **shape)
-    assert torch.equal(sketch(poisoned, p=chances(kind, poisoned, ranks), **shape), clean)
-
-
-@pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
-def test_tokens_that_fit_are_stored_themselves(kind, block):
-    x, y, mask = masked_data(True)
-    ranks, count = TokenMask.of(mask), int(mask.sum())
-    z = sketch(x, kind=kind, seed=torch.tensor(4), rows=count, block=block, mask=ranks, p=chances(kind, x, ranks))
-    assert torch.equal(z[:count], x[mask])
-    assert not z[count:].any()
-    assert float(variance(x, y, kind=kind, rows=count, block=block, mask=ranks)) == 0
-
-
-@pytest.mark.parametrize("rows", [ROWS, 30])
-@pytest.mark.parametrize(("kind", "block"), [case for case in KIND_AND_BLOCK if case[0] in FAMILIES])
-def test_the_static_path_of_accelerators_makes_the_same_sketch(kind, block, rows):
-    """What runs where the count cannot be read on the host: compact with a zero tail, then choose by the count."""
-    x, _, mask = masked_data(True)
-    ranks, kept = TokenMask.of(mask), kept_rows(TOKENS, rows, block)
-    compact = ranks.compact(x)
-    drawn = FAMILIES[kind].sketch(compact, torch.tensor([4]), rows, block, ranks.count)[:kept]
-    static = torch.where(ranks.count <= kept, compact[:kept], drawn)
-    direct = sketch(x, kind=kind, seed=torch.tensor([4]), rows=rows, block=block, mask=ranks)
-    assert torch.allclose(static, direct, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "mask", [torch.zeros(40, dtype=torch.bool), torch.ones(40, dtype=torch.int64)], ids=["none", "all"]
-)
-def test_no_and_all_tokens(mask):
-    x, y, _ = masked_data(False)
-    y = y * mask.unsqueeze(1)
-    w = torch.zeros(3, 70, dtype=torch.float64, requires_grad=True)
-    out = sketched_linear(x, w, config=RMMConfig(ratio=0.5, min_rows=1), seed=1, token_mask=mask)
-    out.backward(y)
-    if not mask.any():
-        assert not w.grad.any()
-    else:
-        unmasked = torch.zeros_like(w, requires_grad=True)
-        sketched_linear(x, unmasked, config=RMMConfig(ratio=0.5, min_rows=1), seed=1).backward(y)
-        assert torch.allclose(w.grad, unmasked.grad)
-
-
-def test_a_token_mask_of_another_shape_is_refused():
-    x, w = torch.randn(4, 10, 8), torch.randn(3, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=r"token_mask must have the shape .* got \(10,\)"):
-        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10, dtype=torch.bool))
-
-
-# Masks that models hand down
+from rmm_linear import convert, revert
 
 
 def padded_batch(batch=6, length=20, real=5):
