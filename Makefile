@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out/demo
 
-.PHONY: demo test test-stack test-heavy lint docs clean
+# Orders of summation that other processors have, and plain PyTorch in place of the C library, as without a compiler.
+PORTABLE := MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default RMM_BACKEND=torch
+
+.PHONY: demo test test-portable test-stack test-heavy lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
@@ -12,6 +15,16 @@ demo: $(VENV)/.demo
 # Two processes of one thread each: twice as fast on two cores as one process of two.
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# Four times as long as `make test`: not in CI. All settings run, whichever fails.
+test-portable: $(VENV)/.test
+	@failed=; \
+	for setting in $(PORTABLE); do \
+		echo "== $$setting"; \
+		if env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile; \
+		then echo "== $$setting: passed"; else echo "== $$setting: failed"; failed="$$failed $$setting"; fi; \
+	done; \
+	if [ -n "$$failed" ]; then echo "Failed with$$failed"; exit 1; fi
 
 test-stack: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m stack

@@ -3,7 +3,7 @@
 Row sampling with importance (norm_rows, wta) draws token i with a probability ∝ ‖xᵢ‖·ŷᵢ. The noise of norm_rows is
 least where ŷᵢ² is the mean of ‖yᵢ‖² over all that is not known in the forward pass: Σᵢ ‖xᵢ‖² E‖yᵢ‖²/pᵢ has its least
 value where pᵢ ∝ ‖xᵢ‖ √E‖yᵢ‖². So estimators average squares. A wrong ŷ adds noise and never a bias, because p is fixed
-before the rows are drawn.
+before the rows are drawn. Sums of squares have one sign, and nothing is subtracted from them: float32 is enough.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def sketch_parts(
 def _required(p: Tensor | None, kind: str) -> Tensor:
     if p is None:
         raise ValueError(
-            f"kind={kind!r} samples rows by the probabilities p of the tokens, so its sketch does not follow from a seed "
-            "alone. Pass p=probabilities(row_norms(x))."
+            f"kind={kind!r} samples rows by the probabilities p of the tokens, so its sketch does not follow from a "
+            "seed alone. Pass p=probabilities(row_norms(x))."
         )
     return p
 

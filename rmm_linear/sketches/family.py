@@ -60,7 +60,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> Moments:
-        """Compute the moments in float64.
+        """Compute the moments, in float64: variances are differences of them, and cancel where α is near 1.
 
         Args:
             x: Layer input, shape (N, I).

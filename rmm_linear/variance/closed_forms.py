@@ -81,16 +81,30 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
         tensor(1., dtype=torch.float64)
     """
     check_pair(x, grad_output)
-    groups = [index.to(x.device) for index in rows_by_length(samples, x.shape[-2])]
-    count = sum(len(index) for index in groups)
+    groups = rows_by_length(samples, x.shape[-2])
 
     def between(a: Tensor, b: Tensor) -> Tensor:
-        total = (a.double().T @ b.double()).square().sum()
-        squares = torch.stack([_squared_gradients(a, b, index) for index in groups]).sum()
-        # Where all samples have one gradient, rounding must not make a variance below zero.
-        return ((count * squares - total) / (count - 1)).clamp_min(0)
+        return between_samples(a, b, groups, (a.double().T @ b.double()).square().sum())
 
     return over_layers(between, x, grad_output)
+
+
+def between_samples(x: Tensor, y: Tensor, groups: list[Tensor], g: Tensor) -> Tensor:
+    """Return D²_SGD from ‖XᵀY‖²_F, which others may have made already.
+
+    Args:
+        x: Layer input, shape (N, I).
+        y: Gradient by the layer's output, shape (N, O).
+        groups: The rows of every sample, see :func:`rows_by_length`.
+        g: ‖XᵀY‖²_F, a scalar of a product in float64: where the samples agree, all but its last digits cancel.
+
+    Returns:
+        float64 scalar.
+    """
+    count = sum(len(index) for index in groups)
+    squares = torch.stack([_squared_gradients(x, y, index.to(x.device)) for index in groups]).sum()
+    # Where all samples have one gradient, rounding must not make a variance below zero.
+    return ((count * squares - g) / (count - 1)).clamp_min(0)
 
 
 def rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:

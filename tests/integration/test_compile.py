@@ -91,7 +91,8 @@ def test_a_converted_model_is_one_graph_with_the_gradients_of_eager_code(one_see
     compiled = graphs.compile(model)
     for length in (20, 24, 28, 36):
         (loss, eager), (again, ours) = step(model, batch(length)), step(compiled, batch(length))
-        assert torch.equal(loss, again)
+        # Traced products can have their operands in another layout, and so another order of summation.
+        assert torch.allclose(loss, again, rtol=1e-5, atol=0)
         assert {name.removeprefix("_orig_mod.") for name in ours} == eager.keys()
         for name, found in ours.items():
             assert torch.allclose(found, eager[name.removeprefix("_orig_mod.")], rtol=1e-5, atol=1e-7), name

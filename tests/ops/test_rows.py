@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from cases import every_sampler
-from helpers import chances
+from helpers import assert_packed_alike, chances
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, packing, sketched_linear
+from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import table
 from rmm_linear.ops.arguments import to_arguments
 from rmm_linear.ops.save import save_input
@@ -116,7 +117,10 @@ def test_rows_packed_in_parts_are_the_packed_rows(kind, monkeypatch):
 
     monkeypatch.setattr(packing, "row_parts", short)
     monkeypatch.setattr(sys.modules["rmm_linear.packing.pack"], "row_parts", short)
-    assert all(map(torch.equal, table.PACKED_ROWS(x, SEED, sampled, 4), expected))
+    found = table.PACKED_ROWS(x, SEED, sampled, 4)
+    assert_packed_alike(found, expected, 4)
+    if backend_of("cpu", x.dtype) == "native":  # in C every row is made by itself
+        assert all(map(torch.equal, found, expected))
 
 
 def test_what_cannot_be_drawn_is_refused():

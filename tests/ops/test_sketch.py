@@ -9,11 +9,13 @@ import types
 import pytest
 import torch
 from cases import needs_triton
+from helpers import assert_packed_alike
 from statistical import assert_unbiased
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, RMMLinear, packing, sketched_linear
 from rmm_linear.backends import triton
+from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import native, plain, table
 from rmm_linear.ops.arguments import to_arguments
 from rmm_linear.ops.save import save_input
@@ -124,7 +126,9 @@ def test_a_sketch_packed_in_parts_is_the_packed_sketch(kind, block, mask, monkey
     monkeypatch.setattr(packing, "row_parts", short)
     monkeypatch.setattr(sys.modules["rmm_linear.packing.pack"], "row_parts", short)
     found = table.PACKED_SKETCH(x, SEED, spec, ranks(mask))
-    assert all(map(torch.equal, found, expected))
+    assert_packed_alike(found, expected, 4)
+    if backend_of("cpu", x.dtype) == "native":  # in C every row is made by itself
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,13 @@ def test_the_seed_decides_the_rounding():
 def test_no_element_leaves_its_group_range(bits, values):
     z = torch.tensor([values], dtype=torch.float32)
     _, qparams = pack(z, bits, seed(1))
-    offset, scale = qparams[0].float().unbind(1)
-    for number, group in enumerate(turned(z, 1)[0].split(64)):
-        assert offset[number] <= group.min()
-        span = scale[number].double() * (2**bits - 1)
+    offset, scale = qparams[0].double().unbind(1)
+    for number, (plain, group) in enumerate(
+        zip(z[0].double().split(64), turned(z, 1)[0].double().split(64), strict=True)
+    ):
+        # pack may rotate in another order of summation: two sums of 64 terms ± z/8, each off by 64·2⁻²⁴ of their sizes.
+        apart = 2 * 64 * 2**-24 * plain.abs().sum() / 8 if len(plain) == 64 else 0.0
+        assert offset[number] <= group.min() + apart
+        span = scale[number] * (2**bits - 1)
         # The span and its share per code are rounded in float32: two halves of an ulp of the span.
-        assert offset[number] + span * (1 + 2**-22) >= group.max().double() - 1e-30
+        assert offset[number] + span * (1 + 2**-22) >= group.max() - apart - 1e-30

@@ -57,10 +57,11 @@ def test_sketch_leaves_the_global_generator_alone(kind, block):
 @every_variant
 @pytest.mark.parametrize("make", [lambda m: m.t().contiguous().t(), lambda m: m[::2], lambda m: m[:1].expand(20, 6)])
 def test_strided_matrices(kind, block, make):
+    """But for the last digits: products and Fourier transforms may add in another order in another layout."""
     m = make(torch.randn(40, 6, dtype=torch.float64))
-    assert torch.equal(
-        draw(m, kind, 4, 5, block), draw(m.clone(memory_format=torch.contiguous_format), kind, 4, 5, block)
-    )
+    found = draw(m, kind, 4, 5, block)
+    expected = draw(m.clone(memory_format=torch.contiguous_format), kind, 4, 5, block)
+    torch.testing.assert_close(found, expected, rtol=0, atol=40 * 2**-52 * float(m.abs().sum(0).max()))
 
 
 @every_kind

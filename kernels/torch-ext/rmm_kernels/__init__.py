@@ -1,9 +1,9 @@
 """Triton kernels for random sketches and their storage in few bits."""
 
 from .dense_sketch import dense_sketch
-from .packing import pack, unrotate, unpack
+from .packing import pack, unpack, unrotate
 from .random_keys import random_keys
 from .row_norms import row_norms
 from .sparse_sketch import sparse_sketch
 
-__all__ = ["dense_sketch", "pack", "random_keys", "row_norms", "sparse_sketch", "unrotate", "unpack"]
+__all__ = ["dense_sketch", "pack", "random_keys", "row_norms", "sparse_sketch", "unpack", "unrotate"]

@@ -22,10 +22,9 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.layers.functional import spec_for
 from rmm_linear.norm_estimators import LayerCall
-from rmm_linear.sketches import TokenMask, probabilities, row_norms
-from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.sketches import Moments, TokenMask, probabilities, row_norms
 from rmm_linear.spec import SaveSpec
-from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
+from rmm_linear.variance.closed_forms import between_samples, rows_by_length, sketch_variance
 from rmm_linear.variance.probe.results import SEQUENCES, TOKENS, ProbeRow
 
 _SAMPLE = 64
@@ -212,16 +211,17 @@ def noises(
     Returns:
         The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
     """
-    alpha = _correlation(x, y)
+    moments = Moments.of(x, y)
+    alpha = float(moments.g / moments.p)
     if math.isnan(alpha):
         # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
-        finite = x.shape[0] > 1 and bool(x.isfinite().all() & y.isfinite().all())
-        return Noises(math.nan, *[0.0 if finite else math.nan] * 3)
+        nothing = x.shape[0] > 1 and float(moments.p) == 0
+        return Noises(math.nan, *[0.0 if nothing else math.nan] * 3)
     real = None if mask is None else mask.reshape(-1).bool()
     if real is not None and bool(y[real.logical_not()].any()):
         real = None
-    tokens = _between_tokens(x, y, alpha, x.shape[0] if real is None else int(real.sum()))
-    sgd = tokens if samples is None else float(sgd_variance(x, y, samples=samples))
+    tokens = _between_tokens(moments, x.shape[0] if real is None else int(real.sum()))
+    sgd = tokens if samples is None else float(between_samples(x, y, rows_by_length(samples, x.shape[0]), moments.g))
     if spec is None:
         return Noises(alpha, sgd, tokens, 0.0)
     real, p = real if mask_padding else None, None
@@ -233,20 +233,11 @@ def noises(
     return Noises(alpha, sgd, tokens, float(sketched))
 
 
-def _between_tokens(x: Tensor, y: Tensor, alpha: float, count: int) -> float:
-    """D²_SGD over ``count`` tokens, the others having no gradient, from α instead of one more product."""
+def _between_tokens(moments: Moments, count: int) -> float:
+    """D²_SGD over ``count`` tokens, the others having no gradient."""
     if count < 2:
         return math.nan
-    a, b = x.double().square().sum(1), y.double().square().sum(1)
-    p, d = float(a.sum() * b.sum()), float(a @ b)
-    return max(0.0, count * d - alpha * p) / (count - 1)
-
-
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """α = g/P; NaN for 0/0 and for what is not finite."""
-    # A sum of squares: the product may be made in float32, at half the price. Of unit norm, it does not overflow there.
-    x, y = (m.to(accumulator_dtype(m.dtype)) / torch.linalg.vector_norm(m, dtype=torch.float64) for m in (x, y))
-    return float((x.T.to(y.dtype) @ y).square().sum(dtype=torch.float64))
+    return max(0.0, float(count * moments.d - moments.g)) / (count - 1)
 
 
 def _version(x: Tensor) -> int | None:
