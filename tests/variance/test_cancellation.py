@@ -10,7 +10,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from rmm_linear.variance.calls import noises
 
 from rmm_linear import RMMConfig
 from rmm_linear.context.auto_bits import predicted_noise
@@ -18,6 +17,7 @@ from rmm_linear.estimators import LayerCall, RunningNorms
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.spec import SaveSpec
 from rmm_linear.variance import sketch_variance
+from rmm_linear.variance.probe.call import noises
 
 BATCH, LENGTH, INPUTS, OUTPUTS = 30, 100, 4, 8
 TOKENS, ROWS = BATCH * LENGTH, 1000
@@ -64,7 +64,8 @@ def test_the_probe():
 
 def test_the_prediction_of_bits(monkeypatch):
     """With one Y for all tokens instead of random signs, and without the rounding's term, which is a sum."""
-    monkeypatch.setattr("rmm_linear.context.auto_bits.signs", lambda seed, count, stream: torch.ones(count, dtype=torch.int8))
+    ones = lambda seed, count, stream: torch.ones(count, dtype=torch.int8)  # noqa: E731
+    monkeypatch.setattr("rmm_linear.context.auto_bits.signs", ones)
     monkeypatch.setattr("rmm_linear.context.auto_bits.rounding_variance", lambda z, bits, seed: z.new_zeros(len(z)))
     x, _ = nearly_one_gradient()
     d, g, _ = moments()
