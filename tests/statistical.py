@@ -39,6 +39,16 @@ def padded() -> tuple[Tensor, Tensor, Tensor]:
     return x, y * mask.unsqueeze(1), mask
 
 
+def counterexample(second: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Two tokens, x = (1, 2) and y = (1, ½): both give the same gradient, so minibatches have no noise. Sketches do."""
+    return torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [second]])
+
+
+def z_scores(values: Tensor, expected: float = 0.0) -> Tensor:
+    """How many of its own standard errors the mean over the first dimension lies above what is expected."""
+    return (values.mean(0) - expected) / (values.std(0) / math.sqrt(len(values)))
+
+
 def projections(estimates: Iterable[Gradient], exact: Gradient) -> Tensor:
     """Of every estimate on the exact gradient, in float64: of one tensor, or of all tensors that ``exact`` names."""
     wanted = exact if isinstance(exact, Mapping) else {"": exact}
@@ -114,8 +124,7 @@ def assert_moments(
     roundings = torch.zeros(count, dtype=errors.dtype) if roundings is None else roundings
     whole = float(stated) + float(roundings.mean())
     bias = float(count * errors.mean(0).square().sum()) / whole
-    along = (errors * exact).sum((1, 2))
-    scale = float(along.mean() / along.std()) * math.sqrt(count)
+    scale = float(z_scores((errors * exact).sum((1, 2))))
     figures = f"M={count}: bias {bias:.2f} (expected 1, below {Z**2:.0f}), projection z {scale:+.2f}"
     assert bias < Z**2, figures
     assert abs(scale) < Z, figures

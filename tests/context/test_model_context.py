@@ -64,6 +64,60 @@ def test_peek_is_the_next_draw_and_moves_nothing():
     assert draw_seed() != peeked
 
 
+class Recursive(torch.nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x, depth=2):
+        x = self.layer(x)
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_module_that_calls_itself_has_a_seed_for_every_call():
+    model = Recursive()
+    convert(model, **ROUGH)
+    torch.manual_seed(2)
+    first = seeds_of(lambda: model(six_features()))
+    assert len(set(first)) == 3
+    assert len(set(seeds_of(lambda: model(six_features()))) | set(first)) == 6
+    torch.manual_seed(2)
+    assert seeds_of(lambda: model(six_features())) == first
+
+
+def test_an_error_in_the_forward_pass_closes_the_step():
+    model = checkpointed()
+    convert(model, **ROUGH)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    torch.manual_seed(2)
+    first = seeds_of(lambda: [model(six_features()) for _ in range(2)])
+    torch.manual_seed(2)
+    assert seeds_of(lambda: [model(six_features()) for _ in range(2)]) == first
+    assert len(set(first)) == 6
+
+
+def test_an_interrupted_forward_pass_is_forgotten():
+    """Ctrl-C in a notebook: PyTorch runs no hook after it."""
+    model = checkpointed()
+    convert(model, **ROUGH)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.dropout.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(six_features())
+    handle.remove()
+    torch.manual_seed(2)
+    first = seeds_of(lambda: [model(six_features()) for _ in range(2)])
+    torch.manual_seed(2)
+    assert seeds_of(lambda: [model(six_features()) for _ in range(2)]) == first
+    assert len(set(first)) == 6
+
+
 # Reproducible
 
 

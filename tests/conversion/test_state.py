@@ -8,14 +8,8 @@ from helpers import Mlp, tiny_model, token_ids
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rmm_linear import (
-    convert,
-    load_sketch_state,
-    read_sketch_state,
-    save_sketch_state,
-    sketch_state,
-    sketch_tensors,
-)
+from rmm_linear import convert, load_sketch_state, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
+from rmm_linear.context.auto_bits import STEPS
 
 WTA = {"kind": "wta", "ratio": 0.25, "min_rows": 1, "target_modules": ["query", "key"]}
 ESTIMATORS = ["position", "token", "position_token", "sample_cache", "sequence_cache"]
@@ -88,10 +82,16 @@ def test_weights_of_a_similar_name_are_left_alone(tmp_path):
 
 
 def test_two_conversions_in_one_model_keep_their_groups_apart():
-    pair = nn.ModuleList([trained("position"), tiny_model("roberta", layers=1)])
-    convert(pair[1], **WTA)
-    assert len(sketch_state(pair)["groups"]) == 1
-    load_sketch_state(pair, sketch_state(pair), sketch_tensors(pair))
+    def made(steps):
+        return nn.ModuleList([trained("position", steps), trained("token", steps=0)])
+
+    pair, other = made(2), made(0)
+    assert sketch_state(pair)["groups"] == [
+        [f"0.roberta.encoder.layer.0.attention.self.{name}" for name in ("query", "key")]
+    ]
+    load_sketch_state(other, sketch_state(pair), sketch_tensors(pair))
+    assert sketch_state(other) == sketch_state(pair)
+    assert equal(sketch_tensors(other), sketch_tensors(pair))
 
 
 def tensors_of(folder):
@@ -169,10 +169,15 @@ def test_other_estimators_and_other_layers_are_refused(tmp_path):
 
 
 def test_a_state_from_before_there_were_estimators_is_read():
-    model = Mlp()
-    convert(model)
-    state = {name: value for name, value in sketch_state(model).items() if name in ("rmm_linear_version", "layers")}
-    load_sketch_state(model, state)
+    models = Mlp(), Mlp()
+    for model in models:
+        convert(model, memory=0.5, min_rows=1)
+    for _ in range(STEPS + 1):
+        models[0](torch.randn(40, 12)).square().sum().backward()
+    whole = sketch_state(models[0])
+    assert all(layer["bits"] is not None for layer in whole["layers"].values())
+    load_sketch_state(models[1], {name: whole[name] for name in ("rmm_linear_version", "layers")})
+    assert sketch_state(models[1]) == whole
 
 
 def test_the_digest_is_of_the_file_that_lies_there(tmp_path):

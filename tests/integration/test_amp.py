@@ -1,11 +1,10 @@
 """Mixed precision: float16 with GradScaler, bfloat16 autocast, all bfloat16; overflowing steps are skipped as usual."""
 
-import math
-
 import pytest
 import torch
 from cases import ROUGH_BODY, architectures
 from helpers import ALL_ARCHITECTURES, batch_of, gradients, loss_of, tiny_model, token_ids
+from statistical import assert_unbiased
 
 from rmm_linear import convert
 from rmm_linear.packing.pack import pack
@@ -26,15 +25,16 @@ def step(model, architecture, dtype, autocast):
     return loss.detach(), gradients(model)
 
 
-def mean_projection(run, exact, names, draws=25):
-    """Mean and standard error of the estimates' projection on the exact gradient, 1 if they are unbiased."""
+def check_unbiased(model, architecture, dtype, autocast, exact, names):
+    """The projection's band has room for the half type's own rounding."""
     torch.manual_seed(1)
-    length, values = sum(exact[name].double().square().sum() for name in names), []
-    for _ in range(draws):
-        found = run()
-        values.append(sum((found[name].double() * exact[name].double()).sum() for name in names) / length)
-    values = torch.stack(values)
-    return values.mean().item(), (values.std() / math.sqrt(draws)).item()
+    assert_unbiased(
+        lambda _: step(model, architecture, dtype, autocast)[1],
+        {name: exact[name] for name in names},
+        draws=25,
+        widest=0.2,
+        room=2 * torch.finfo(autocast or dtype).eps,
+    )
 
 
 @architectures
@@ -44,7 +44,7 @@ def mean_projection(run, exact, names, draws=25):
     ids=["autocast float16", "autocast bfloat16", "all bfloat16"],
 )
 def test_half_types_are_those_of_the_exact_model_and_unbiased(architecture, dtype, autocast):
-    """Gradients have the dtype of their weights; the projection's band has room for the half type's own rounding."""
+    """Gradients have the dtype of their weights."""
     plain, model = made(architecture, dtype), made(architecture, dtype)
     loss, exact = step(plain, architecture, dtype, autocast)
     sketched = {f"{name}.weight" for name in convert(model, **ROUGH_BODY).converted}
@@ -56,9 +56,7 @@ def test_half_types_are_those_of_the_exact_model_and_unbiased(architecture, dtyp
     for name in found.keys() - sketched:  # their products are of the half type, and summed in another order
         error = (found[name] - exact[name]).norm() / exact[name].norm()
         assert error < 16 * half or exact[name].norm() < 1e-6, name
-    mean, error = mean_projection(lambda: step(model, architecture, dtype, autocast)[1], exact, sketched)
-    assert abs(mean - 1) < 4 * error + 2 * half
-    assert error < 0.2
+    check_unbiased(model, architecture, dtype, autocast, exact, sketched)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +67,7 @@ def test_other_ways_to_keep_an_input_are_unbiased_in_half_types(fields, autocast
     _, exact = step(made("llama"), "llama", torch.float32, autocast)
     model = made("llama")
     sketched = {f"{name}.weight" for name in convert(model, **{**ROUGH_BODY, **fields}).converted}
-    mean, error = mean_projection(lambda: step(model, "llama", torch.float32, autocast)[1], exact, sketched)
-    assert abs(mean - 1) < 4 * error + 2 * torch.finfo(autocast).eps
-    assert error < 0.2
+    check_unbiased(model, "llama", torch.float32, autocast, exact, sketched)
 
 
 @architectures

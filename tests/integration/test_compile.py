@@ -1,84 +1,20 @@
 """torch.compile: whole graphs, fresh sketches, one Z for siblings, and the gradients of the eager model.
 
 The graphs run in PyTorch (the "aot_eager" pipeline: traced, split and merged as for Inductor, without its code
-generation); the tests marked `stack` run Inductor's code.
+generation); test_inductor.py runs Inductor's code.
 """
-
-import math
 
 import pytest
 import torch
 from cases import ROUGH_BODY
-from functorch.compile import make_boxed_func
-from helpers import (
-    ALL_ARCHITECTURES,
-    batch_of,
-    checkpointed,
-    enable_checkpointing,
-    gradients,
-    heavy_tailed,
-    loss_of,
-    tiny_model,
-    token_ids,
-)
+from compile_helpers import SEED, Graphs, batch, step
+from helpers import batch_of, checkpointed, enable_checkpointing, gradients, heavy_tailed, loss_of, tiny_model
+from statistical import assert_unbiased
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
 
-SEED = 7
-
-
-@pytest.fixture(autouse=True)
-def no_graphs_left():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-class Graphs:
-    """A backend that remembers how often every operator of ours is in the graphs it is given."""
-
-    def __init__(self):
-        self.counts = []
-        self.backend = aot_autograd(
-            fw_compiler=self._count, bw_compiler=self._count, partition_fn=min_cut_rematerialization_partition
-        )
-
-    def _count(self, module, inputs):
-        names = [str(node.target) for node in module.graph.nodes if "rmm_linear" in str(node.target)]
-        self.counts.append({name: names.count(name) for name in set(names)})
-        return make_boxed_func(module.forward)
-
-    def compile(self, module):
-        return torch.compile(module, fullgraph=True, backend=self.backend)
-
-
-@pytest.fixture
-def one_seed(monkeypatch):
-    """All layers draw one seed, in eager and in compiled code, which take them from other places of the generator."""
-    monkeypatch.setattr("rmm_linear.ops.traced.draw_seed", lambda: SEED)
-    monkeypatch.setattr("rmm_linear.layers.base.draw_seed", lambda: SEED)
-    monkeypatch.setattr("rmm_linear.context.model_context.ModelContext.layer_seed", lambda self, index: SEED)
-
-
-def batch(length, sequences=4):
-    ids = token_ids(sequences, length)
-    mask = torch.ones_like(ids)
-    mask[1, 12:] = mask[3, 5:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def step(model, inputs):
-    model.zero_grad()
-    logits = model(**inputs).logits
-    if logits.dim() == 3:  # of every token; padding has no part in a loss
-        logits = logits * inputs["attention_mask"].unsqueeze(-1)
-    loss = logits.square().mean()
-    loss.backward()
-    return loss.detach(), gradients(model)
-
+pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 # Functions and layers
 
@@ -128,11 +64,7 @@ def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
     assert torch.equal(gradient(), first[0])
     assert len({tuple(found.flatten().tolist()) for found in first}) > 190
     # Unbiased: Z of one seed with Y of another would have the projection 0, more than 10 errors away.
-    exact = y.T @ x
-    values = torch.stack([(found * exact).sum() / exact.square().sum() for found in first])
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
+    assert_unbiased(first.__getitem__, y.T @ x, draws=200, widest=0.1)
 
 
 def test_in_eval_mode_compiled_layers_are_exact():
@@ -279,16 +211,14 @@ def test_checkpointing_inside_of_a_graph_is_unbiased(reentrant):
     exact = model.block[0].weight.grad.clone()
     convert(model, **ROUGH_BODY)
     compiled = Graphs().compile(model)
-    torch.manual_seed(4)
-    values = []
-    for _ in range(150):
+
+    def gradient(_):
         model.zero_grad()
         compiled(x).square().sum().backward()
-        values.append((model.block[0].weight.grad * exact).sum() / exact.square().sum())
-    values = torch.stack(values)
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
+        return model.block[0].weight.grad
+
+    torch.manual_seed(4)
+    assert_unbiased(gradient, exact, draws=150, widest=0.1)
 
 
 @pytest.fixture(params=[pytest.param(True, marks=pytest.mark.stack), False])
@@ -348,77 +278,6 @@ def test_blocks_that_are_compiled_by_themselves_are_unbiased():
     for block in model.roberta.encoder.layer:
         block.compile(fullgraph=True, backend=graphs.backend)
     torch.manual_seed(1)
-    runs = [step(model, batch(20))[1] for _ in range(100)]
-    assert len(graphs.counts) == 4  # one graph for each block, which has hooks with numbers of their own
     name = "roberta.encoder.layer.1.intermediate.dense.weight"
-    values = torch.stack([(run[name] * exact[name]).sum() / exact[name].square().sum() for run in runs])
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
-
-
-# Inductor
-
-
-@pytest.mark.stack
-@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
-def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
-    model = tiny_model(architecture, dropout=0.0).train()
-    convert(model, **ROUGH_BODY)
-    compiled = torch.compile(model, fullgraph=True)
-    for length in (20, 24) if architecture != "vit" else (20,):
-        results = []
-        for network in (model, compiled):
-            network.zero_grad()
-            loss = loss_of(network, architecture, batch_of(architecture, length))
-            loss.backward()
-            results.append((loss.detach(), gradients(network)))
-        (loss, eager), (again, ours) = results
-        assert torch.allclose(loss, again, rtol=1e-5)
-        for name, found in ours.items():
-            assert torch.allclose(found, eager[name.removeprefix("_orig_mod.")], rtol=1e-3, atol=1e-6), name
-
-
-@pytest.mark.stack
-@pytest.mark.parametrize("options", [{}, {"activation_memory_budget": 0.1}], ids=["default", "little memory"])
-def test_inductor_draws_afresh_and_is_unbiased(options, monkeypatch):
-    """Also where the compiler recomputes all it can."""
-    import torch._functorch.config
-
-    for key, value in options.items():
-        monkeypatch.setattr(torch._functorch.config, key, value)
-    model = checkpointed(dropout=0.0)
-    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-    model(x).square().sum().backward()
-    exact = model.block[2].weight.grad.clone()
-    convert(model, **ROUGH_BODY)
-    compiled = torch.compile(model, fullgraph=True)
-    torch.manual_seed(4)
-    values = []
-    for _ in range(300):
-        model.zero_grad()
-        compiled(x).square().sum().backward()
-        values.append((model.block[2].weight.grad * exact).sum() / exact.square().sum())
-    values = torch.stack(values)
-    error = values.std() / math.sqrt(len(values))
-    assert len(set(values.tolist())) > 290
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.1
-
-
-@pytest.mark.gpu
-def test_reduce_overhead_draws_afresh_in_every_replay_and_is_unbiased():
-    device = torch.device("cuda")
-    layer = RMMLinear(64, 32, config=RMMConfig(ratio=0.25, min_rows=8), device=device)
-    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
-    x, y = (part.float().to(device) for part in heavy_tailed(256, 64, 32))
-    exact, values = y.T @ x, []
-    for _ in range(200):
-        torch.compiler.cudagraph_mark_step_begin()
-        layer.zero_grad()
-        compiled(x).backward(y)
-        values.append(((layer.weight.grad * exact).sum() / exact.square().sum()).item())
-    values = torch.tensor(values)
-    error = values.std() / math.sqrt(len(values))
-    assert len(set(values.tolist())) > 190
-    assert abs(values.mean() - 1) < 4 * error
+    assert_unbiased(lambda _: step(model, batch(20))[1][name], exact[name], draws=100, widest=0.1)
+    assert len(graphs.counts) == 4  # one graph for each block, which has hooks with numbers of their own

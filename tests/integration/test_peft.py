@@ -1,12 +1,11 @@
 """PEFT: a frozen base keeps nothing, lora_A is what is sketched, and adapters are those of the exact model."""
 
-import math
-
 import pytest
 import torch
 from cases import ROUGH_BODY
 from helpers import SEED_BYTES, enable_checkpointing, tiny_model, token_ids
 from peft_helpers import HIDDEN, RANK, ROWS, TARGETS, WTA, lora, step
+from statistical import assert_unbiased
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
@@ -101,18 +100,14 @@ def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
     ],
 )
 def test_lora_a_has_an_unbiased_gradient(setting, reentrant):
-    """z = 4 on the projection over 50 draws; noise of another S would be 0, many errors away."""
+    """Noise of another S would be many errors away."""
     exact, model = step(lora("roberta", layers=1))[1], lora("roberta", layers=1)
     convert(model, **setting)
     if reentrant is not None:
         enable_checkpointing(model.base_model.model, reentrant)
     name = "base_model.model.roberta.encoder.layer.0.output.dense.lora_A.default.weight"
     torch.manual_seed(1)
-    found = torch.stack([step(model)[1][name] for _ in range(50)])
-    values = (found * exact[name]).sum((1, 2)) / exact[name].square().sum()
-    error = values.std() / math.sqrt(len(values))
-    assert abs(values.mean() - 1) < 4 * error
-    assert error < 0.2
+    assert_unbiased(lambda _: step(model)[1][name], exact[name], draws=50, widest=0.2)
 
 
 def test_converted_before_the_base_is_sketched_until_it_is_frozen():

@@ -1,34 +1,16 @@
-"""sketched_linear: everything but dW is nn.Linear's own; dW is (SᵀY)ᵀ SᵀX of one S; and it keeps K rows, or nothing."""
+"""sketched_linear: everything but dW is nn.Linear's own, under autocast too; dW is (SᵀY)ᵀ SᵀX of one S."""
 
 import pytest
 import torch
-from helpers import SEED_BYTES, chances, heavy_tailed, sketch_matrix
+from functional_helpers import TOLERANCE, config, dtypes, grad_of, leaves
+from helpers import chances, heavy_tailed, sketch_matrix
+from statistical import TOKENS, assert_unbiased
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, sketched_linear
-from rmm_linear.memory import track_saved
-from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks, kept_rows
+from rmm_linear.sketches import KINDS
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 SHAPES = [(6,), (40, 6), (5, 8, 6), (2, 5, 4, 6), (1, 6), (0, 6), (3, 0, 6)]
-
-
-def config(ratio=0.2, kind="countsketch", min_rows=1, **fields):
-    return RMMConfig(kind=kind, ratio=ratio, min_rows=min_rows, **fields)
-
-
-def leaves(shape, dtype=torch.float32, outputs=3, bias=True):
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(*size):
-        return torch.randn(*size, generator=generator).to(dtype).requires_grad_()
-
-    return [leaf(*shape), leaf(outputs, shape[-1]), leaf(outputs) if bias else None]
-
-
-def grad_of(output):
-    return torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
 
 
 def both(shape, dtype=torch.float32, bias=True, **fields):
@@ -125,17 +107,15 @@ def test_weight_gradient_is_the_product_of_two_sketches_by_one_matrix(kind, bloc
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_tokens_than_one_over_ratio_still_have_an_unbiased_gradient(kind):
-    """round(0.01 · 5) = 0 rows would be a zero gradient. z = 4 on the projection over 400 seeds."""
+    """round(0.01 · 5) = 0 rows would be a zero gradient, which is more than six errors away."""
     x, y = heavy_tailed(5, 3, 2)
-    exact, projections = y.T @ x, []
-    for seed in range(400):
+
+    def gradient(seed):
         w = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
         sketched_linear(x, w, config=config(kind=kind, ratio=0.01), seed=seed).backward(y)
-        projections.append(float((w.grad * exact).sum() / exact.square().sum()))
-    projections = torch.tensor(projections)
-    error = projections.std() / 20
-    assert abs(projections.mean() - 1) < 4 * error
-    assert error < 0.15  # so that 0 would be more than six errors away
+        return w.grad
+
+    assert_unbiased(gradient, y.T @ x, draws=400, widest=0.15)
 
 
 def test_gradients_accumulate():
@@ -175,11 +155,44 @@ def test_a_given_seed_leaves_the_global_generator_alone():
 
 
 def test_seeds_are_drawn_on_the_cpu_whatever_the_default_device():
-    x, w, b = leaves((40, 6))
-    with torch.device("meta"):
-        output = sketched_linear(x, w, b, config=config())
-    output.sum().backward()
-    assert torch.isfinite(w.grad).all()
+    """The same seed, and so the same sketch, as without a default device."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        x, w, b = leaves((40, 6))
+        with torch.device(device):
+            output = sketched_linear(x, w, b, config=config())
+        output.sum().backward()
+        found.append(w.grad)
+    assert found[0].all()
+    assert torch.equal(*found)
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(40, dtype=torch.bool), torch.ones(40, dtype=torch.int64)], ids=["none", "all"]
+)
+def test_no_and_all_tokens(mask):
+    x, y = heavy_tailed(TOKENS, 70, 3)
+    y = y * mask.unsqueeze(1)
+    w = torch.zeros(3, 70, dtype=torch.float64, requires_grad=True)
+    out = sketched_linear(x, w, config=RMMConfig(ratio=0.5, min_rows=1), seed=1, token_mask=mask)
+    out.backward(y)
+    if not mask.any():
+        assert not w.grad.any()
+    else:
+        unmasked = torch.zeros_like(w, requires_grad=True)
+        sketched_linear(x, unmasked, config=RMMConfig(ratio=0.5, min_rows=1), seed=1).backward(y)
+        assert unmasked.grad.all()
+        assert torch.allclose(w.grad, unmasked.grad)
+
+
+def test_a_token_mask_of_another_shape_is_refused():
+    x, w = torch.randn(4, 10, 8), torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"token_mask must have the shape .* got \(10,\)"):
+        sketched_linear(x, w, config=RMMConfig(), token_mask=torch.ones(10, dtype=torch.bool))
 
 
 # Autocast
@@ -226,117 +239,3 @@ def test_backward_under_autocast_is_backward_outside():
         grads.append((x.grad, w.grad, b.grad))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
-
-
-# What is kept
-
-
-def kept_bytes(*args, **fields):
-    with track_saved(torch.nn.Identity()) as kept:
-        output = sketched_linear(*args, config=config(**fields), seed=1)
-    assert output is not None
-    return kept.total
-
-
-@pytest.mark.parametrize(
-    ("kind", "block"), [(kind, None) for kind in KINDS] + [(kind, 7) for kind in KINDS if has_blocks(kind)]
-)
-@dtypes
-def test_bytes_kept_are_the_rows_and_the_seed(kind, block, dtype):
-    x, w, b = leaves((5, 8, 6), dtype)
-    rows = kept_rows(40, 8, block)
-    weight_bytes = w.numel() * dtype.itemsize  # kept for dX; not the layer's to save
-    origin = rows * 8 if kind in SAMPLERS else SEED_BYTES  # which rows, and their scales
-    assert kept_bytes(x, w, b, kind=kind, block=block) == rows * 6 * dtype.itemsize + origin + weight_bytes
-
-
-def test_input_without_gradient_does_not_keep_the_weight():
-    x, w, b = leaves((40, 6))
-    assert kept_bytes(x.detach(), w, b) == 8 * 6 * 4 + SEED_BYTES
-
-
-def test_bytes_kept_in_autocast_are_half():
-    x, w, b = leaves((40, 6))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kept_bytes(x.detach(), w, b) == 8 * 6 * 2 + SEED_BYTES
-
-
-def test_frozen_weight_keeps_no_input():
-    x, w, b = leaves((40, 6))
-    assert kept_bytes(x, w.detach(), b) == w.numel() * 4
-    assert kept_bytes(x.detach(), w.detach(), b) == 0
-    sketched_linear(x, w.detach(), b, config=config()).sum().backward()
-    assert torch.allclose(x.grad, w.detach().sum(0).expand(40, 6))
-    assert torch.equal(b.grad, torch.full((3,), 40.0))
-
-
-def test_frozen_bias_and_frozen_input():
-    x, w, b = leaves((40, 6))
-    sketched_linear(x.detach(), w, b.detach(), config=config(), seed=1).sum().backward()
-    assert (x.grad, b.grad) == (None, None)
-    assert w.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_nothing_is_kept(mode):
-    x, w, b = leaves((40, 6))
-    with mode():
-        assert kept_bytes(x, w, b) == 0
-        output = sketched_linear(x, w, b, config=config())
-    assert not output.requires_grad
-    assert torch.equal(output, F.linear(x, w, b))
-
-
-def test_exact_layer_keeps_the_input_once():
-    x, w, b = leaves((40, 6))
-    assert kept_bytes(x.detach(), w, b, ratio=1.0) == 40 * 6 * 4
-
-
-# What is refused
-
-
-@pytest.mark.parametrize("wanted", ["input", "weight"])
-def test_double_backward_is_refused(wanted):
-    x, w, b = leaves((40, 6))
-    loss = sketched_linear(x, w, b, config=config()).square().sum()
-    with pytest.raises(RuntimeError, match="does not support double backward") as error:
-        torch.autograd.grad(loss, x if wanted == "input" else w, create_graph=True)
-    assert "revert" in str(error.value)
-
-
-def test_second_backward_has_torchs_own_error():
-    x, w, b = leaves((40, 6))
-    loss = sketched_linear(x, w, b, config=config()).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-def test_retained_graph_gives_the_same_gradient_again():
-    x, w, b = leaves((40, 6))
-    loss = sketched_linear(x, w, b, config=config()).sum()
-    first = torch.autograd.grad(loss, w, retain_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(loss, w)[0], first)
-
-
-def test_weight_changed_in_place_after_the_forward_pass_is_noticed():
-    """dX would be wrong without a word."""
-    x, w, b = leaves((40, 6))
-    loss = sketched_linear(x, w, b, config=config()).sum()
-    with torch.no_grad():
-        w.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_input_changed_in_place_after_the_forward_pass_does_no_harm():
-    """Only its sketch is needed, and that was made."""
-    x, w, b = leaves((40, 6))
-    grads = []
-    for change in (False, True):
-        x = x.detach().clone()
-        output = sketched_linear(x, w, b, config=config(), seed=1)
-        if change:
-            x.zero_()
-        grads.append(torch.autograd.grad(output.sum(), w)[0])
-    assert torch.equal(*grads)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rmm_linear
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.estimators import register_norm_estimator
+from rmm_linear.estimators import RunningNorms, register_norm_estimator
 from rmm_linear.ops.save import save_input
 
 
@@ -126,28 +126,45 @@ def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypa
     torch.testing.assert_close(found, known, rtol=1e-5, atol=0)
 
 
+def check_learned(layer, run):
+    """A layer's estimator by position has learned, in float32, from the norms that a hook sees in each sequence."""
+    expected = RunningNorms(["position"])
+
+    def observe(y):
+        assert y.any()
+        expected.observe(call_of(*y.shape[:2]), y.float().flatten(0, 1).norm(dim=1))
+
+    layer.register_forward_hook(lambda module, args, output: (output.register_hook(observe), None)[1])
+    run()
+    found, wanted = layer.rmm_estimator.tensors(), expected.tensors()
+    assert found.keys() == wanted.keys() == {"position", "unit"}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=0)
+
+
 def test_a_layer_by_itself_learns_by_position():
     layer = RMMLinear(6, 4, config=RMMConfig(norm_estimator="position", **WTA))
-    layer(torch.randn(3, 20, 6)).square().sum().backward()
-    assert layer.rmm_estimator.tensors()["position"].shape == (2, 20)
+    check_learned(layer, lambda: layer(torch.randn(3, 20, 6)).square().sum().backward())
 
 
 def test_conv1d_tells_its_sequences():
     model = tiny_model("gpt2", dropout=0.0).train()
     convert(model, norm_estimator="position", target_modules=["c_fc"], **WTA)
     ids = token_ids()
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert model.transformer.h[0].mlp.c_fc.rmm_estimator.tensors()["position"].shape == (2, 20)
+    check_learned(model.transformer.h[0].mlp.c_fc, lambda: model(input_ids=ids, labels=ids).loss.backward())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype):
     layer = RMMLinear(6, 4, config=RMMConfig(norm_estimator="position", **WTA), dtype=dtype)
-    for _ in range(2):
-        layer(torch.randn(3, 20, 6, dtype=dtype)).square().mean().backward()
-    tensors = layer.rmm_estimator.tensors()
-    assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values())
+
+    def run():
+        for _ in range(2):
+            layer(torch.randn(3, 20, 6, dtype=dtype)).square().mean().backward()
+
+    check_learned(layer, run)
     assert layer.weight.grad.isfinite().all()
+    assert layer.weight.grad.any()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import pickle
 import weakref
 
@@ -11,6 +10,7 @@ import torch
 from cases import WTA, plain_or_checkpoints
 from estimator_helpers import batch_of
 from helpers import tiny_model
+from statistical import assert_unbiased
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,24 +35,19 @@ class Tagger(nn.Module):
 @plain_or_checkpoints
 @pytest.mark.parametrize("name", ["position", "token", "position_token", "sample_cache", "sequence_cache"])
 def test_gradients_stay_unbiased_while_estimators_learn(name, reentrant):
-    """Projection of the estimate on the exact gradient: 1 at z = 4, where a draw of another S would give 0.
-
-    Half of the rows: 30 draws then say as much as a hundred of a quarter, and estimators have learned after one.
-    """
+    """Half of the rows: 30 draws then say as much as a hundred of a quarter, and estimators have learned after one."""
     torch.manual_seed(1)
     model, batch = Tagger(reentrant), {k: v for k, v in batch_of(8).items() if k != "labels"}
     model(**batch).backward()
     exact = model.layer.weight.grad.clone()
     convert(model, norm_estimator=name, **{**WTA, "ratio": 0.5})
-    values = []
-    for _ in range(30):
+
+    def gradient(_):
         model.zero_grad()
         model(**batch, sample_index=torch.arange(8)).backward()
-        values.append(float((model.layer.weight.grad * exact).sum() / exact.square().sum()))
-    values = torch.tensor(values)
-    error = float(values.std()) / math.sqrt(len(values))
-    assert abs(float(values.mean()) - 1) < 4 * error
-    assert error < 0.02
+        return model.layer.weight.grad
+
+    assert_unbiased(gradient, exact, draws=30, widest=0.02)
     assert model.layer.rmm_estimator.bytes > 8
 
 

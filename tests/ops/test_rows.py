@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from cases import every_sampler
+from cases import every_sampler, needs_triton
 from helpers import assert_packed_alike, chances
+from operator_helpers import SEED, ranks
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,25 +30,14 @@ from rmm_linear.sketches import (
 )
 from rmm_linear.spec import SaveSpec
 
-SEED = torch.tensor([77])
 every_mask = pytest.mark.parametrize("mask", ["all", "some", "few"])
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param("triton", marks=pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build")),
-    ],
-)
+every_backend = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 
 
-def made(tokens=40, columns=70, dtype=torch.float32):
+def heavy(tokens=40, columns=70, dtype=torch.float32):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, columns, generator=generator) * torch.randn(tokens, 1, generator=generator).exp()
     return x.to(dtype)
-
-
-def ranks(name, tokens=40):
-    return None if name == "all" else TokenMask.of(torch.arange(tokens) % (3 if name == "some" else 16) == 1)
 
 
 def sample(x, kind, rows, uniform_mix=0.1, expected=None, mask=None):
@@ -59,11 +49,11 @@ def sample(x, kind, rows, uniform_mix=0.1, expected=None, mask=None):
 @every_sampler
 def test_operators_keep_pytorchs_rules(kind, mask, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
-    for expected, bits in itertools.product((None, made()[:, 0].abs()), (None, 4)):
+    for expected, bits in itertools.product((None, heavy()[:, 0].abs()), (None, 4)):
         more = to_arguments(SaveSpec(kind, 7, None, bits, 0.1), ranks(mask))
-        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (made(), 77, expected, *more))
-    sampled = sample(made(), kind, 7, mask=ranks(mask))
-    torch.library.opcheck(torch.ops.rmm_linear.gather_rows.default, (made().T.contiguous().T, *sampled))
+        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (heavy(), 77, expected, *more))
+    sampled = sample(heavy(), kind, 7, mask=ranks(mask))
+    torch.library.opcheck(torch.ops.rmm_linear.gather_rows.default, (heavy().T.contiguous().T, *sampled))
 
 
 @every_backend
@@ -72,7 +62,7 @@ def test_operators_keep_pytorchs_rules(kind, mask, backend, monkeypatch):
 def test_drawn_rows_are_those_of_the_sketch(kind, mask, backend, monkeypatch):
     """The operators' rows and scales make the S that follows from the seed and p; kernels' norms differ by rounding."""
     monkeypatch.setenv("RMM_BACKEND", backend)
-    x, chosen = made(), ranks(mask)
+    x, chosen = heavy(), ranks(mask)
     index, scale = sampled = sample(x, kind, 7, mask=chosen)
     assert (index.dtype, scale.dtype) == (torch.int32, torch.float32)
     z = sketch(x, kind=kind, seed=SEED, rows=7, mask=chosen, p=chances(kind, x, chosen))
@@ -107,7 +97,7 @@ def test_expected_norms_and_the_mix_decide_what_is_drawn():
 
 @every_sampler
 def test_rows_packed_in_parts_are_the_packed_rows(kind, monkeypatch):
-    x = made()
+    x = heavy()
     sampled = sample(x, kind, 13)
     expected = table.PACK(table.GATHER_ROWS(x, sampled), 4, SEED)
     row_parts = packing.row_parts
@@ -124,7 +114,7 @@ def test_rows_packed_in_parts_are_the_packed_rows(kind, monkeypatch):
 
 
 def test_what_cannot_be_drawn_is_refused():
-    x = made()
+    x = heavy()
     for rows in (0, 40):
         with pytest.raises(ValueError, match=f"rows must be at least 1 and less than the 40 tokens, got {rows}"):
             sample(x, "wta", rows)
@@ -144,7 +134,7 @@ def test_what_cannot_be_drawn_is_refused():
 @every_sampler
 def test_other_types_draw_the_same_rows(kind, dtype, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
-    x = made(dtype=dtype)
+    x = heavy(dtype=dtype)
     sampled = sample(x, kind, 9)
     p = probabilities(row_norms(x))
     expected = sketch(x, kind=kind, seed=SEED, rows=9, p=p)
@@ -155,7 +145,7 @@ def test_other_types_draw_the_same_rows(kind, dtype, backend, monkeypatch):
 
 
 def test_operations_are_counted():
-    x, sampled, norms = made(), sample(made(), "wta", 8), 2 * 40 * 70
+    x, sampled, norms = heavy(), sample(heavy(), "wta", 8), 2 * 40 * 70
     for run, flops in (
         (lambda: save_input(x, SaveSpec("wta", 8, uniform_mix=0.1), None, 77), norms + 8 * 70),
         (
@@ -172,16 +162,16 @@ def test_operations_are_counted():
 @every_mask
 @pytest.mark.parametrize("bits", [None, 4])
 @every_sampler
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no build for this platform")
+@needs_triton
 def test_a_layer_on_the_kernels_is_the_layer(kind, bits, mask, monkeypatch):
     config = RMMConfig(kind=kind, ratio=0.2, bits=bits, min_rows=1)
     token_mask = None if mask == "all" else torch.arange(40) % (3 if mask == "some" else 16) == 1
-    y = made(40, 6) if token_mask is None else made(40, 6) * token_mask.unsqueeze(1)
+    y = heavy(40, 6) if token_mask is None else heavy(40, 6) * token_mask.unsqueeze(1)
     gradients = {}
     for backend in ("torch", "triton"):
         monkeypatch.setenv("RMM_BACKEND", backend)
-        weight = made(6, 70).requires_grad_()
-        sketched_linear(made(), weight, config=config, seed=5, token_mask=token_mask).backward(y)
+        weight = heavy(6, 70).requires_grad_()
+        sketched_linear(heavy(), weight, config=config, seed=5, token_mask=token_mask).backward(y)
         gradients[backend] = weight.grad
     error = (gradients["torch"] - gradients["triton"]).norm() / gradients["torch"].norm()
     assert error <= (1e-5 if bits is None else 2e-2), error

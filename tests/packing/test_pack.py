@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from statistical import Z, assert_variance, z_scores
 
 from rmm_linear.packing.pack import pack, packed_bytes, rounding_variance, unpack, unrotate
 from rmm_linear.packing.rounding import RoundingNoise, rotate_groups
+from rmm_linear.variance.simulation import Simulation
 
-Z = 4.0
 WIDTHS = [8, 4, 2]
 
 
@@ -38,7 +39,7 @@ def check_moments(bits, columns, count):
     stated = torch.stack([rounding_variance(z, bits, seed(value)) for value in range(count)])  # for every turn its own
     excess = (draws - z).square().sum(2) - stated
     bias = count * (draws.mean(0) - z).square().sum() / stated.mean(0).sum()
-    spread = excess.mean(0) / (excess.std(0) / math.sqrt(count))
+    spread = z_scores(excess)
     # An unbiased sum of independent errors has bias 1 ± √(2/elements); Z² bounds it as one χ²₁ would.
     assert bias < Z**2, bias
     assert spread.abs().max() < Z + 0.5, spread  # the largest of six
@@ -84,8 +85,7 @@ def test_rows_are_rounded_independently(bits):
     z = torch.rand(1, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(16, 40)
     errors = torch.stack([(restored(z, bits, value) - z).sum(0).square().sum() for value in range(400)])
     stated = float(rounding_variance(z, bits, seed(0)).sum())  # 40 columns are no whole group: no turn, one variance
-    assert abs(float(errors.mean()) - stated) < Z * float(errors.std()) / 20
-    assert float(errors.std()) / 20 < 0.1 * stated
+    assert_variance(Simulation.of(errors.split(1)), stated, widest=0.1, whole=stated)
 
 
 def test_turning_back_gives_the_matrix():

@@ -1,10 +1,4 @@
-"""norm_rows and wta: the probabilities, the draw, and both exact variances in every branch.
-
-Statistics as in test_statistics.py: M draws with fixed seeds, z = 4. M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ the
-stated variance, and divided by it stays below z² = 16; the error along the exact gradient is within z of its own
-standard error; so is the mean of ‖error‖² around the closed form. With bits, the rounding's variance, exact for each S,
-is taken off each draw first.
-"""
+"""norm_rows and wta: the probabilities, the draw, and both exact variances in every branch."""
 
 import itertools
 import math
@@ -15,6 +9,7 @@ from cases import every_sampler
 from helpers import heavy_tailed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from statistical import assert_moments
 
 from rmm_linear.packing import pack, rounding_variance, unpack
 from rmm_linear.sketches import (
@@ -30,8 +25,6 @@ from rmm_linear.sketches import (
 )
 from rmm_linear.sketches.sampling import NORM_ROWS, WTA, Sampler
 from rmm_linear.sketches.sampling import variance as sampling_variance
-
-Z = 4.0
 
 
 def winners(p, rows, kind=WTA):
@@ -119,20 +112,10 @@ def check(case, kind, bits, count, widest):
     x, y, rows, options, holds = case()
     p, mask = probabilities(row_norms(x), **options), options.get("mask")
     assert holds is None or holds(*winners(p, rows))
-    stated, exact = float(variance(x, y, kind=kind, rows=rows, mask=mask, p=p)), y.T @ x
+    stated, exact = variance(x, y, kind=kind, rows=rows, mask=mask, p=p), y.T @ x
     parts = [errors(x, y, p, rows, kind, mask, bits, first, min(500, count)) for first in range(0, count, 500)]
     error, rounding = (torch.cat(values) for values in zip(*parts, strict=True))
-    total = stated + float(rounding.mean())
-    along, excess = (error * exact).sum((1, 2)), error.square().sum((1, 2)) - rounding
-    bias = float(count * error.mean(0).square().sum() / total)
-    scale = float(along.mean() / along.std()) * math.sqrt(count)
-    width = float(excess.std()) / math.sqrt(count) / total
-    spread = (float(excess.mean()) - stated) / (width * total)
-    figures = f"bias {bias:.2f}, projection z {scale:+.2f}, variance z {spread:+.2f}, standard error {width:.2%}"
-    assert bias < Z**2, figures
-    assert abs(scale) < Z, figures
-    assert abs(spread) < Z, figures
-    assert width < widest, figures
+    assert_moments(error, exact, stated, widest=widest, roundings=rounding)
 
 
 @every_case

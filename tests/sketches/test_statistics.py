@@ -1,25 +1,12 @@
-"""Every kind is unbiased and has exactly the variance its module states, on heavy-tailed, correlated X and Y.
-
-Both checks compare M draws with fixed seeds with a closed form, at z = 4 (p = 6e-5 for one check by chance):
-
-* Mean. If the estimator is unbiased with covariance C, M·‖mean error‖² is Σ λᵢ χ²₁ with Σ λᵢ = tr C, the stated
-  variance. Divided by it, its tail beyond 1.54 is at most that of one χ²₁ (Székely and Bakirov 2003), so it stays below
-  z² = 16.
-* Scale. The error projected on the exact gradient is one number per draw: its mean over its own standard error is
-  below z.
-* Variance. ‖error‖² is one number per draw: the distance of its mean to the closed form, over its own standard error,
-  is below z. The relative standard error is asserted too, so that a wrong formula could not hide behind a wide band.
-"""
-
-import math
+"""Every kind is unbiased and has exactly the variance its module states, on heavy-tailed, correlated X and Y."""
 
 import pytest
 import torch
 from helpers import chances, heavy_tailed
+from statistical import assert_moments
 
 from rmm_linear.sketches import FAMILIES, KINDS, kept_rows, sketch, variance
 
-Z = 4.0
 INPUTS, OUTPUTS = 5, 4
 LOOPED = {name for name, family in FAMILIES.items() if family.reads_seed}
 CASES = [  # kind, N, K, block
@@ -57,29 +44,11 @@ def draw(x, y, kind, rows, block, count):
     return torch.cat(parts)
 
 
-def z_score(samples, expected):
-    return float((samples.mean() - expected) / (samples.std() / math.sqrt(len(samples))))
-
-
 def check(kind, tokens, rows, block, count, widest):
     x, y = heavy_tailed(tokens, INPUTS, OUTPUTS)
     exact = y.T @ x
-    stated = float(variance(x, y, kind=kind, rows=rows, block=block))
-    error = draw(x, y, kind, rows, block, count) - exact
-    bias = float(count * error.mean(0).square().sum() / stated)
-    scale = z_score((error * exact).sum((1, 2)), 0.0)
-    squares = error.square().sum((1, 2))
-    spread = z_score(squares, stated)
-    width = float(squares.std() / math.sqrt(count)) / stated
-    figures = (
-        f"bias {bias:.2f} (expected 1, below {Z**2:.0f}), projection z {scale:+.2f}, "
-        f"variance {float(squares.mean()):.5g} / stated {stated:.5g}, z {spread:+.2f}, standard error {width:.2%}"
-    )
-    print(f"{kind} N={tokens} K={rows} block={block} M={count}: {figures}")
-    assert bias < Z**2, figures
-    assert abs(scale) < Z, figures
-    assert abs(spread) < Z, figures
-    assert width < widest, figures
+    errors = draw(x, y, kind, rows, block, count) - exact
+    assert_moments(errors, exact, variance(x, y, kind=kind, rows=rows, block=block), widest=widest)
 
 
 def test_every_kind_has_a_case():

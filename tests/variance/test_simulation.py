@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import KIND_AND_BLOCK
 from helpers import heavy_tailed
-from statistical import ROWS, Z, padded
+from statistical import ROWS, assert_variance, padded
 
 from rmm_linear.memory import peak
 from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack
@@ -46,11 +46,8 @@ def check_packed(kind, block, bits, draws, widest, rounding_scale=1.0):
     groups = [errors_and_roundings(x, y, bits, seeds, **shape) for seeds in torch.arange(draws).split(GROUP)]
     found = Simulation.of([errors - rounding_scale * roundings for errors, roundings in groups])
     stated = variance(x, y, **shape)
-    share = found.standard_error / float(stated + torch.stack([rounding.mean() for _, rounding in groups]).mean())
-    figures = f"{found.variance:.5g} / stated {float(stated):.5g}, z {found.z_score(stated):+.2f}, error {share:.2%}"
-    print(f"{kind} block={block} bits={bits} M={draws}: {figures}")
-    assert abs(found.z_score(stated)) < Z, figures
-    assert share < widest, figures
+    whole = float(stated + torch.stack([rounding.mean() for _, rounding in groups]).mean())
+    assert_variance(found, stated, widest=widest, whole=whole)
 
 
 @kinds_and_widths
@@ -136,3 +133,11 @@ def test_the_interval_of_a_few_draws_covers_the_variance_as_often_as_it_says():
     exact = float(sgd_variance(x, y))
     intervals = [simulate_sgd_variance(x, y, draws=100, seed=seed).interval(0.95) for seed in range(200)]
     assert 175 <= sum(low < exact < high for low, high in intervals) <= 199
+
+
+def test_an_interval_is_as_wide_as_its_confidence():
+    found = Simulation(10.0, 2.0, 100)
+    assert found.interval(0.95) == pytest.approx((10 - 1.95996 * 2, 10 + 1.95996 * 2), rel=1e-5)
+    assert found.z_score(7.0) == 1.5
+    assert Simulation(1.0, 0.0, 100).z_score(1.0) == 0
+    assert Simulation(1.0, 0.0, 100).z_score(2.0) == -math.inf

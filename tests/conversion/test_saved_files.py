@@ -1,0 +1,107 @@
+"""Files that an earlier version has written are read as they were meant.
+
+Those in data/ were written by the version before the library had its folders, and stand for the files that users have.
+They must never be written again: a test that writes what it reads would pass whatever the format becomes. What made
+them: `SETTINGS` saved by themselves; and two models of `Siblings` after five steps on batches of (2, 20, 8), one in the
+width that was chosen, one with wta and norm estimators as well.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from rmm_linear import RMMConfig, convert, read_sketch_state, sketch_state, sketch_tensors
+from rmm_linear.integrations.pretrained import convert_as_saved
+
+DATA = Path(__file__).parent / "data"
+NAMES = ["query", "key", "out"]
+SETTINGS = {
+    "kind": "wta",
+    "ratio": None,
+    "memory": 0.2,
+    "bits": 4,
+    "block": None,
+    "uniform_mix": 0.2,
+    "norm_estimator": "position",
+    "min_rows": 2,
+    "mask_padding": False,
+    "target_modules": NAMES,
+    "exclude_modules": ["lm_head"],
+    "overrides": {"out": {"kind": "rademacher", "ratio": 0.5, "bits": 8, "block": 16, "norm_estimator": "none"}},
+}
+
+
+class Siblings(nn.Module):
+    """Two layers that read one tensor, and one that reads another."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.query(x) * self.key(x))
+
+
+def train(model):
+    """A step in which every layer has a gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.randn(2, 20, 8)).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    optimizer.step()
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def widths(model):
+    return {name: layer["bits"] for name, layer in sketch_state(model)["layers"].items()}
+
+
+def noises(model, name):
+    return sketch_state(model)["layers"][name]["noise"]
+
+
+def test_a_configuration_is_read():
+    config = RMMConfig.load(DATA / "config.json")
+    assert config == RMMConfig(**SETTINGS)
+    for name, value in SETTINGS.items():
+        found = getattr(config, name)
+        assert (list(found) if isinstance(value, list) else found) == value, name
+    out = config.for_module("out")
+    assert (out.kind, out.ratio, out.memory, out.bits, out.block) == ("rademacher", 0.5, None, 8, 16)
+
+
+def test_chosen_widths_are_read():
+    model = Siblings()
+    convert(model, min_rows=1, target_modules=NAMES)
+    read_sketch_state(model, DATA / "auto_bits.json")
+    assert widths(model) == {"query": 2, "key": 2, "out": 2}
+    assert sketch_state(model)["groups"] == [["query", "key"]]
+    expected = {"8": 94.9147904038237, "4": 51.24058610998717, "2": 37.529110377061805}
+    assert noises(model, "query") == noises(model, "key") == expected
+    assert noises(model, "out") == {"8": 9.174059782827971, "4": 6.903895973027984, "2": 5.849183930673203}
+    train(model)
+    assert widths(model) == {"query": 2, "key": 2, "out": 2}
+
+
+def test_a_conversion_with_norm_estimators_is_read():
+    model = Siblings()
+    report = convert_as_saved(model, DATA / "conversion")
+    assert list(report.converted) == NAMES
+    assert report.config == RMMConfig(
+        kind="wta", memory=0.3, min_rows=1, norm_estimator="position", target_modules=NAMES
+    )
+    assert widths(model) == {"query": 4, "key": 4, "out": 2}
+    assert sketch_state(model)["groups"] == [["query", "key"]]
+    assert noises(model, "out") == {"8": 3.883845754185765, "4": 3.483221685633798, "2": 3.3816858510545464}
+    (file,) = (DATA / "conversion").glob("*.safetensors")
+    written, read = load_file(file), sketch_tensors(model)
+    assert read.keys() == written.keys() == {f"{name}:{part}" for name in NAMES for part in ("position", "unit")}
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+    assert float(written["query:unit"][0]) == pytest.approx(1.1801, abs=1e-4)
+    train(model)
+    learned = sketch_tensors(model)
+    assert learned.keys() == written.keys()
+    assert not any(torch.equal(learned[name], tensor) for name, tensor in written.items())  # it goes on from there

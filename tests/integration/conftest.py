@@ -1,0 +1,21 @@
+"""Fixtures of the tests of torch.compile."""
+
+import pytest
+import torch
+from compile_helpers import SEED
+
+
+@pytest.fixture
+def no_graphs_left():
+    """Nothing that other tests have compiled is found, and nothing is left to them."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def one_seed(monkeypatch):
+    """All layers draw one seed, in eager and in compiled code, which take them from other places of the generator."""
+    monkeypatch.setattr("rmm_linear.ops.traced.draw_seed", lambda: SEED)
+    monkeypatch.setattr("rmm_linear.layers.base.draw_seed", lambda: SEED)
+    monkeypatch.setattr("rmm_linear.context.model_context.ModelContext.layer_seed", lambda self, index: SEED)
