@@ -35,7 +35,7 @@ class SketchedLayer(nn.Module):
     Attributes:
         rmm_config: How the input is saved.
         rmm_context: What the layers of a converted model share, or None for a layer by itself.
-        rmm_index: Number of the layer in the converted model.
+        rmm_index: Index of the layer in the converted model.
         rmm_auto_bits: The width chosen for ``bits="auto"``.
         rmm_estimator: What is expected of the tokens' gradients; None without a ``norm_estimator``.
         rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.

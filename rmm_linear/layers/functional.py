@@ -38,7 +38,7 @@ class LinearCall:
         dtype: The dtype that autocast runs the layer in, or None while it is off.
         mask: The tokens that count, or None for all.
         cache: Sketches that other layers made in this forward pass, or None to share nothing.
-        index: Number of the layer, for ``cache``.
+        index: Index of the layer, for ``cache``.
         expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called only
             where a sketch is made, so that layers that share one ask once. None knows nothing.
         on_backward: Called with Y, shape (N, O), and the mask before the weight gradient is made of them.
