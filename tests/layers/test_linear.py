@@ -77,7 +77,7 @@ def test_eval_gives_gradients_by_input_and_bias():
     ],
 )
 def test_eval_refuses_the_gradient_by_the_weight(ask):
-    with pytest.raises(RuntimeError, match=r"eval mode keeps nothing. Call model.train\(\)"):
+    with pytest.raises(RuntimeError, match=r"eval mode saves nothing. Call model.train\(\)"):
         ask(layer().eval(), tokens().requires_grad_())
 
 
