@@ -71,8 +71,8 @@ class SaveSpec:
             itemsize: Bytes per element of the input.
 
         Returns:
-            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and a seed (8 bytes) only
-            when they are packed.
+            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and
+            the 8 bytes of the seed only when they are packed.
         """
         rows = self.kept_rows(tokens)
         stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)
