@@ -42,8 +42,8 @@ def sketch(
         dtype: The dtype in which the sketch is made; None is that of ``matrix``.
 
     Returns:
-        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; ``matrix`` itself where every row is kept in its
-        dtype.
+        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; ``matrix`` itself if every row is kept in
+        its dtype.
     """
     matrix = matrix if dtype is None else matrix.to(dtype)
     return sketches.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
