@@ -71,23 +71,23 @@ def required_ratio(
     def smallest(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
         limit = target * sgd_variance(a, b, samples=samples)
 
-        def is_quiet(rows: int) -> bool:
+        def meets_target(rows: int) -> bool:
             noise = sketch_variance(a, b, kind=kind, rows=rows, bits=bits, block=block, mask=mask, probabilities=p)
             return bool(noise <= limit)
 
         if limit.isnan():
             return limit
         too_few, enough = 0, a.shape[0]
-        if not is_quiet(enough):
+        if not meets_target(enough):
             tokens = enough if mask is None else int(mask.bool().sum())  # a larger K makes no difference
             grid = sorted({max(1, tokens * part // _GRID) for part in range(1, _GRID)} | {max(1, tokens - 1)})
-            enough = next(filter(is_quiet, grid), 0)
+            enough = next(filter(meets_target, grid), 0)
             if not enough:
                 return torch.full_like(limit, math.inf)
             too_few = max((rows for rows in grid if rows < enough), default=0)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            too_few, enough = (too_few, middle) if is_quiet(middle) else (middle, enough)
+            too_few, enough = (too_few, middle) if meets_target(middle) else (middle, enough)
         return torch.full_like(limit, enough / a.shape[0])
 
     return over_layers(smallest, x, grad_output, probabilities)
