@@ -21,8 +21,8 @@ from torch import Tensor
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, next_node, running_node
-from rmm_linear.ops.sketch import sketch
-from rmm_linear.packing import WIDTHS, rounding_variance
+from rmm_linear.ops.sketch import rounding_variance, sketch
+from rmm_linear.packing import WIDTHS
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, variance
 from rmm_linear.sketches.philox import signs
 

@@ -12,7 +12,7 @@ from rmm_linear._support.autocast import without_autocast
 from rmm_linear.backends import native
 from rmm_linear.ops import plain
 from rmm_linear.packing import GROUP, ROUNDING_STREAM, RoundingNoise
-from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
+from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.spec import SaveSpec
 
 _CHUNK = 1 << 20  # elements that are packed or unpacked at a time
@@ -49,18 +49,21 @@ def _sketch_parts(
         shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
         return sketches.sketch_parts(matrix, **shape, generator=native.philox)
     source, signs, shifts = hashed
+    if source.dtype != torch.float32:
+        return countsketch.hashed_part(source, signs, shifts, rows)
+    source = _contiguous_rows(source)
     return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end)
 
 
 def _hashed(
     matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The valid tokens with their signs and shifts, if the C library makes the sketch; else None."""
+    """The valid tokens with their signs and shifts, if they are hashed; else None."""
     count = matrix.shape[0] if mask is None else int(mask.count)
-    if kind != "countsketch" or matrix.dtype != torch.float32 or count <= rows:
+    if kind != "countsketch" or count <= rows:
         return None
     matrix = matrix if mask is None else matrix.index_select(0, mask.order[:count])
-    return _contiguous_rows(matrix), *native.signs_and_shifts(seed, count, rows)
+    return matrix, *native.signs_and_shifts(seed, count, rows)
 
 
 def _contiguous_rows(matrix: Tensor) -> Tensor:
@@ -71,13 +74,11 @@ def _contiguous_rows(matrix: Tensor) -> Tensor:
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
     matrix, bits = matrix.float() if matrix.dtype == torch.float16 else matrix, spec.bits or 0
-    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask)
+    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask) if matrix.dtype == torch.float32 else None
     if hashed is None:
-        parts = sketches.sketch_parts(
-            matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, generator=native.philox
-        )
+        parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
         return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
-    source, signs, shifts = hashed
+    source, signs, shifts = _contiguous_rows(hashed[0]), *hashed[1:]
     packing.check_bits(bits)
     codes, qparams = packing.empty_packed(spec.rows, source.shape[1], bits, seed)
     noise = _rounding_noise(seed, spec.rows, source.shape[1])
@@ -161,3 +162,8 @@ def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
     return _pack_parts(plain.row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
+
+
+def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
+    """As :func:`rmm_linear.packing.rounding_variance`."""
+    return packing.rounding_variance(matrix, bits, seed, native.philox)

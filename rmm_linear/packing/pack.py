@@ -39,6 +39,7 @@ from rmm_linear.packing.rounding import (
     rotated_groups,
     unpack_rows,
 )
+from rmm_linear.sketches.philox import Generator, philox
 
 _CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
 
@@ -183,13 +184,14 @@ def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
 
 
 @without_autocast
-def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
+def rounding_variance(matrix: Tensor, bits: int, seed: Tensor, generator: Generator = philox) -> Tensor:
     """Return the variance that packing adds to every row, exactly.
 
     Args:
         matrix: Floating point, shape (rows, columns).
         bits: 8, 4 or 2.
         seed: The seed that it is packed with, int64 with one element.
+        generator: Generates the random words.
 
     Returns:
         E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
@@ -200,7 +202,7 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
     check_bits(bits)
     rows, columns = matrix.shape
     result = matrix.new_zeros(rows, dtype=torch.float64)
-    rotation = RoundingNoise.of(seed, 0, GROUP).rotation
+    rotation = RoundingNoise.of(seed, 0, GROUP, generator).rotation
     for part in row_parts(rows, columns, matrix.device):
         for _, _, groups in rotated_groups(matrix[part], rotation):
             qparams = group_qparams(groups, bits)

@@ -110,12 +110,25 @@ def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox)
     Returns:
         A function of ``begin`` and ``end`` that returns the rows begin … end − 1, in the dtype of ``matrix``.
     """
-    tokens = matrix.shape[0]
-    dtype = accumulator_dtype(matrix.dtype)
-    if tokens <= rows:
+    if matrix.shape[0] <= rows:
         return lambda begin, end: _zero_padded(matrix[begin:end], end - begin)
-    sign, shifts = signs_and_shifts(seed, tokens, rows, generator)
-    sign, others = sign.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
+    return hashed_part(matrix, *signs_and_shifts(seed, matrix.shape[0], rows, generator), rows)
+
+
+def hashed_part(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int) -> Callable[[int, int], Tensor]:
+    """Return a function that makes SᵀM a few rows at a time, for N > K.
+
+    Args:
+        matrix: M, shape (N, D), on CPU.
+        signs: Sign of every token, int8, shape (N,).
+        shifts: Shift of every segment, int64, shape (⌈N/K⌉,).
+        rows: K.
+
+    Returns:
+        As :func:`part`.
+    """
+    tokens, dtype = matrix.shape[0], accumulator_dtype(matrix.dtype)
+    sign, others = signs.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
 
     def make(begin: int, end: int) -> Tensor:
         result = matrix[begin:end].to(dtype, copy=True)

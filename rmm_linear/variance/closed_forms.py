@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.ops.sketch import sketch
-from rmm_linear.packing import rounding_variance
+from rmm_linear.ops.sketch import rounding_variance, sketch
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, variance
 from rmm_linear.variance.arguments import check_pair, check_sketch, over_layers, sampling_probabilities
 
