@@ -1,1 +1,1 @@
-"""Helpers without sketches: files, tables, validation, autocast, provenance."""
+"""Helpers that know nothing of sketches: files, tables, validation, autocast, provenance."""

@@ -1,4 +1,4 @@
-"""Autocast: run a function with it disabled, or do by hand what it does to a linear layer."""
+"""Autocast: run a function with it disabled, or cast by hand as it does for a linear layer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Result = TypeVar("Result")
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function that autocast does not change.
+    """Wrap a function so that it runs with autocast disabled.
 
     Args:
-        function: Takes a tensor at least; the first one's device decides.
+        function: Takes at least one tensor. Autocast is disabled for the device of the first one.
 
     Returns:
-        The function, for which autocast is off.
+        The wrapped function.
     """
 
     @functools.wraps(function)
@@ -33,7 +33,7 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that autocast runs a linear layer in.
+    """Return the dtype in which autocast runs a linear layer.
 
     Args:
         device: Type of the input's device.
@@ -48,7 +48,7 @@ def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast does: floating point but not float64.
+    """Cast a tensor as autocast does: only floating point, and not float64.
 
     Args:
         tensor: Any tensor.

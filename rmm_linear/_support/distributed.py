@@ -1,4 +1,4 @@
-"""Types of distributed PyTorch, compared without importing it where there are none of them."""
+"""Test for types of distributed PyTorch without importing it: if it is not imported, there are none of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Say whether a tensor is a shard of a distributed one.
+    """Say whether a tensor is distributed over several processes.
 
     Args:
         tensor: Any tensor or parameter.

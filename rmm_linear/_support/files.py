@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Write files atomically, and their digests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary file that takes another's place when the block ends, and disappears if it fails.
+    """Yield a temporary file that replaces ``path`` at the end of the block, and is removed if the block raises.
 
     Args:
-        path: The file that is wanted.
+        path: The file to write.
 
     Yields:
         The temporary file, in the same folder and with the same suffix.
@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file atomically: a failure leaves the old file, or none.
+    """Write a text file atomically: after a failure, the old file or none is there.
 
     Args:
         path: File to write.

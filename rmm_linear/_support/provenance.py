@@ -17,7 +17,7 @@ def versions(*packages: str) -> dict[str, str]:
         *packages: Names of distributions.
 
     Returns:
-        "python" and every package that is installed, in the given order, to its version.
+        "python" and every package that is installed, in this order, to its version.
     """
     found = {"python": platform.python_version()}
     for name in packages:
@@ -37,7 +37,7 @@ def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
 
     Returns:
         The commit's 40 digits, with "-dirty" where tracked files differ from it; None if ``file`` is not tracked, as an
-        installed copy inside somebody else's checkout is not, or git is not at hand.
+        installed copy inside somebody else's checkout is not, or git is not installed.
     """
     file, program = Path(file), shutil.which("git")
     if program is None:

@@ -1,4 +1,4 @@
-"""Tables as Markdown, which reads well in a terminal too: laid out by rich where it is installed."""
+"""Tables in Markdown, which is readable in a terminal too; formatted by rich where it is installed."""
 
 from __future__ import annotations
 

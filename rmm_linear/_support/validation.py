@@ -1,4 +1,4 @@
-"""Checks of a configuration's fields: the rule, what was received, the remedy."""
+"""Checks of a configuration's fields; their errors name the rule, the value received and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def check_fraction(name: str, value: object, hint: str, *, needed: bool = False) -> None:
-    """Refuse what is neither a number in (0, 1] nor, unless it is needed, None."""
+    """Raise unless a value is a number in (0, 1], or None if it is not ``needed``."""
     if value is None and not needed:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -17,7 +17,7 @@ def check_fraction(name: str, value: object, hint: str, *, needed: bool = False)
 
 
 def check_integer(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is no positive integer, nor None where that is allowed."""
+    """Raise unless a value is a positive integer, or None if it is ``optional``."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -27,7 +27,7 @@ def check_integer(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def read_names(name: str, value: object) -> str | tuple[str, ...]:
-    """Return a regular expression, or the entries of a list of names; refuse anything else."""
+    """Return a regular expression, or a list of names as a tuple; raise for anything else."""
     if isinstance(value, str):
         check_pattern(name, value)
         return value
@@ -39,7 +39,7 @@ def read_names(name: str, value: object) -> str | tuple[str, ...]:
 
 
 def check_pattern(name: str, pattern: object) -> None:
-    """Refuse what is no regular expression."""
+    """Raise unless a value is a regular expression."""
     if not isinstance(pattern, str):
         raise TypeError(f"{name} must be made of strings, got {pattern!r}.")
     try:

@@ -1,1 +1,1 @@
-"""Where the implementations come from: the C library and the Triton kernels."""
+"""Access to the C library and the Triton kernels."""

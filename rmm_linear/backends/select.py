@@ -1,4 +1,4 @@
-"""Which implementation runs for some tensors: plain PyTorch, the C library on CPU, or the Triton kernels."""
+"""Choose the implementation for a tensor: plain PyTorch, the C library on CPU, or the Triton kernels."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def requested_backend() -> str:
 
 
 def backend_of(device: str, dtype: torch.dtype) -> Backend:
-    """Choose by device, dtype and RMM_BACKEND.
+    """Choose the implementation by device, dtype and RMM_BACKEND.
 
     Args:
-        device: Type of the device of the matrix that is worked on.
+        device: Type of the device of the matrix.
         dtype: Its dtype.
 
     Returns:
-        "plain" runs everywhere.
+        "plain", "native" or "triton"; "plain" runs everywhere.
 
     Raises:
-        RuntimeError: If the kernels are asked for on CPU, and Triton does not interpret them.
+        RuntimeError: If RMM_BACKEND requests the kernels on CPU without Triton's interpreter.
         ValueError: If RMM_BACKEND holds something unknown.
     """
     requested = requested_backend()

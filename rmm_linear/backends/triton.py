@@ -1,4 +1,4 @@
-"""The Triton kernels: found beside the package in a checkout, or installed as ``rmm_linear.kernels``."""
+"""Import the Triton kernels: from a checkout of the repository, or installed as ``rmm_linear.kernels``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2] / "kernels" / "torch-ext" / "rmm
 
 @functools.cache
 def is_installed() -> bool:
-    """Say whether there is a Triton that compiles all kernels; 3.2 and 3.3 do not.
+    """Say whether a Triton is installed that compiles all kernels; 3.2 and 3.3 do not.
 
     Returns:
         True from Triton 3.4 on.

@@ -131,7 +131,7 @@ class CallInputs:
         Args:
             shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product.
             device: Where the input is.
-            masked: Whether the layer wants the token mask.
+            masked: Whether the layer uses the token mask.
 
         Returns:
             The call. If the input is flattened, batch and sequence length are those of the ids or the mask.

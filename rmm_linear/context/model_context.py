@@ -148,7 +148,7 @@ class ModelContext:
             index: Index of the layer in the model.
             shape: Leading dimensions of the layer's input.
             device: Where it is.
-            masked: Whether the layer wants the token mask.
+            masked: Whether the layer uses the token mask.
 
         Returns:
             The call. Its mask is None if there is none, it has another number of tokens, or nothing is padded.
@@ -170,7 +170,7 @@ class ModelContext:
         Args:
             shape: Leading dimensions of a layer's input.
             device: Where it is.
-            masked: Whether the layer wants the token mask.
+            masked: Whether the layer uses the token mask.
 
         Returns:
             The call, as :meth:`call_of` returns it to the layer.

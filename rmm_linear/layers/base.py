@@ -155,7 +155,7 @@ class SketchedLayer(nn.Module):
         if bool((finite & (padding != 0)).any()):
             name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"
             raise RuntimeError(_PADDING.format(name))
-        # Nothing is shown by a step that overflows, or without any gradient, as in the first step of LoRA (B = 0).
+        # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
         self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
 
     def _describe(self) -> str:

@@ -1,19 +1,19 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
 Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
-bfloat16 and one code q in {0 … 2^bits − 1} per element, which stands for offset + q · scale. The offset is rounded down
+bfloat16 and one code q in {0 … 2^bits − 1} per element, whose value is offset + q · scale. The offset is rounded down
 and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
 The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
 
 Before rounding, a group of 64 is rotated by random signs and the orthonormal Hadamard transform: one large column no
-longer stretches the range of the 63 others. The rotation is orthonormal, so the mean stays z and the squared error is
+longer enlarges the scale of the 63 others. The rotation is orthonormal, so the mean stays z and the squared error is
 that of the rotated elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the
 left, on YᵀZ instead of Z: see ``rotated`` of :func:`unpack` and :func:`unrotate`.
 
 An element in row b and column j is rounded up if a_b xor c_j, a number of 23 bits read as a fraction, lies in the last
 f of [0, 1), with a_b and c_j uniform and independent. Any two of these numbers are independent, and the variance of dW,
-a second moment, asks for no more: it is that of a fresh number per element, for rows + columns random numbers instead
-of rows · columns.
+a second moment, depends on no more: it is the same as with one random number per element, with rows + columns random
+numbers instead of rows · columns.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass.
 
@@ -41,7 +41,7 @@ from rmm_linear.packing.rounding import (
 )
 from rmm_linear.sketches.philox import Generator, philox
 
-_CHUNK = 1 << 19  # elements that a CPU handles at a time: small enough for its cache, large enough for its overhead
+_CHUNK = 1 << 19  # elements that a CPU handles at a time: they fit into its cache, and outweigh the overhead
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
@@ -71,7 +71,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         matrix: Floating point, shape (rows, columns).
         bits: 8, 4 or 2.
-        seed: int64 with one element, on the device of ``matrix``: of the rotation of the groups and the rounding.
+        seed: int64 with one element, on the device of ``matrix``; the seed of the rotation and the rounding.
 
     Returns:
         Codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i holds the elements i, i + h, …, lower
@@ -87,10 +87,10 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
 def pack_parts(
     part: Callable[[int, int], Tensor], shape: tuple[int, int] | torch.Size, bits: int, seed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`pack` does for a matrix that is made in parts, so that it never exists as a whole.
+    """Pack a matrix as :func:`pack` does, a few rows at a time, so that it never exists as a whole.
 
     Args:
-        part: Makes the rows from one number up to another.
+        part: A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
         shape: Rows and columns of the matrix.
         bits: 8, 4 or 2.
         seed: See :func:`pack`; its device is that of the matrix.
@@ -112,7 +112,7 @@ def pack_parts(
 
 
 def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Make room for a packed matrix.
+    """Return uninitialized tensors for a packed matrix.
 
     Args:
         rows: Rows of the matrix.
@@ -121,7 +121,7 @@ def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tens
         like: Any tensor on its device.
 
     Returns:
-        Codes and qparams, with nothing in them yet.
+        Codes and qparams.
     """
     codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
     return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
@@ -138,7 +138,7 @@ def unpack(
     *,
     rotated: bool = False,
 ) -> Tensor:
-    """Return the matrix that packed storage stands for.
+    """Return the matrix that codes and qparams represent.
 
     Args:
         codes: uint8, shape (rows, ⌈columns · bits / 8⌉).
@@ -155,7 +155,7 @@ def unpack(
     Example:
         >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
         >>> error = unpack(*pack(z, 2, seed), seed, 2, 4, z.dtype) - z
-        >>> bool(error.abs().max() < 1.01)  # a step of the group, 3 / 3, and what bfloat16 adds
+        >>> bool(error.abs().max() < 1.01)  # a step of the group, 3 / 3, and the rounding of bfloat16
         True
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
@@ -212,10 +212,10 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor, generator: Genera
 
 
 def check_bits(bits: int) -> None:
-    """Refuse a width that cannot be packed.
+    """Raise if a width cannot be packed.
 
     Args:
-        bits: What was given.
+        bits: The width.
 
     Raises:
         ValueError: If it is not one of :data:`WIDTHS`.
@@ -225,7 +225,7 @@ def check_bits(bits: int) -> None:
 
 
 def mark_infinite(qparams: Tensor) -> None:
-    """Make every group NaN that holds a NaN or an infinity, or whose range is beyond float32.
+    """Make every group NaN whose qparams are not finite: with a NaN, an infinity, or a scale beyond float32.
 
     Args:
         qparams: Offset and scale of every group, shape (rows, groups, 2); written to.
@@ -234,7 +234,7 @@ def mark_infinite(qparams: Tensor) -> None:
 
 
 def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK) -> Iterator[slice]:
-    """Cut a matrix into rows that are handled at a time: on CPU few enough for its cache, else all.
+    """Cut a matrix into parts of rows that are handled one after the other: on CPU they fit into its cache.
 
     Args:
         rows: Rows of the matrix.
@@ -243,7 +243,7 @@ def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK
         chunk: Elements at a time on CPU.
 
     Yields:
-        The rows.
+        The rows of a part; on other devices than the CPU, all rows.
     """
     step = max(1, chunk // max(1, columns)) if device.type == "cpu" else max(1, rows)
     for begin in range(0, rows, step):

@@ -1,4 +1,4 @@
-"""What packing does with a group of columns: the rotation, its scale and offset, the rounding, the bytes."""
+"""Packing of a group of columns: rotation, scale and offset, stochastic rounding, and the layout in bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ GROUP = 64
 WIDTHS = (8, 4, 2)
 ROUNDING_STREAM = 3
 _EXPONENT_OF_ONE = 0x3F800000
-_MARGIN = 2.0**-18  # of a scale, so that no step and chance, rounded, add up to one code too many
-_SMALLEST = 2.0**-126  # normal number of float32: the reciprocal of a smaller one may be infinite
+_MARGIN = 2.0**-18  # relative margin of a scale, so that a rounded sum of step and noise never exceeds the last code
+_SMALLEST = 2.0**-126  # smallest normal float32: the reciprocal of a smaller number may be infinite
 _ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS}  # 1 in every code of a byte
 
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """The random numbers of packing, all of which follow from its seed.
+    """The random numbers of packing, which follow from its seed.
 
     Attributes:
         signs: Signs of the rotation, float32, shape (64,).
         rows: a, int32, shape (rows,).
-        columns: c, int32, shape (columns,). The bits of a xor c are those of a float32 number in [1, 2).
+        columns: c, int32, shape (columns,). The bits of a xor c are those of a float32 in [1, 2).
     """
 
     signs: Tensor
@@ -46,7 +46,7 @@ class RoundingNoise:
             seed: int64 with one element.
             rows: Rows of the matrix.
             columns: Columns of the matrix.
-            generator: Makes the random words.
+            generator: Generates the random words.
 
         Returns:
             The numbers, on the device of ``seed``.
@@ -59,18 +59,18 @@ class RoundingNoise:
 
 
 def pack_rows(values: Tensor, bits: int, noise: RoundingNoise, a: Tensor, codes: Tensor, qparams: Tensor) -> None:
-    """Write the codes, scales and offsets of some rows, ``a`` being those rows' part of the chances."""
+    """Write the codes and qparams of some rows; ``a`` is :attr:`RoundingNoise.rows` of these rows."""
     for span, places, groups in rotated_groups(values, noise.rotation):
-        qparams[:, places] = found = group_qparams(groups, bits)
-        chance = (a[:, None, None] ^ noise.columns[span].view(groups.shape[1:])).view(torch.float32)
-        # Whatever the cast makes of NaN is multiplied by a scale of NaN.
-        above = group_steps(groups, found).add_(chance).to(torch.int32)
+        qparams[:, places] = new_qparams = group_qparams(groups, bits)
+        uniform = (a[:, None, None] ^ noise.columns[span].view(groups.shape[1:])).view(torch.float32)
+        # The code of a NaN is arbitrary: its scale is NaN.
+        above = group_steps(groups, new_qparams).add_(uniform).to(torch.int32)
         codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
-    codes -= _ONES[bits]  # chances lie in [1, 2), so every code was one too high
+    codes -= _ONES[bits]  # the random numbers lie in [1, 2), so every code was one too high
 
 
 def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, values: Tensor) -> None:
-    """Write the rows, float32, that codes, scales and offsets stand for, whole groups left rotated."""
+    """Write the rows, float32, that codes and qparams represent; whole groups stay rotated."""
     for span, places, size in _spans(values.shape[1]):
         offset, scale = qparams[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
         groups = values[:, span].unflatten(1, (-1, size))
@@ -79,7 +79,7 @@ def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, values: Tensor) -> No
 
 
 def _hadamard(device: torch.device) -> Tensor:
-    """The orthonormal Hadamard matrix of a group: its sign is the parity of the bits that i and j share."""
+    """The orthonormal Hadamard matrix of a group: the sign of (i, j) is the parity of the bits that i and j share."""
     index = torch.arange(GROUP, device=device)
     shared = index.unsqueeze(1) & index
     for shift in (4, 2, 1):
@@ -98,14 +98,14 @@ def rotate_groups(values: Tensor, rotation: Tensor) -> Tensor:
 
 
 def rotated_groups(rows: Tensor, rotation: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Columns, places among the groups, and the groups, float32 (rows, groups, size), the whole ones rotated."""
+    """Yield columns, group indices, and the groups, float32 (rows, groups, size); whole groups are rotated."""
     for span, places, size in _spans(rows.shape[1]):
         groups = rows[:, span].to(torch.float32).unflatten(1, (-1, size))
         yield span, places, groups.reshape(-1, GROUP).mm(rotation).view(groups.shape) if size == GROUP else groups
 
 
 def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
-    """The whole groups, then the shorter last one: columns, places among the groups, columns per group."""
+    """Yield the whole groups, then the shorter last one: columns, group indices, columns per group."""
     whole = columns // GROUP
     if whole:
         yield slice(0, whole * GROUP), slice(0, whole), GROUP
@@ -114,7 +114,7 @@ def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _bytes(span: slice, bits: int) -> slice:
-    """Where the codes of some columns lie."""
+    """The bytes that hold the codes of some columns."""
     return slice(span.start * bits // 8, -(-span.stop * bits // 8))
 
 
@@ -127,7 +127,7 @@ def group_qparams(groups: Tensor, bits: int) -> Tensor:
 
 
 def group_steps(groups: Tensor, qparams: Tensor) -> Tensor:
-    """How many steps of its group's scale every element lies above the offset."""
+    """(element − offset) / scale for every element."""
     offset, scale = qparams.to(torch.float32).unsqueeze(-1).unbind(2)
     return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))
 
@@ -135,12 +135,12 @@ def group_steps(groups: Tensor, qparams: Tensor) -> Tensor:
 def _round_down(values: Tensor) -> Tensor:
     """The largest bfloat16 number that is not above a float32 number, as float32."""
     bits = values.view(torch.int32)
-    away = (bits >> 31).bitwise_and_(0xFFFF)  # cutting bits off moves a negative number up
+    away = (bits >> 31).bitwise_and_(0xFFFF)  # truncation moves a negative number up
     return away.add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)
 
 
 def _join(codes: Tensor, bits: int) -> Tensor:
-    """Put 8 / bits codes, each one too high, into a number: int32 (rows, groups, size) to (…, ⌈size · bits / 8⌉)."""
+    """Join 8 / bits codes, each one too high, in one number: int32 (rows, groups, size) to (…, ⌈size · bits / 8⌉)."""
     per_byte, size = 8 // bits, codes.shape[-1]
     codes = torch.nn.functional.pad(codes, (0, -size % per_byte), value=1) if size % per_byte else codes
     joined, *others = codes.chunk(per_byte, dim=-1)

@@ -1,4 +1,4 @@
-"""Families of sketches S (N, K): unbiased, drawn from one seed, with their exact variance.
+"""Families of sketches S (N, K): unbiased, random by one seed, with their exact variance.
 
 A sketch is a linear map M (N, D) → SᵀM (K, D). For the kinds of :data:`FAMILIES`, S follows from its seed alone, by
 counter-based random numbers: the forward pass can sketch X, the backward pass Y, and a kernel on another device either

@@ -1,8 +1,8 @@
 """Row sampling with importance: norm_rows and wta, whose S depends on the input.
 
 Token i is sampled with a probability p_i ∝ ‖xᵢ‖·ŷᵢ, mixed with a little of the uniform distribution so that none is 0.
-ŷᵢ is a prediction of ‖yᵢ‖ that must not depend on Y itself: the rows are sampled before Y is known, so every statement
-below holds for every Y.
+ŷᵢ predicts ‖yᵢ‖ and must not depend on Y itself: the rows are sampled before Y is known, so every statement below holds
+for every Y.
 
 norm_rows samples K tokens independently, with replacement. Row k of SᵀM is row j of M times 1/√(K p_j), and dŴ is the
 mean of K independent terms yⱼᵀxⱼ/p_j of mean dW. With dᵢ = ‖xᵢ‖²‖yᵢ‖² and g = ‖XᵀY‖²,

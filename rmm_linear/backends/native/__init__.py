@@ -1,7 +1,7 @@
 """The C library: random numbers, CountSketch and packing on CPU, called with ctypes.
 
 Built when the package is installed, if there is a C compiler; without it, and with RMM_BACKEND=torch, everything runs
-in plain PyTorch, with the same result. The library has no state, and works in PyTorch's own threads. Tensors must be
+in plain PyTorch, with the same result. The library has no state, and shares PyTorch's OpenMP threads. Tensors must be
 plain ones on CPU, see :func:`rmm_linear.backends.select.backend_of`.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST_SHARE = 1 << 16  # elements that are worth a thread
+_SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
 
 
 @functools.cache
@@ -28,8 +28,8 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(spec.origin)
-    except OSError as error:  # of another machine, as in a copied folder
-        logger.warning("%s cannot be loaded (%s); plain PyTorch takes its place.", spec.origin, error)
+    except OSError as error:  # built on another machine, as in a copied folder
+        logger.warning("%s cannot be loaded (%s); plain PyTorch is used instead.", spec.origin, error)
         return None
 
 
@@ -37,7 +37,7 @@ def is_available() -> bool:
     """Say whether the library was built and can be loaded.
 
     Returns:
-        False where plain PyTorch takes its place.
+        False if plain PyTorch is used instead.
     """
     return _load() is not None
 
@@ -107,23 +107,24 @@ def pack(
     qparams: Tensor,
     hashing: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
-    """Round rows to ``bits`` per element; :mod:`rmm_linear.packing.pack` says how.
+    """Round rows to ``bits`` per element, as described in :mod:`rmm_linear.packing.pack`.
 
     Args:
         matrix: float32, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
         bits: 8, 4 or 2.
-        signs: Of the rotation, float32, shape (64,).
-        rows: Of the rounding, int32, shape (K,).
-        columns: Of the rounding, int32, shape (I,).
-        codes: To write, uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        qparams: To write, bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
-        hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the sketch is packed row by row.
+        signs: Signs of the rotation, float32, shape (64,).
+        rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
+        columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
+        codes: Written to; uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
+        qparams: Written to; bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the CountSketch of ``matrix`` is packed, row
+            by row. None packs ``matrix`` itself.
 
     Returns:
         Whether all qparams are finite.
 
     Raises:
-        MemoryError: If there is none for a row of the sketch.
+        MemoryError: If a row of the sketch cannot be allocated.
     """
     token_signs, shifts = hashing or (signs, signs)
     segments = len(shifts) if hashing else 1
@@ -138,13 +139,13 @@ def pack(
 
 
 def unpack(codes: Tensor, qparams: Tensor, bits: int, matrix: Tensor) -> None:
-    """Write the rows that packed storage stands for, whole groups left rotated.
+    """Write the rows that codes and qparams represent; whole groups stay rotated.
 
     Args:
         codes: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
         qparams: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         bits: 8, 4 or 2.
-        matrix: To write, float32, shape (K, I), contiguous.
+        matrix: Written to; float32, shape (K, I), contiguous.
     """
     rows, columns = matrix.shape
     _function("rmm_unpack")(
@@ -158,14 +159,14 @@ def unrotate(matrix: Tensor, signs: Tensor) -> None:
 
     Args:
         matrix: float32, shape (O, I), contiguous.
-        signs: Of the rotation, float32, shape (64,).
+        signs: Signs of the rotation, float32, shape (64,).
     """
     rows, columns = matrix.shape
     _function("rmm_unrotate")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
 
 
 def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:
-    """Return some rows of SᵀM; :mod:`rmm_linear.sketches.countsketch` says how.
+    """Return some rows of SᵀM, as described in :mod:`rmm_linear.sketches.countsketch`.
 
     Args:
         matrix: M, float32, shape (N, D), N > K, elements of a row side by side.
@@ -205,5 +206,5 @@ def _long(number: int) -> ctypes.c_int64:
 
 
 def _threads(matrix: Tensor) -> ctypes.c_int:
-    """As many as PyTorch uses, where there is work for them."""
+    """The number of PyTorch's threads, or fewer if the matrix is small."""
     return ctypes.c_int(max(1, min(torch.get_num_threads(), matrix.numel() // _SMALLEST_SHARE)))

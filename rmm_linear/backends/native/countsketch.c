@@ -3,9 +3,9 @@
 
 VARIANTS static void hash_rows(const hashed *h, int64_t from, int64_t begin, int64_t end, float *z) {
     for (int64_t row = begin; row < end; row++) {
-        float *room = z + row * h->columns;
-        const float *made = hashed_row(h, from + row, room);
-        if (made != room) memcpy(room, made, h->columns * sizeof(float));
+        float *to = z + row * h->columns;
+        const float *result = hashed_row(h, from + row, to);
+        if (result != to) memcpy(to, result, h->columns * sizeof(float));
     }
 }
 

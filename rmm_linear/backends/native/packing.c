@@ -1,6 +1,6 @@
-/* Packing of float32 rows into 8, 4 or 2 bits, and back: rmm_linear/packing.py in compiled form.
+/* Packing of float32 rows into 8, 4 or 2 bits, and back: rmm_linear/packing/ in compiled form.
  *
- * Every number is that of the plain version but for the last bit of the rotation, whose sums are made in another order.
+ * Results equal those of plain PyTorch but for the last bits of the rotation, whose sums are made in another order.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -38,7 +38,7 @@ static const lanes SIGN_8 = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1,
 #define MIN(a, b) PICK((a) < (b), a, b)
 #define MAX(a, b) PICK((a) > (b), a, b)
 
-/* v becomes H v, H being the orthonormal Hadamard matrix. */
+/* Replaces v by H v, with the orthonormal Hadamard matrix H. */
 static inline __attribute__((always_inline)) void rotate(lanes v[PARTS]) {
     for (int k = 0; k < PARTS; k++) {
         v[k] = SWAP_1(v[k]) + v[k] * SIGN_1;
@@ -77,25 +77,26 @@ static inline float from_bfloat16(uint16_t value) {
     return result;
 }
 
-/* Offset and scale of a group into `range`; the offset, the reciprocal of the scale, and whether they are not finite. */
-static inline __attribute__((always_inline)) float find_range(
-    const lanes v[PARTS], int bits, uint16_t *range, float *inverse, int *is_odd) {
-    lanes low = v[0], high = v[0], odd = v[0] * 0.0f; /* NaN for a NaN and for an infinity */
-    for (int k = 1; k < PARTS; k++) low = MIN(v[k], low), high = MAX(v[k], high), odd += v[k] * 0.0f;
-    low = MIN(low, SWAP_8(low)), high = MAX(high, SWAP_8(high)), odd += SWAP_8(odd);
-    low = MIN(low, SWAP_4(low)), high = MAX(high, SWAP_4(high)), odd += SWAP_4(odd);
-    low = MIN(low, SWAP_2(low)), high = MAX(high, SWAP_2(high)), odd += SWAP_2(odd);
-    low = MIN(low, SWAP_1(low)), high = MAX(high, SWAP_1(high)), odd += SWAP_1(odd);
-    float offset = round_down(low[0] + odd[0]);
+/* Writes offset and scale of a group to `qparams`, 1 / scale to `inverse`, and sets `not_finite` if they are not finite.
+ * Returns the offset. */
+static inline __attribute__((always_inline)) float find_qparams(
+    const lanes v[PARTS], int bits, uint16_t *qparams, float *inverse, int *not_finite) {
+    lanes low = v[0], high = v[0], nan = v[0] * 0.0f; /* NaN for a NaN and for an infinity */
+    for (int k = 1; k < PARTS; k++) low = MIN(v[k], low), high = MAX(v[k], high), nan += v[k] * 0.0f;
+    low = MIN(low, SWAP_8(low)), high = MAX(high, SWAP_8(high)), nan += SWAP_8(nan);
+    low = MIN(low, SWAP_4(low)), high = MAX(high, SWAP_4(high)), nan += SWAP_4(nan);
+    low = MIN(low, SWAP_2(low)), high = MAX(high, SWAP_2(high)), nan += SWAP_2(nan);
+    low = MIN(low, SWAP_1(low)), high = MAX(high, SWAP_1(high)), nan += SWAP_1(nan);
+    float offset = round_down(low[0] + nan[0]);
     float share = (float)((1 + 0x1p-18) / ((1 << bits) - 1));
     float scale = -round_down((offset - high[0]) * share);
-    range[0] = bfloat16(offset), range[1] = bfloat16(scale);
+    qparams[0] = bfloat16(offset), qparams[1] = bfloat16(scale);
     *inverse = scale < 0x1p-126f ? 0 : 1 / scale;
-    *is_odd |= !(scale * 0.0f == 0);
+    *not_finite |= !(scale * 0.0f == 0);
     return offset;
 }
 
-/* The codes of a part: steps above the offset plus a chance in [1, 2), cut to an integer, minus 1; 0 for NaN. */
+/* Codes of a part: (v - offset) / scale plus a random number in [1, 2), truncated, minus 1; 0 for NaN. */
 static inline __attribute__((always_inline)) ints round_part(lanes v, float offset, float inverse, ints chance) {
     lanes above = (v - offset) * inverse + (lanes)chance, one = {0};
     one += 1.0f;
@@ -103,8 +104,8 @@ static inline __attribute__((always_inline)) ints round_part(lanes v, float offs
 }
 
 static inline __attribute__((always_inline)) void pack_group(
-    const lanes v[PARTS], int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *range, int *is_odd) {
-    float inverse, offset = find_range(v, bits, range, &inverse, is_odd);
+    const lanes v[PARTS], int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
+    float inverse, offset = find_qparams(v, bits, qparams, &inverse, not_finite);
     ints code[PARTS];
     for (int k = 0; k < PARTS; k++)
         code[k] = round_part(v[k], offset, inverse, *(const stored_ints *)(c + k * LANES) ^ a);
@@ -116,12 +117,13 @@ static inline __attribute__((always_inline)) void pack_group(
     }
 }
 
-/* The last group, if it has fewer columns: its last element again changes no range. */
+/* The last group, if it has fewer columns. It is filled up with its last element, which does not change the qparams. */
 static void pack_short_group(
-    const float *from, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *range, int *is_odd) {
+    const float *from, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
+    int *not_finite) {
     lanes v[PARTS];
     for (int i = 0; i < GROUP; i++) v[i / LANES][i % LANES] = from[i < size ? i : size - 1];
-    float inverse, offset = find_range(v, bits, range, &inverse, is_odd);
+    float inverse, offset = find_qparams(v, bits, qparams, &inverse, not_finite);
     int length = (size * bits + 7) / 8;
     memset(codes, 0, length);
     for (int i = 0; i < size; i++) {
@@ -136,36 +138,37 @@ static void pack_short_group(
 
 static inline __attribute__((always_inline)) void pack_whole_groups(
     const float *z, int64_t groups, int bits, const lanes signs[PARTS], int32_t a, const int32_t *c, uint8_t *codes,
-    uint16_t *qparams, int *is_odd) {
+    uint16_t *qparams, int *not_finite) {
     for (int64_t group = 0; group < groups; group++) {
         lanes v[PARTS];
         for (int k = 0; k < PARTS; k++) v[k] = LOAD(z + group * GROUP + k * LANES) * signs[k];
         rotate(v);
-        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, qparams + group * 2, is_odd);
+        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, qparams + group * 2, not_finite);
     }
 }
 
 VARIANTS static int pack_rows(
-    const hashed *m, float *room, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
+    const hashed *m, float *buffer, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
     const int32_t *c, uint8_t *codes, uint16_t *qparams) {
     int64_t columns = m->columns, whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP;
     int64_t length = (columns * bits + 7) / 8;
-    int is_odd = 0;
+    int not_finite = 0;
     lanes sign[PARTS];
     for (int k = 0; k < PARTS; k++) sign[k] = LOAD(signs + k * LANES);
     for (int64_t row = begin; row < end; row++) {
-        const float *z = hashed_row(m, row, room);
+        const float *z = hashed_row(m, row, buffer);
         uint8_t *to = codes + row * length;
-        uint16_t *range = qparams + row * groups * 2;
-        if (bits == 4) pack_whole_groups(z, whole, 4, sign, a[row], c, to, range, &is_odd); /* constants, for the compiler */
-        else if (bits == 2) pack_whole_groups(z, whole, 2, sign, a[row], c, to, range, &is_odd);
-        else pack_whole_groups(z, whole, 8, sign, a[row], c, to, range, &is_odd);
+        uint16_t *row_qparams = qparams + row * groups * 2;
+        /* bits is a constant in each call, so that the compiler specializes it. */
+        if (bits == 4) pack_whole_groups(z, whole, 4, sign, a[row], c, to, row_qparams, &not_finite);
+        else if (bits == 2) pack_whole_groups(z, whole, 2, sign, a[row], c, to, row_qparams, &not_finite);
+        else pack_whole_groups(z, whole, 8, sign, a[row], c, to, row_qparams, &not_finite);
         if (whole < groups)
             pack_short_group(
                 z + whole * GROUP, (int)(columns - whole * GROUP), bits, a[row], c + whole * GROUP,
-                to + whole * 8 * bits, range + whole * 2, &is_odd);
+                to + whole * 8 * bits, row_qparams + whole * 2, &not_finite);
     }
-    return is_odd;
+    return not_finite;
 }
 
 VARIANTS static void unpack_rows(
@@ -176,9 +179,9 @@ VARIANTS static void unpack_rows(
             int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
             int h = (size * bits + 7) / 8, mask = (1 << bits) - 1;
             const uint8_t *from = codes + row * bytes + group * 8 * bits;
-            const uint16_t *range = qparams + (row * groups + group) * 2;
+            const uint16_t *group_qparams = qparams + (row * groups + group) * 2;
             float *to = z + row * columns + group * GROUP;
-            float offset = from_bfloat16(range[0]), scale = from_bfloat16(range[1]);
+            float offset = from_bfloat16(group_qparams[0]), scale = from_bfloat16(group_qparams[1]);
             if (size == GROUP && bits == 4) {
                 for (int i = 0; i < 32; i++) to[i] = (float)(from[i] & 15) * scale + offset;
                 for (int i = 0; i < 32; i++) to[i + 32] = (float)(from[i] >> 4) * scale + offset;
@@ -201,8 +204,8 @@ VARIANTS static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t
         }
 }
 
-/* m: what is packed, as it is or hashed to `rows` rows. signs: 64, of the rotation. a: rows. c: columns. codes, qparams:
- * contiguous. Returns 0; 1 where a range is not finite; 2 where there was no memory. */
+/* Packs m, or with several segments its CountSketch of `rows` rows. signs: 64, of the rotation. a: rows. c: columns.
+ * codes, qparams: contiguous. Returns 0; 1 if qparams are not finite; 2 if memory could not be allocated. */
 int rmm_pack(
     const float *m, int64_t tokens, int64_t columns, int64_t stride, int64_t rows, int64_t segments,
     const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a, const int32_t *c,
@@ -211,10 +214,10 @@ int rmm_pack(
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {
-        float *room = segments > 1 ? malloc(columns * sizeof(float) + 1) : 0;
-        if (segments > 1 && !room) result = 2;
-        else result = pack_rows(&source, room, SHARE(rows), bits, signs, a, c, codes, qparams);
-        free(room);
+        float *buffer = segments > 1 ? malloc(columns * sizeof(float) + 1) : 0;
+        if (segments > 1 && !buffer) result = 2;
+        else result = pack_rows(&source, buffer, SHARE(rows), bits, signs, a, c, codes, qparams);
+        free(buffer);
     }
     return result;
 }
@@ -226,7 +229,7 @@ void rmm_unpack(
     unpack_rows(codes, qparams, SHARE(rows), columns, bits, z);
 }
 
-/* m: contiguous, turned back in place. signs: 64. */
+/* m: contiguous, unrotated in place. signs: 64. */
 void rmm_unrotate(float *m, int64_t rows, int64_t columns, const float *signs, int threads) {
 #pragma omp parallel num_threads(threads)
     unrotate_rows(m, SHARE(rows), columns, signs);

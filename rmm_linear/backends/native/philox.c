@@ -1,4 +1,4 @@
-/* Philox 4x32-10 and what is drawn from it: rmm_linear/sketches/philox.py in compiled form, bit for bit.
+/* Philox 4x32-10 and random numbers made from it: rmm_linear/sketches/philox.py in compiled form, bit for bit.
  *
  * Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
  */
@@ -27,7 +27,7 @@ VARIANTS void rmm_philox(int64_t seed, int64_t stream, int64_t n, const int64_t 
     }
 }
 
-/* Of a CountSketch, rmm_linear/sketches/countsketch.py. signs: of `tokens`. shifts: of ⌈tokens / rows⌉ segments. */
+/* Signs and shifts of rmm_linear/sketches/countsketch.py. signs: `tokens`. shifts: ⌈tokens / rows⌉, one per segment. */
 VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
     int64_t segments = (tokens + rows - 1) / rows, words = (tokens + 31) / 32;
     for (int64_t i = 0; i < (words > segments ? words : segments); i++) {
@@ -39,7 +39,7 @@ VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, i
     }
 }
 
-/* Of packing, rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
+/* RoundingNoise of rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
 VARIANTS void rmm_rounding_noise(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
     int64_t count = rows > columns ? rows : columns;
     for (int64_t i = 0; i < (count > 2 ? count : 2); i++) {
