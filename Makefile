@@ -9,6 +9,8 @@ PORTABLE := MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=def
 
 .PHONY: demo test test-portable test-stack test-heavy lint docs clean
 
+# Bytecode of what is imported is written on the way, where it was switched off too: nothing is imported once only.
+demo: export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
 
@@ -41,21 +43,28 @@ lint: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# torch first: resolved together with the rest, another version of it could win.
-$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
-	touch $@
+# Of pip, errors alone are shown. torch first: resolved together with the rest, another version of it could win.
+# Compiling all modules, most of which the demo never imports, would take as long as the rest of the installation.
+PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 
+$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
+	@echo "Installing PyTorch and what the demo needs into $(VENV), about 1.5 GB ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+# Compiled on all cores, which pip does not do; the files that do not compile are for other versions of Python.
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
-	touch $@
+	@echo "Installing what the tests need into $(VENV) ..."
+	@$(PIP) -e '.[test]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
-	touch $@
+	@$(PIP) -e '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/backends/native/_library*

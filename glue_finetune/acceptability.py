@@ -65,16 +65,7 @@ class Example:
 
 
 def make_corpus(train: int = TRAIN_SIZE, dev: int = DEV_SIZE, seed: int = 0) -> tuple[list[Example], list[Example]]:
-    """Generate the corpus.
-
-    Args:
-        train: Training sentences; an even number is balanced exactly.
-        dev: Sentences to evaluate on.
-        seed: Another seed, another corpus.
-
-    Returns:
-        Training and dev sentences, all different from each other, half of each part grammatical.
-    """
+    """Return training and dev sentences, all different from each other, half of each part grammatical."""
     writer = _Writer(seed)
     seen: set[str] = set()
     return writer.examples(train, seen), writer.examples(dev, seen)

@@ -55,19 +55,9 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
 
 
 def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
-    """Make output_dir, and remove what must not stay; of several processes, the first one removes.
-
-    Args:
-        training: The Trainer's arguments.
-        resuming: Remove only the checkpoints that a killed process left incomplete. Otherwise, when overwriting, remove
-            an earlier run's checkpoints and results and nothing else.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
+    """Make output_dir and return it; a UserError if it cannot be written."""
+    # Removed is what a killed process left incomplete; when overwriting, an earlier run's checkpoints and results, and
+    # nothing else. Of several processes, the first one removes.
     folder = Path(training.output_dir or "")
     make_folder(folder)
     try:

@@ -101,19 +101,12 @@ def _load_hub(task: Task) -> GlueData:
 
 
 def read_file(task: Task, path: Path) -> datasets.Dataset:
-    """Read one official file.
+    """Read one official file; a UserError if it is missing, empty or malformed, or if a label is none of the task's.
 
     Rows of QQP that lack fields are skipped and counted, as in the hub's copy; elsewhere they are an error.
 
-    Args:
-        task: The task the file belongs to.
-        path: The file.
-
     Returns:
         Rows as in :class:`GlueData`; the label is a class number, or a score for a regression.
-
-    Raises:
-        UserError: If the file is missing, empty or malformed, or if a label is not one of the task's.
     """
     skipped = _check_lines(task, path)
     columns: dict[str, list[str]] = {name: [] for name in (*task.texts, task.label)}

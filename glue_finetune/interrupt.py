@@ -25,15 +25,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptCallback(TrainerCallback):
-    """Saves a checkpoint and stops the Trainer after a signal.
+    """Saves a checkpoint and stops the Trainer after a signal."""
 
-    Attributes:
-        signum: The signal that came; None before one does.
-        started: Whether training has begun, so that there is something to save.
-    """
-
-    signum: int | None = None
-    started: bool = False
+    signum: int | None = None  # of the signal that came
+    started: bool = False  # training has begun, so that there is something to save
 
     @contextmanager
     def installed(self) -> Iterator[InterruptCallback]:

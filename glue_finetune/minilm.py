@@ -63,17 +63,7 @@ def bert_as_roberta(bert: BertModel) -> RobertaModel:
 
 
 def save_minilm(folder: Path) -> Path:
-    """Write MiniLM as a RoBERTa model that ``--model_name_or_path`` takes: configuration, weights and tokenizer.
-
-    Args:
-        folder: An empty or new folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: If the package is not installed, or the folder is not empty.
-    """
+    """Write MiniLM into an empty or new folder as a RoBERTa model: configuration, weights and tokenizer; return it."""
     source = find_minilm()
     if source is None:
         raise UserError(

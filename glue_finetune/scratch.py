@@ -36,20 +36,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = 2000, max_length: int = 
 def save_scratch(
     folder: Path, corpus: Path, layers: int = 2, width: int = 128, heads: int = 4, max_length: int = 128, seed: int = 0
 ) -> Path:
-    """Write a small RoBERTa with random weights and its tokenizer, as ``--model_name_or_path`` takes them.
-
-    Args:
-        folder: Where to.
-        corpus: Text file for the tokenizer.
-        layers: Layers of the encoder.
-        width: Hidden size; the feed-forward layer is four times as wide.
-        heads: Attention heads.
-        max_length: Tokens that the model can take.
-        seed: Seed of the weights.
-
-    Returns:
-        The folder.
-    """
+    """Write a small RoBERTa with random weights, and a tokenizer trained on a text file, into a folder; return it."""
     tokenizer = train_tokenizer(corpus.read_text(encoding="utf-8").splitlines(), max_length=max_length)
     start, padding, end = (tokenizer.get_vocab()[_SPECIAL[f"{name}_token"]] for name in ("cls", "pad", "sep"))
     config = RobertaConfig(

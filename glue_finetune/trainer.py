@@ -30,12 +30,9 @@ class GlueTrainer(Trainer):
     """The Trainer; on one step of a run it also counts the bytes kept for the backward pass.
 
     The count is put in the state's log_history, which checkpoints carry, so a resumed run still has it.
-
-    Attributes:
-        layers: Names of the linear layers whose part of the bytes is counted by itself.
     """
 
-    layers: Collection[str] = ()
+    layers: Collection[str] = ()  # names of the linear layers whose part of the bytes is counted by itself
 
     @override
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
