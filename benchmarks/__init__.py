@@ -1,1 +1,7 @@
-"""Measurements: python -m benchmarks.<name> --help."""
+"""Measurements: ``python -m benchmarks --help``, and ``python -m benchmarks.noise``, ``.probe`` and ``.sampling``."""
+
+import sys
+from pathlib import Path
+
+# The kernels' comparisons belong to their project, which is no package: see kernels/tests/conftest.py.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels" / "tests"))

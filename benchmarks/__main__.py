@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, pages
 from benchmarks.plots import plot_all
-from benchmarks.readme import update
-from benchmarks.records import RESULTS, Row, environment, write_rows
-from benchmarks.runner import run_cases
+from benchmarks.records import RESULTS
+from benchmarks.runner import run_suite
 from benchmarks.suites import SUITES
-from rmm_linear._support.tables import table
+from benchmarks.tables import measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Its arguments; None takes those of the process.
 
     Returns:
-        The exit status: 1 if a provider failed or the README is out of date, 2 if the command cannot run.
+        The exit status: 1 if a provider failed or a page is out of date, 2 if the command cannot run.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -37,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return arguments.command(arguments)
-    except (ImportError, ValueError) as error:  # of plot and table: files that are not there or not as they should be
+    except (ImportError, ValueError) as error:  # packages and files that are not there or not as they should be
         print(error, file=sys.stderr)
         return 2
 
@@ -60,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     plot.set_defaults(command=_plot)
     plot.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv files")
 
-    tables = commands.add_parser("table", help="write README's performance tables from the csv files")
+    tables = commands.add_parser("table", help="write the tables of docs/ from the csv files")
     tables.set_defaults(command=_table)
-    tables.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
+    tables.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
 
-    all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, with torch and triton only")
+    all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, not installed")
     all_of_it.set_defaults(command=_gpu)
     all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
     all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
@@ -79,34 +77,16 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     failed = False
-    for suite in arguments.suite:
-        begin = time.monotonic()
-        about = environment(arguments.device, arguments.commit or None)
-        rows: list[Row] = []
-        path = arguments.out / f"{suite}-{arguments.device}.csv"
-        cases = SUITES[suite].cases(arguments.device, tiny=arguments.tiny)
+    chosen = {suite: SUITES[suite].cases(arguments.device, tiny=arguments.tiny) for suite in arguments.suite}
+    for suite, cases in chosen.items():
+        begin, count, path = time.monotonic(), 0, arguments.out / f"{suite}-{arguments.device}.csv"
         cases = [case for case in cases if not arguments.ratios or case.ratio in arguments.ratios]
-        for found in run_cases(cases, seed=arguments.seed):
-            rows += [dataclasses.replace(row, **about) for row in found]  # pyright: ignore[reportArgumentType]
-            write_rows(path, rows)  # what is measured outlives an interruption
-            print(_shown(found), flush=True)
-        failed = failed or any(row.status != "ok" for row in rows)
-        print(f"{suite}: {len(rows)} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
+        for rows in run_suite(path, cases, commit=arguments.commit, seed=arguments.seed):
+            count += len(rows)
+            failed = failed or any(row.status != "ok" for row in rows)
+            print(measured(rows), flush=True)
+        print(f"{suite}: {count} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
     return 1 if failed else 0
-
-
-def _shown(rows: list[Row]) -> str:
-    header = ("case", "dtype", "ratio", "provider", "median, ms", "quartiles", "of reference", "kept", "status")
-    lines = []
-    for row in rows:
-        share = row.relative if row.relative is not None else row.copy_share
-        times = ("", "")
-        if row.median is not None and row.lower is not None and row.upper is not None:
-            times = (f"{row.median * 1e3:.4g}", f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}")
-        kept = "" if row.kept_bytes is None else f"{row.kept_bytes:,}"
-        of_reference = "" if share is None else f"{share:.3f}"
-        lines.append((row.case, row.dtype, f"{row.ratio:g}", row.provider, *times, of_reference, kept, row.status))
-    return table(header, lines)
 
 
 def _plot(arguments: argparse.Namespace) -> int:
@@ -116,9 +96,9 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    if update(check=arguments.check):
+    if pages.update(check=arguments.check):
         return 0
-    print("README.md is out of date. Run: python -m benchmarks table", file=sys.stderr)
+    print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
     return 1
 
 

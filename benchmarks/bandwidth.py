@@ -7,35 +7,30 @@ matrix. The dense sketch is bound by arithmetic where K is large, the others by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.linear import BLOCK
+from rmm_linear import packing
 from rmm_linear.backends.triton import kernels
-from rmm_linear.ops import sketch as ops
-from rmm_linear.packing import pack as packing
+from rmm_linear.ops import table
 from rmm_linear.sketches import kept_rows, sketch
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample
+from rmm_linear.spec import SaveSpec
 
 REFERENCE = "copy"
 SKETCHES = {"countsketch": "countsketch", "rows": "rows", f"rademacher block {BLOCK}": "rademacher"}
-PACKED = "countsketch 4 bits"
 BITS = 4
+PACKED, PACK, UNPACK, NORMS = f"countsketch {BITS} bits", f"pack {BITS} bits", f"unpack {BITS} bits", "row norms"
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
-    """Return the suite's cases.
-
-    Args:
-        device: "cpu" or "cuda".
-        tiny: Sizes to try the command.
-
-    Returns:
-        The cases: torch on the CPU, Triton on cuda.
-    """
+    """Return the suite's cases: plain PyTorch and C on the CPU, Triton on cuda."""
     if tiny:
         runs = [((96, 64), "float32")]
     elif device == "cpu":
@@ -60,15 +55,8 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
 
 
 def providers(case: Case) -> list[str]:
-    """Return the titles of the kernels.
-
-    Args:
-        case: The case.
-
-    Returns:
-        The copy first.
-    """
-    return [REFERENCE, *SKETCHES, PACKED, f"pack {BITS} bits", f"unpack {BITS} bits", "row norms"]
+    """Return the titles of the kernels, the copy first."""
+    return [REFERENCE, *SKETCHES, PACKED, PACK, UNPACK, NORMS]
 
 
 def setup(case: Case, provider: str) -> Setup:
@@ -79,15 +67,50 @@ def setup(case: Case, provider: str) -> Setup:
         provider: One of :func:`providers`.
 
     Returns:
-        Its setup.
+        Its setup: what is timed runs on the whole matrix, the gate looks at one of ``case.check`` rows.
 
     Raises:
         KeyError: If there is no such kernel.
     """
-    makers = {REFERENCE: _copy, PACKED: _packed_sketch, "row norms": _row_norms}
-    makers |= {title: _sketch for title in SKETCHES}
-    makers |= {f"pack {BITS} bits": _pack, f"unpack {BITS} bits": _unpack}
-    return makers[provider](case, provider)
+    makers = {REFERENCE: _copy, PACKED: _packed_sketch, PACK: _pack, UNPACK: _unpack, NORMS: _row_norms}
+    if provider in SKETCHES:
+        return _sketch(case, SKETCHES[provider])
+    return makers[provider](case, _matrix(case, case.sizes[0]), _matrix(case, case.check))
+
+
+def _calls(case: Case) -> Any:
+    """The kernels' functions, or their references in plain PyTorch, by the same names and arguments."""
+    columns, dtype = case.sizes[1], case.torch_dtype
+    if case.backend == "torch":
+        return SimpleNamespace(
+            packed_sketch=lambda x, seed, rows: table.PACKED_SKETCH(
+                x, seed, SaveSpec("countsketch", rows, bits=BITS), None
+            ),
+            pack=table.PACK,
+            unpack=lambda codes, qparams, seed: table.UNPACK(codes, qparams, seed, BITS, columns, dtype, rotated=True),
+            row_norms=lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float32),
+        )
+    found = kernels()
+    return SimpleNamespace(
+        packed_sketch=lambda x, seed, rows: found.sparse_sketch(x, seed, rows, bits=BITS),
+        pack=found.pack,
+        unpack=lambda codes, qparams, seed: found.unpack(codes, qparams, BITS, columns, dtype),
+        row_norms=found.row_norms,
+    )
+
+
+def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Tensor], Tensor]:
+    """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is drawn beforehand."""
+    rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
+    if case.backend == "torch":
+        return lambda x: sketch(x, kind=kind, seed=seed, rows=rows, block=block)
+    if kind == "countsketch":
+        return lambda x: kernels().sparse_sketch(x, seed, rows)
+    if kind == "rows":
+        index, scale = sample(seed, tokens, rows), torch.full((rows,), (tokens / rows) ** 0.5, device=case.device)
+        return lambda x: kernels().sparse_sketch(x, seed, rows, index=index, scale=scale)
+    size, _, rows_per_block = block_rows(tokens, rows, block)
+    return lambda x: kernels().dense_sketch(x, seed, kind, size, rows_per_block)
 
 
 def _matrix(case: Case, tokens: int) -> Tensor:
@@ -107,23 +130,9 @@ def _rows(case: Case, tokens: int) -> int:
     return max(1, round(case.ratio * tokens))
 
 
-def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Tensor], Tensor]:
-    """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is drawn beforehand."""
-    rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
-    if case.backend == "torch":
-        return lambda x: sketch(x, kind=kind, seed=seed, rows=rows, block=block)
-    if kind == "countsketch":
-        return lambda x: kernels().sparse_sketch(x, seed, rows)
-    if kind == "rows":
-        index, scale = sample(seed, tokens, rows), torch.full((rows,), (tokens / rows) ** 0.5, device=case.device)
-        return lambda x: kernels().sparse_sketch(x, seed, rows, index=index, scale=scale)
-    size, _, rows_per_block = block_rows(tokens, rows, block)
-    return lambda x: kernels().dense_sketch(x, seed, kind, size, rows_per_block)
-
-
-def _sketch(case: Case, provider: str) -> Setup:
+def _sketch(case: Case, kind: str) -> Setup:
     """E‖SᵀX‖² = ‖X‖², and on an accelerator the very sketch of the reference."""
-    kind, tokens = SKETCHES[provider], case.sizes[0]
+    tokens = case.sizes[0]
     x, check = _matrix(case, tokens), _matrix(case, case.check)
     run = _sketcher(case, kind, tokens, _seed(0, case))
     rows, block = _rows(case, case.check), BLOCK if kind == "rademacher" else None
@@ -144,27 +153,20 @@ def _sketch(case: Case, provider: str) -> Setup:
     return Setup(lambda: run(x), outcome, expected, moved=moved)
 
 
-def _packed_sketch(case: Case, provider: str) -> Setup:
-    def run(matrix: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-        rows = _rows(case, len(matrix))
-        if case.backend == "triton":
-            return kernels().sparse_sketch(matrix, seed, rows, bits=BITS)
-        return ops.packed_sketch(matrix, seed, "countsketch", rows, BITS)
+def _packed_sketch(case: Case, x: Tensor, check: Tensor) -> Setup:
+    run = _calls(case).packed_sketch
+    seed, rows, checked = _seed(0, case), _rows(case, len(x)), _rows(case, len(check))
+    outcome = _unpacked(case, lambda seed: run(check, seed, checked))
 
     def expected(number: int) -> Outcome:
-        rows = _rows(case, case.check)
-        return Outcome({}, [sketch(check, kind="countsketch", seed=_seed(number, case), rows=rows)])
+        return Outcome({}, [sketch(check, kind="countsketch", seed=_seed(number, case), rows=checked)])
 
-    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
-    outcome = _unpacked(case, lambda seed: run(check, seed))
-    return Setup(lambda: run(x, seed), outcome, expected, moved=_bytes(x, *run(x, seed)))
+    return Setup(lambda: run(x, seed, rows), outcome, expected, moved=_bytes(x, *run(x, seed, rows)))
 
 
-def _pack(case: Case, provider: str) -> Setup:
-    pack = kernels().pack if case.backend == "triton" else packing.pack
-    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
-    outcome = _unpacked(case, lambda seed: pack(check, BITS, seed))
-    moved = _bytes(x, *pack(x, BITS, seed))
+def _pack(case: Case, x: Tensor, check: Tensor) -> Setup:
+    pack, seed = _calls(case).pack, _seed(0, case)
+    outcome, moved = _unpacked(case, lambda seed: pack(check, BITS, seed)), _bytes(x, *pack(x, BITS, seed))
     return Setup(lambda: pack(x, BITS, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
 
 
@@ -173,44 +175,32 @@ def _unpacked(case: Case, make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Ca
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
-        codes, ranges = make(seed)
-        return Outcome({}, [packing.unpack(codes, ranges, seed, BITS, case.sizes[1], case.torch_dtype)])
+        codes, qparams = make(seed)
+        return Outcome({}, [packing.unpack(codes, qparams, seed, BITS, case.sizes[1], case.torch_dtype)])
 
     return outcome
 
 
-def _unpack(case: Case, provider: str) -> Setup:
-    columns, dtype = case.sizes[1], case.torch_dtype
-    x, seed, check = _matrix(case, case.sizes[0]), _seed(0, case), _matrix(case, case.check)
-    codes, ranges = packing.pack(x, BITS, seed)
-
-    def unpack(codes: Tensor, ranges: Tensor, seed: Tensor) -> Tensor:
-        if case.backend == "triton":
-            return kernels().unpack(codes, ranges, BITS, columns, dtype)
-        return packing.unpack(codes, ranges, seed, BITS, columns, dtype, rotated=True)
+def _unpack(case: Case, x: Tensor, check: Tensor) -> Setup:
+    unpack, seed = _calls(case).unpack, _seed(0, case)
+    codes, qparams = packing.pack(x, BITS, seed)
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
         return Outcome({}, [packing.unrotate(unpack(*packing.pack(check, BITS, seed), seed), seed)])
 
-    moved = _bytes(codes, ranges, x)
-    return Setup(lambda: unpack(codes, ranges, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
+    moved = _bytes(codes, qparams, x)
+    return Setup(lambda: unpack(codes, qparams, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
 
 
-def _row_norms(case: Case, provider: str) -> Setup:
-    def run(matrix: Tensor) -> Tensor:
-        if case.backend == "triton":
-            return kernels().row_norms(matrix)
-        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float32)
-
-    x, check = _matrix(case, case.sizes[0]), _matrix(case, case.check)
+def _row_norms(case: Case, x: Tensor, check: Tensor) -> Setup:
+    run = _calls(case).row_norms
     expected = Outcome({"norms": check.double().square().sum(1).sqrt()}, [])
     outcome = Outcome({"norms": run(check)}, [])
     return Setup(lambda: run(x), lambda _: outcome, lambda _: expected, moved=_bytes(x, run(x)))
 
 
-def _copy(case: Case, provider: str) -> Setup:
-    x = _matrix(case, case.sizes[0])
+def _copy(case: Case, x: Tensor, check: Tensor) -> Setup:
     target = torch.empty_like(x)
 
     def outcome(number: int) -> Outcome:

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Sequence
 
 import torch
+from rmm_kernels_checks import relative_error
 from torch import Tensor
 
 from benchmarks.case import Setup
@@ -25,15 +26,7 @@ _SCALE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 
 
 def failure(setup: Setup, dtype: torch.dtype) -> str:
-    """Say what is wrong with a provider.
-
-    Args:
-        setup: The provider on a case.
-        dtype: The dtype that it computes in.
-
-    Returns:
-        The first thing found, or "" if there is none.
-    """
+    """Return what is wrong with a provider that computes in ``dtype``, the first thing found, or ""."""
     shares, tolerance = [], ROUNDING[dtype] if setup.tolerance is None else setup.tolerance
     for seed in range(DRAWS):
         found, expected = setup.outcome(seed), setup.expected(seed)
@@ -50,32 +43,8 @@ def failure(setup: Setup, dtype: torch.dtype) -> str:
     return "" if score <= LIMIT else f"mean of the estimate is off by {error:+.2%}, {score:.0f} standard errors"
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖.
-
-    Args:
-        found: Any shape.
-        expected: The same shape; another one is an infinite error.
-
-    Returns:
-        The relative error; NaN where ``found`` has one.
-    """
-    if found.shape != expected.shape:
-        return math.inf
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1e-30))
-
-
 def projection(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return ⟨found, expected⟩ / ‖expected‖², 1 on average for an unbiased estimate.
-
-    Args:
-        found: Gradients.
-        expected: Exact gradients, of the same shapes.
-
-    Returns:
-        The projection.
-    """
+    """Return ⟨found, expected⟩ / ‖expected‖², 1 on average for an unbiased estimate of all these gradients."""
     inner = sum(
         float((a.flatten().float() @ b.flatten().float()).double()) for a, b in zip(found, expected, strict=True)
     )

@@ -20,15 +20,7 @@ RATIOS = (0.05, 0.1, 0.2, 0.5)
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
-    """Return the suite's cases.
-
-    Args:
-        device: "cpu" or "cuda".
-        tiny: Sizes to try the command.
-
-    Returns:
-        The cases; those at ratio 0.1, which the README shows, have more rounds.
-    """
+    """Return the suite's cases; those at ratio 0.1, which the tables show, have more rounds."""
     shapes = [(4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768)]
     runs = [(shape, dtype) for dtype in ("float32", "bfloat16") for shape in shapes]
     if device == "cuda":
@@ -64,14 +56,7 @@ def _rounds(shape: tuple[int, ...], dtype: str, ratio: float, *, tiny: bool) -> 
 
 
 def configs(case: Case) -> dict[str, RMMConfig]:
-    """Return our providers.
-
-    Args:
-        case: The case; its ratio is K/N, or for packed sketches bytes kept by bytes of the input.
-
-    Returns:
-        Title to configuration; at the default's memory in float32 every kind and width, else the fastest ones.
-    """
+    """Return our providers: at the default's memory in float32 every kind and width, else the fastest ones."""
     ratio = case.ratio
     found = {
         "countsketch": RMMConfig(kind="countsketch", ratio=ratio, bits=None),
@@ -91,27 +76,12 @@ def configs(case: Case) -> dict[str, RMMConfig]:
 
 
 def providers(case: Case) -> list[str]:
-    """Return the titles of the providers.
-
-    Args:
-        case: The case.
-
-    Returns:
-        The reference first.
-    """
+    """Return the titles of the providers, the reference first."""
     return [REFERENCE, "paper", *configs(case)]
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make a provider ready.
-
-    Args:
-        case: The case.
-        provider: One of :func:`providers`.
-
-    Returns:
-        Its setup.
-    """
+    """Make a provider ready to run forward and backward pass."""
     layer = _layer(case, provider)
     x, y = _inputs(case, case.sizes[0])
     for _ in range(STEPS + 1 if provider == DEFAULT else 0):

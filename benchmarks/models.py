@@ -1,7 +1,8 @@
 """Suite ``model``: a training step of whole models: time, bytes kept for the backward pass, and peak memory.
 
-RoBERTa-base's shape with random weights, and on cuda LLaMA's layers too. All providers of a case share one set of
-parameters and one AdamW, so that nothing but the step differs and memory suffices for all of them.
+RoBERTa-base's shape with random weights, and on cuda LLaMA's layers too, both in transformers' own classes on every
+device. All providers of a case share one set of parameters and one AdamW, so that nothing but the step differs and
+memory suffices for all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import contextlib
 import copy
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.blocks import Decoder, Encoder
 from benchmarks.case import Case, Outcome, Setup
 from rmm_linear import RMMConfig, convert
 from rmm_linear.memory import track_saved
@@ -23,18 +24,25 @@ REFERENCE = "exact"
 CHECKPOINT = "torch checkpoint"
 SKETCHED = "countsketch"
 DEFAULT = "default, example="
+_TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+_TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}  # of LLaMA's 32, and each of them like the others
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
-    """Return the suite's cases.
+    """Return the suite's cases: on cuda RoBERTa runs under autocast, and LLaMA's layers are bfloat16 themselves.
 
     Args:
         device: "cpu" or "cuda".
         tiny: Toy models, to try the command.
 
     Returns:
-        The cases. On cuda RoBERTa runs under autocast, and LLaMA's layers are bfloat16 themselves.
+        The cases.
+
+    Raises:
+        ImportError: If transformers is not installed.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError("The suite model needs transformers: pip install transformers. Or choose others by --suite.")
     if tiny:
         sizes = {"roberta": (8, 32), "llama": (4, 32)}
     else:
@@ -57,14 +65,10 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
 
 @functools.lru_cache(maxsize=4)
 def providers(case: Case) -> list[str]:
-    """Return the titles of the providers.
+    """Return the titles of the providers, the reference first.
 
-    Args:
-        case: The case.
-
-    Returns:
-        The reference first. Checkpointed are all layers, half of them, and as many as leave the kept bytes no fewer
-        than those of the sketched model: that one may be compared with it.
+    Checkpointed are all layers, half of them, and as many as leave the kept bytes no fewer than those of the sketched
+    model: that one may be compared with it.
     """
     layers = len(_layers(_base(case)[0]))
     counts = [count for count in dict.fromkeys((matched_layers(case), layers // 2, layers)) if count]
@@ -72,14 +76,7 @@ def providers(case: Case) -> list[str]:
 
 
 def matched_layers(case: Case) -> int:
-    """Count the layers that may be recomputed so that no fewer bytes are kept than by the sketched model.
-
-    Args:
-        case: The case.
-
-    Returns:
-        0 up to the number of layers.
-    """
+    """Count the layers that may be recomputed so that no fewer bytes are kept than by the sketched model."""
     layers = len(_layers(_base(case)[0]))
     exact, full, ours = (
         _kept(case, provider) for provider in (REFERENCE, f"{CHECKPOINT} {layers} of {layers}", SKETCHED)
@@ -88,15 +85,7 @@ def matched_layers(case: Case) -> int:
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make a provider ready.
-
-    Args:
-        case: The case.
-        provider: One of :func:`providers`.
-
-    Returns:
-        Its setup.
-    """
+    """Make a provider ready to train a step."""
     model, batch = _model(case, provider), _batch(case, case.sizes[0])
     optimizer = _base(case)[1]
 
@@ -135,20 +124,12 @@ def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _roberta(tiny: bool) -> nn.Module:
-    sizes = {"hidden": 32, "layers": 4, "heads": 2, "inner": 64} if tiny else {}
-    sizes = {"hidden": 768, "layers": 12, "heads": 12, "inner": 3072} | sizes
-    vocabulary = 50 if tiny else 50265
-    if importlib.util.find_spec("transformers") is None:
-        return Encoder(vocabulary=vocabulary, positions=514, **sizes)
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     config = RobertaConfig(
-        vocab_size=vocabulary,
+        **(_TINY if tiny else {}),
+        vocab_size=50 if tiny else 50265,
         max_position_embeddings=514,
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        intermediate_size=sizes["inner"],
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -158,18 +139,11 @@ def _roberta(tiny: bool) -> nn.Module:
 
 
 def _llama(tiny: bool) -> nn.Module:
-    sizes = {"hidden": 32, "layers": 4, "heads": 2, "inner": 64} if tiny else {}
-    sizes = {"hidden": 4096, "layers": 2, "heads": 32, "inner": 11008} | sizes
-    if importlib.util.find_spec("transformers") is None:
-        return Decoder(**sizes)
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
+        **(_TINY if tiny else _TWO_LAYERS),
         vocab_size=32,  # the vocabulary is no part of a layer
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        intermediate_size=sizes["inner"],
         use_cache=False,
     )
     model = LlamaModel(config)
@@ -194,13 +168,11 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
 
 
-def _checkpoint(model: nn.Module, count: int) -> None:
-    """Recompute the first layers in the backward pass, as transformers does it where the model is its."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    if enable is not None:
-        enable({"use_reentrant": False})
+def _checkpoint(model: Any, count: int) -> None:
+    """Recompute the first layers in the backward pass."""
+    # Older versions of transformers know it by the second name alone.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     for place, layer in enumerate(_layers(model)):
         layer.__dict__["gradient_checkpointing"] = place < count
 

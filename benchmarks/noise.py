@@ -20,10 +20,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
 from glue_finetune.tasks import get_task
-from rmm_linear.sketches import KINDS
-from rmm_linear.variance import MEMORIES, describe, noise_at_memory, train_and_record
-from rmm_linear.variance.plots import plot_noise_against_memory
-from rmm_linear.variance.survey.batches import make_batch
+from rmm_linear.variance.__main__ import add_arguments, count, print_survey
+from rmm_linear.variance.survey.batches import make_batches
 
 
 def load_glue(
@@ -54,37 +52,24 @@ def load_glue(
         model = AutoModelForSequenceClassification.from_pretrained(model_name or folder, num_labels=outputs).train()
     texts = [rows[name][:] for name in ("text", "text_pair") if name in rows.column_names]
     labels = torch.tensor(rows["label"][:], dtype=torch.float32 if task.is_regression else torch.int64)
-    places = torch.randperm(len(rows))[: (steps + 1) * batch].split(batch)
-    batches = [make_batch(tokenizer, texts, labels, chosen, max_length=max_length) for chosen in places]
+    batches = make_batches(tokenizer, texts, labels, batch=batch, steps=steps, max_length=max_length)
     for inputs in batches:
         inputs.pop("token_type_ids", None)
     return model, batches
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Its arguments; None takes those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command; ``argv`` are its arguments, None takes those of the process. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.noise", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with the official GLUE files")
     parser.add_argument("--tasks", nargs="+", default=["sst2", "cola", "stsb"], help="GLUE tasks")
-    parser.add_argument("--kinds", nargs="+", default=["countsketch", "rows"], choices=KINDS, help="kinds of sketches")
-    parser.add_argument("--batch", type=int, default=64, help="sentences per batch")
-    parser.add_argument("--steps", type=int, default=25, help="exact training steps before")
-    parser.add_argument("--max_seq_length", type=int, default=128, help="tokens per sentence at most")
-    parser.add_argument("--memory", type=float, nargs="+", default=MEMORIES, help="fractions of the input's bytes")
-    parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     parser.add_argument("--model_name_or_path", help="model folder, or model of the hub; default: MiniLM, made anew")
-    pictures = "where to write the pictures of noise against memory (out/noise)"
-    parser.add_argument("--plot", type=Path, default=Path("out/noise"), metavar="FOLDER", help=pictures)
+    parser.add_argument("--batch", type=count(1), default=64, help="sentences per batch")
+    folder = "where to write the pictures of noise against memory (out/noise)"
+    parser.add_argument("--plot", type=Path, default=Path("out/noise"), metavar="FOLDER", help=folder)
+    add_arguments(parser, kinds=("countsketch", "rows"))
     arguments = parser.parse_args(argv)
-    shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
+    arguments.plot.mkdir(parents=True, exist_ok=True)
     for task in arguments.tasks:
         model, batches = load_glue(
             task,
@@ -95,14 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             max_length=arguments.max_seq_length,
             seed=arguments.seed,
         )
-        records, choices = train_and_record(model, batches, **shape)
-        noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
-        print(f"{task}: {describe(records, noises, arguments.itemsize)}", flush=True)
-        arguments.plot.mkdir(parents=True, exist_ok=True)
-        figure: Any = plot_noise_against_memory(noises).figure
-        picture = arguments.plot / f"noise-{task}.png"
-        figure.savefig(picture, dpi=150)
-        print(f"{task}: picture of noise against memory: {picture}", flush=True)
+        print_survey(model, batches, arguments, arguments.plot / f"noise-{task}.png", title=f"{task}: ")
     return 0
 
 

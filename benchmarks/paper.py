@@ -19,26 +19,12 @@ class PaperLinear(nn.Linear):
     """``nn.Linear`` that keeps Z = SᵀX and the state to draw S again."""
 
     def __init__(self, inputs: int, outputs: int, ratio: float, **options: Any) -> None:
-        """Make the layer.
-
-        Args:
-            inputs: I.
-            outputs: O.
-            ratio: K/N.
-            **options: device and dtype.
-        """
+        """Make the layer; ``ratio`` is K/N, and ``options`` are device and dtype."""
         super().__init__(inputs, outputs, **options)
         self.ratio = ratio
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            input: X, shape (N, I).
-
-        Returns:
-            Shape (N, O).
-        """
+        """Apply the layer to X, shape (N, I)."""
         seed = int(torch.randint(2**62, ()))
         return _PaperFunction.apply(input, self.weight, self.bias, max(1, round(self.ratio * len(input))), seed)
 

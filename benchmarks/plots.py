@@ -16,6 +16,8 @@ _STYLES = (
     ("o", "-", "#000000"), ("s", "-", "#0072b2"), ("^", "--", "#d55e00"), ("D", "-.", "#009e73"),
     ("v", ":", "#cc79a7"), ("P", "--", "#56b4e9"), ("X", "-", "#8c6d00"), ("*", ":", "#555555"),
 )  # fmt: skip
+_LIMIT = {"color": "0.4", "linewidth": 4, "alpha": 0.5}
+_REFERENCE = {"color": "black", "linewidth": 1}
 _MIB = 2**20
 
 
@@ -40,7 +42,7 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
     pictures = []
     for suite, make in makers.items():
         for path in sorted(results.glob(f"{suite}-*.csv")):
-            rows = [row for row in read_rows(path) if row.median is not None]
+            rows = [row for row in read_rows(path, Row) if row.median is not None]
             if not rows:
                 raise ValueError(f"plot needs times, and {path} has none: every provider failed.")
             figure = make(rows)
@@ -52,14 +54,7 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
 
 
 def plot_linear(rows: Sequence[Row]) -> Any:
-    """Draw a layer's time against the ratio, with the limit (2 + ratio) / 3 of a free sketch.
-
-    Args:
-        rows: Rows of the suite ``linear``.
-
-    Returns:
-        The figure.
-    """
+    """Draw a layer's time against the ratio, with the limit (2 + ratio) / 3 of a free sketch, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -75,8 +70,8 @@ def plot_linear(rows: Sequence[Row]) -> Any:
         for provider in providers:
             _line(axis, styles, provider, [(r.ratio, r.relative) for r in here if r.provider == provider])
         ratios = sorted({row.ratio for row in here})
-        axis.plot(ratios, [(2 + ratio) / 3 for ratio in ratios], color="0.4", linewidth=4, alpha=0.5)
-        axis.axhline(1, color="black", linewidth=1)
+        axis.plot(ratios, [(2 + ratio) / 3 for ratio in ratios], **_LIMIT)
+        axis.axhline(1, **_REFERENCE)
         axis.set(
             xscale="log", yscale="log", title=f"{case}, {dtype}", xlabel="kept: rows (packed: bytes) of the input's"
         )
@@ -84,23 +79,14 @@ def plot_linear(rows: Sequence[Row]) -> Any:
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel("forward + backward, time by nn.Linear's")
         _plain_ticks(axis, [r.relative for r in here if r.relative] + [0.6, 1.0])
-    handles = [_handle(styles[provider], _title(provider)) for provider in providers]
-    handles += [_limit_handle("limit (2 + ratio) / 3"), _line_handle("nn.Linear")]
+    handles = _handles(styles, {"limit (2 + ratio) / 3": _LIMIT, "nn.Linear": _REFERENCE})
     return _finished(figure, rows, handles, "Time of one layer")
 
 
 def plot_model(rows: Sequence[Row]) -> Any:
-    """Draw the bytes kept for the backward pass against the time of a training step.
-
-    Args:
-        rows: Rows of the suite ``model``.
-
-    Returns:
-        The figure.
-    """
+    """Draw the bytes kept for the backward pass against the time of a training step, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
     figure, axes = _figure(1, len(panels), width=6.4, height=4.6)
-    handles = []
     for (dtype, case), axis in zip(panels, axes, strict=False):
         here = [r for r in rows if (r.dtype, r.case) == (dtype, case) and r.kept_bytes is not None and r.median]
         base = next((r.median for r in here if r.provider == "exact"), None) or 1.0
@@ -112,26 +98,19 @@ def plot_model(rows: Sequence[Row]) -> Any:
                 [middle], [kept], xerr=[[middle - low], [high - middle]], color=color, marker=marker, markersize=9,
                 capsize=3, label=row.provider,
             )  # fmt: skip
-        axis.axvline(1, color="black", linewidth=1, label="time of the exact step: no slower than this")
+        axis.axvline(1, **_REFERENCE, label="time of the exact step: no slower than this")
         free = min((row.kept_bytes or 0) for row in here if not row.provider.startswith("torch checkpoint")) / _MIB
-        axis.axhline(free, color="0.4", linewidth=4, alpha=0.5, label="fewest bytes without recomputing")
+        axis.axhline(free, **_LIMIT, label="fewest bytes without recomputing")
         axis.set(title=f"{case}, {dtype}", xlabel="training step, time by exact's (median, quartiles)")
         axis.set_ylabel("kept for the backward pass, MiB")
         axis.set_ylim(bottom=0)
         axis.margins(x=0.1)
         axis.legend(fontsize=8, loc="best")
-    return _finished(figure, rows, handles, "Memory and time of a training step: left and low is better")
+    return _finished(figure, rows, [], "Memory and time of a training step: left and low is better")
 
 
 def plot_kernels(rows: Sequence[Row]) -> Any:
-    """Draw every kernel's bytes per second against the size of its matrix, with the copy's.
-
-    Args:
-        rows: Rows of the suite ``kernels``.
-
-    Returns:
-        The figure.
-    """
+    """Draw every kernel's bytes per second against the size of its matrix, with the copy's, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case.split(" x ")[1]) for row in rows))
     panels = [p for p in panels if len({r.case for r in rows if (r.dtype, r.case.split(" x ")[1]) == p}) > 1] or panels
     figure, axes = _figure(1, len(panels), width=5.4, height=4.4)
@@ -146,17 +125,14 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
         for provider in providers:
             _line(axis, styles, provider, points.get(provider, []))
         limit = sorted(points.get("copy", []))
-        axis.plot([x for x, _ in limit], [y for _, y in limit], color="0.4", linewidth=4, alpha=0.5)
+        axis.plot([x for x, _ in limit], [y for _, y in limit], **_LIMIT)
         axis.set(xscale="log", yscale="log", title=f"{dtype}, {columns} columns", xlabel="size of the matrix, MiB")
         sizes = sorted({x for found in points.values() for x, _ in found})
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
         if axis.get_subplotspec().is_first_col():
             axis.set_ylabel("bytes that must be moved per second, GB/s")
         _plain_ticks(axis, [y for found in points.values() for _, y in found if y])
-    handles = [_handle(styles[provider], _title(provider)) for provider in providers] + [
-        _limit_handle("copy: the limit")
-    ]
-    return _finished(figure, rows, handles, "Bandwidth of the kernels")
+    return _finished(figure, rows, _handles(styles, {"copy: the limit": _LIMIT}), "Bandwidth of the kernels")
 
 
 def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:
@@ -192,27 +168,15 @@ def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.grid(color="0.9", linewidth=0.6)
 
 
-def _handle(style: tuple[str, str, str], title: str) -> Any:
+def _handles(styles: dict[str, Any], lines: dict[str, dict[str, Any]]) -> list[Any]:
+    """Entries of a legend: of the providers, and of other lines by their titles."""
     from matplotlib.lines import Line2D
 
-    marker, line, color = style
-    return Line2D([], [], marker=marker, ls=line, color=color, label=title)
-
-
-def _limit_handle(title: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color="0.4", linewidth=4, alpha=0.5, label=title)
-
-
-def _line_handle(title: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color="black", linewidth=1, label=title)
-
-
-def _title(provider: str) -> str:
-    return {"paper": "paper (dense Gaussian)"}.get(provider, provider)
+    shown = {
+        "paper (dense Gaussian)" if provider == "paper" else provider: {"marker": marker, "ls": line, "color": color}
+        for provider, (marker, line, color) in styles.items()
+    }
+    return [Line2D([], [], label=title, **options) for title, options in (shown | lines).items()]
 
 
 def _finished(figure: Any, rows: Sequence[Row], handles: list[Any], title: str) -> Any:

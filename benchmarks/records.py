@@ -1,31 +1,62 @@
-"""Rows of results, and what every one of them says about where it comes from."""
+"""Results as csv files: one dataclass per kind of row, whose fields are the columns and their types."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import io
-import platform
-import subprocess
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rmm_linear import __version__
+from rmm_linear._support import provenance
 from rmm_linear._support.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+RATIO = 0.1  # of the cases that the tables show
+
+# Written from results: they do not make a commit another one.
+_GENERATED = ("benchmarks/results", "docs/benchmarks.md", "docs/estimators.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a row comes from.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        machine: Name of the CPU or GPU.
+        threads: Threads of the CPU.
+        torch: Version.
+        triton: Version, or empty.
+        transformers: Version, or empty.
+        python: Version.
+        rmm_linear: Version.
+        commit: Commit of the checkout, with "-dirty" if files differed from it.
+        date: UTC.
+    """
+
+    device: str = ""
+    machine: str = ""
+    threads: int = 0
+    torch: str = ""
+    triton: str = ""
+    transformers: str = ""
+    python: str = ""
+    rmm_linear: str = ""
+    commit: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Origin):
     """One provider on one case.
 
     Attributes:
@@ -45,24 +76,14 @@ class Row:
         moved_bytes: Those bytes of one call.
         kept_bytes: Bytes alive between forward and backward pass, parameters excluded.
         peak_bytes: Peak of one step: tensors made in it on the CPU, all that is allocated on cuda.
-        device: "cpu" or "cuda".
-        machine: Name of the CPU or GPU.
-        threads: Threads of the CPU.
-        torch: Version.
-        triton: Version, or empty.
-        transformers: Version, or empty.
-        python: Version.
-        rmm_linear: Version.
-        commit: Commit of the checkout, with "+" if files differed from it.
         seed: Seed of the run.
-        date: UTC.
     """
 
     suite: str
     case: str
     provider: str
     dtype: str
-    ratio: float = 0.1
+    ratio: float = RATIO
     status: str = "ok"
     median: float | None = None
     lower: float | None = None
@@ -74,122 +95,112 @@ class Row:
     moved_bytes: int | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
-    device: str = ""
-    machine: str = ""
-    threads: int = 0
-    torch: str = ""
-    triton: str = ""
-    transformers: str = ""
-    python: str = ""
-    rmm_linear: str = ""
-    commit: str = ""
     seed: int = 0
-    date: str = ""
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
-_NUMBERS = {"ratio", "median", "lower", "upper", "relative", "copy_share"}
-_COUNTS = {"samples", "moved_bytes", "kept_bytes", "peak_bytes", "threads", "seed"}
+@dataclass(frozen=True)
+class Parity(Origin):
+    """One check of a kernel against its reference.
 
-
-def environment(device: str, commit: str | None = None) -> dict[str, str | int]:
-    """Return the columns that are the same for a whole run.
-
-    Args:
-        device: "cpu" or "cuda".
-        commit: What to write as the commit; None asks git.
-
-    Returns:
-        Column to value.
+    Attributes:
+        comparison: Title of the comparison.
+        what: What was compared.
+        error: Relative RMS error, or share of elements that differ.
+        limit: The most it may be.
+        status: "ok", "failed", or the error that was raised.
     """
+
+    comparison: str
+    what: str = ""
+    error: float = float("nan")
+    limit: float = 0.0
+    status: str = "ok"
+
+
+@dataclass(frozen=True)
+class Noise(Origin):
+    """One kind of sketch with one norm estimator on one task.
+
+    Attributes:
+        task: The GLUE task.
+        kind: Kind of sketch.
+        norm_estimator: Name of the estimator, "oracle", or empty where none applies.
+        noise: Median over layers of D²_sketch / D²_SGD, mean over seeds.
+        least: Least of the seeds.
+        most: Most of the seeds.
+        seeds: Number of seeds.
+        layers: Layers.
+        padding: Part of the tokens that is padding, mean over seeds.
+        seed: The seeds.
+    """
+
+    task: str
+    kind: str
+    norm_estimator: str
+    noise: float
+    least: float
+    most: float
+    seeds: int
+    layers: int
+    padding: float
+    seed: str = ""
+
+
+Record = TypeVar("Record", Row, Parity, Noise)
+
+
+def origin(device: str, commit: str = "") -> dict[str, Any]:
+    """Return the fields of :class:`Origin` for this process; without ``commit``, git is asked."""
     return {
         "device": device,
-        "machine": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else provenance.machine(),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
-        "python": platform.python_version(),
+        **provenance.versions("torch", "triton", "transformers"),
         "rmm_linear": __version__,
-        "commit": commit or _commit(),
+        "commit": commit or provenance.commit(__file__, ignored=_GENERATED) or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write a suite's file, or leave the old one if that fails.
-
-    Args:
-        path: The csv file.
-        rows: All rows of the suite.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_rows(path: Path, rows: Sequence[Origin]) -> None:
+    """Write a csv file whole, or leave the old one if that fails; the columns are those of the first row."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(buffer, list(_columns(type(rows[0]))), lineterminator="\n")
     writer.writeheader()
-    for row in rows:
-        writer.writerow({name: _text(value) for name, value in dataclasses.asdict(row).items()})
+    writer.writerows(dataclasses.asdict(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, buffer.getvalue())
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, kind: type[Record]) -> list[Record]:
     """Read what :func:`write_rows` wrote.
 
     Args:
         path: The csv file.
+        kind: Class of its rows. An empty cell that holds no text becomes the field's default.
 
     Returns:
-        Its rows.
+        The rows.
 
     Raises:
         ValueError: If the columns are others.
     """
+    columns = _columns(kind)
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        found = reader.fieldnames or ()
+        if set(found) != columns.keys():
             raise ValueError(
-                f"{path} must have the columns {', '.join(COLUMNS)}, got {', '.join(reader.fieldnames or ())}. "
-                "Run the suite again: python -m benchmarks run."
+                f"{path} must have the columns {', '.join(columns)}, got {', '.join(found)}. "
+                "Run the benchmark again, which writes it anew."
             )
-        return [Row(**{name: _value(name, text) for name, text in record.items()}) for record in reader]
+        return [
+            kind(**{name: columns[name](text) for name, text in row.items() if text or columns[name] is str})
+            for row in reader
+        ]
 
 
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _value(name: str, text: str) -> Any:
-    if name in _NUMBERS:
-        return float(text) if text else None
-    if name in _COUNTS:
-        return int(text) if text else None
-    return text
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-@functools.cache
-def _commit() -> str:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!README.md")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def _columns(kind: type[Origin]) -> dict[str, type]:
+    """The fields and their types, without ``| None``; where a row comes from is last."""
+    types = {name: (typing.get_args(hint) or (hint,))[0] for name, hint in typing.get_type_hints(kind).items()}
+    return dict(sorted(types.items(), key=lambda item: item[0] in Origin.__dataclass_fields__))

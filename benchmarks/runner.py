@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from benchmarks import gate
 from benchmarks.case import Case, Setup
 from benchmarks.processes import ProcessError, call
-from benchmarks.records import Row
+from benchmarks.records import RATIO, Row, origin, write_rows
 from benchmarks.suites import SUITES, setup
 from benchmarks.timing import interleaved, quartiles
 from rmm_linear.context.auto_bits import STEPS
@@ -21,15 +22,36 @@ logger = logging.getLogger("benchmarks")
 
 
 def has_memory(case: Case) -> bool:
-    """Say whether memory is measured: of models, and of layers at the ratio that the README shows.
+    """Say whether memory is measured: of models, and of layers at the ratio that the tables show."""
+    return case.suite == "model" or (case.suite == "linear" and case.ratio == RATIO)
+
+
+def run_suite(
+    path: Path,
+    cases: Sequence[Case],
+    *,
+    commit: str,
+    seed: int = 0,
+    memory: Callable[[Case], bool] = has_memory,
+) -> Iterator[list[Row]]:
+    """Measure cases of one suite, and write its file anew after each of them: what is measured outlives a failure.
 
     Args:
-        case: The case.
+        path: The csv file.
+        cases: The cases, all on one device.
+        commit: What to write as the commit; "" asks git.
+        seed: Seed of the seeds that the timed runs draw.
+        memory: Whether to measure kept and peak bytes of a case.
 
-    Returns:
-        Whether it is.
+    Yields:
+        The rows of one case.
     """
-    return case.suite == "model" or (case.suite == "linear" and case.ratio == 0.1)
+    rows: list[Row] = []
+    about = origin(cases[0].device, commit) if cases else {}
+    for found in run_cases(cases, seed=seed, memory=memory):
+        rows += [dataclasses.replace(row, **about) for row in found]
+        write_rows(path, rows)
+        yield found
 
 
 def run_cases(
@@ -52,10 +74,9 @@ def run_cases(
         for a status and no times; it stops no other.
     """
     for case in cases:
-        suite = SUITES[case.suite]
         ready: dict[str, Setup] = {}
         status: dict[str, str] = {}
-        titles = suite.providers(case)
+        titles = SUITES[case.suite].providers(case)
         torch.manual_seed(seed)
         for title in titles:
             try:
@@ -66,18 +87,25 @@ def run_cases(
                     ready[title] = candidate
             except Exception as error:
                 logger.exception("%s: %s, %s", case.name, title, case.dtype)
-                status[title] = f"{type(error).__name__}: {error}".splitlines()[0]
+                status[title] = _first_line(error)
         torch.manual_seed(seed)
         try:
             times = interleaved({title: ready[title].run for title in ready}, case.device, case.rounds)
         except Exception as error:
             logger.exception("%s: timing, %s", case.name, case.dtype)
-            times, status = {}, dict.fromkeys(titles, f"{type(error).__name__}: {error}".splitlines()[0])
-        rows = [_row(case, title, status[title], times, ready, seed) for title in titles]
-        moved = {title: ready[title].moved for title in ready}
+            times, status = {}, dict.fromkeys(titles, _first_line(error))
+        rows = [
+            Row(case.suite, case.name, title, case.dtype, case.ratio, status[title] or "ok", seed=seed)
+            for title in titles
+        ]
+        rows = [
+            _with_times(row, times[row.provider], ready[row.provider].moved) if row.provider in times else row
+            for row in rows
+        ]
         del ready  # the memory that other processes need
         rows = _with_memory(case, rows) if memory(case) else rows
-        yield _with_ratios(rows, suite.REFERENCE, moved)
+        (base,) = [row for row in rows if row.provider == SUITES[case.suite].REFERENCE]
+        yield [_with_ratio(row, base) for row in rows]
 
 
 def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, int] | str]:
@@ -95,7 +123,7 @@ def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, in
         try:
             found[title] = memory_of(case, title)
         except Exception as error:
-            found[title] = f"{type(error).__name__}: {error}".splitlines()[0]
+            found[title] = _first_line(error)
     return found
 
 
@@ -126,34 +154,24 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     return kept, measured.bytes
 
 
-def _row(case: Case, title: str, status: str, times: dict[str, list[float]], ready: dict[str, Setup], seed: int) -> Row:
-    row = Row(case.suite, case.name, title, case.dtype, case.ratio, status or "ok", seed=seed)
-    if title not in times:
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _with_times(row: Row, times: list[float], moved: int) -> Row:
+    lower, median, upper = quartiles(times)
+    found = {"lower": lower, "median": median, "upper": upper, "samples": len(times), "moved_bytes": moved or None}
+    return dataclasses.replace(row, **found)
+
+
+def _with_ratio(row: Row, base: Row) -> Row:
+    """Add the ratio of medians: of bytes per second where bytes are moved, else of times."""
+    if row.median is None or base.median is None:
         return row
-    lower, median, upper = quartiles(times[title])
-    return dataclasses.replace(
-        row,
-        median=median,
-        lower=lower,
-        upper=upper,
-        samples=len(times[title]),
-        moved_bytes=ready[title].moved or None,
-    )
-
-
-def _with_ratios(rows: list[Row], reference: str, moved: dict[str, int]) -> list[Row]:
-    """Ratios of medians, all from this run."""
-    (base,) = [row for row in rows if row.provider == reference]
-    result = []
-    for row in rows:
-        relative = share = None
-        if row.median is not None and base.median is not None:
-            if moved.get(row.provider) and moved.get(reference):
-                share = (moved[row.provider] / row.median) / (moved[reference] / base.median)
-            else:
-                relative = row.median / base.median
-        result.append(dataclasses.replace(row, relative=relative, copy_share=share))
-    return result
+    if row.moved_bytes and base.moved_bytes:
+        share = (row.moved_bytes / row.median) / (base.moved_bytes / base.median)
+        return dataclasses.replace(row, copy_share=share)
+    return dataclasses.replace(row, relative=row.median / base.median)
 
 
 def _with_memory(case: Case, rows: list[Row]) -> list[Row]:

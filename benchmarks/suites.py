@@ -1,4 +1,12 @@
-"""The suites by name, and the one ``setup(case, provider)`` that times, memory and the gate share."""
+"""The suites by name, and the one ``setup(case, provider)`` that times, memory and the gate share.
+
+A suite is a module with
+
+- ``REFERENCE``, the provider whose time is 1;
+- ``cases(device, tiny=...)``, its cases on "cpu" or "cuda", or small ones to try the command;
+- ``providers(case)``, their titles, the reference first;
+- ``setup(case, provider)``, which makes a provider ready to run on a case.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +19,5 @@ SUITES: dict[str, ModuleType] = {"linear": linear, "model": models, "kernels": b
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make a provider ready to run on a case.
-
-    Args:
-        case: One of its suite's ``cases(device, tiny=...)``.
-        provider: One of its suite's ``providers(case)``.
-
-    Returns:
-        Its setup.
-    """
+    """Make one of the providers of a case's suite ready to run on it."""
     return SUITES[case.suite].setup(case, provider)

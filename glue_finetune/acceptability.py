@@ -57,17 +57,11 @@ _DETERMINERS = (("a", "this", "that", "every", *_EITHER), ("these", "those", "ma
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One sentence of the corpus.
-
-    Attributes:
-        text: The sentence.
-        label: 1 if it is grammatical.
-        source: "grammatical", or the violation.
-    """
+    """One sentence of the corpus."""
 
     text: str
-    label: int
-    source: str
+    label: int  # 1 if it is grammatical
+    source: str  # "grammatical", or the violation
 
 
 def make_corpus(train: int = TRAIN_SIZE, dev: int = DEV_SIZE, seed: int = 0) -> tuple[list[Example], list[Example]]:
@@ -87,15 +81,7 @@ def make_corpus(train: int = TRAIN_SIZE, dev: int = DEV_SIZE, seed: int = 0) -> 
 
 
 def write_corpus(folder: Path, seed: int = 0) -> Path:
-    """Write the corpus in the layout of CoLA, the violation in the first column.
-
-    Args:
-        folder: Folder that becomes the --data_dir; ``CoLA/train.tsv`` and ``CoLA/dev.tsv`` are made in it.
-        seed: See :func:`make_corpus`.
-
-    Returns:
-        The folder.
-    """
+    """Write the corpus into a --data_dir and return it; CoLA's layout, with the violation in the first column."""
     target = folder / "CoLA"
     target.mkdir(parents=True, exist_ok=True)
     for name, examples in zip(("train", "dev"), make_corpus(seed=seed), strict=True):
@@ -126,7 +112,8 @@ class _Writer:
             index = len(examples)
             violation = VIOLATIONS[index // 2 % len(VIOLATIONS)]
             # A grammatical sentence has the structure in which its turn's violation could have occurred.
-            words = self._sentence(violation, broken=index % 2 == 1)
+            write: Callable[[bool], list[str]] = getattr(self, f"_{violation}")
+            words = write(index % 2 == 1)
             text = " ".join(_articles(words)).capitalize() + " ."
             if text not in seen:
                 seen.add(text)
@@ -139,10 +126,6 @@ class _Writer:
 
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability
-
-    def _sentence(self, structure: str, broken: bool) -> list[str]:
-        write: Callable[[bool], list[str]] = getattr(self, f"_{structure}")
-        return write(broken)
 
     def _agreement(self, broken: bool) -> list[str]:
         number = self._choose((0, 1))

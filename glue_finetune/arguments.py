@@ -16,7 +16,6 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
-from glue_finetune.scoring import SOURCES
 from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators
 from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
@@ -32,57 +31,39 @@ _DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched line
 The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
 
 
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclasses.dataclass
 class GlueArguments:
     """The script's own flags."""
 
     _argument_group_name = "task, model and data"
 
-    task_name: str | None = dataclasses.field(default=None, metadata={"help": f"The task: {', '.join(TASKS)}."})
-    model_name_or_path: str = dataclasses.field(
-        default="roberta-base", metadata={"help": "A folder written by save_pretrained, or a model of the hub."}
+    task_name: str | None = _flag(None, f"The task: {', '.join(TASKS)}.")
+    model_name_or_path: str = _flag("roberta-base", "A folder written by save_pretrained, or a model of the hub.")
+    data_dir: str | None = _flag(
+        None, "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."
     )
-    data_dir: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."
-        },
+    max_seq_length: int = _flag(MAX_SEQ_LENGTH, "Tokens per example; longer ones are cut, shorter ones are not padded.")
+    max_train_samples: int | None = _flag(None, "Train on the first so many rows. Default: all.")
+    max_eval_samples: int | None = _flag(None, "Evaluate on the first so many rows of each dev set. Default: all.")
+    metric_source: str = _flag(
+        "shipped", "Where the metric's code comes from; both give the same numbers.", choices=("shipped", "hub")
     )
-    max_seq_length: int = dataclasses.field(
-        default=MAX_SEQ_LENGTH,
-        metadata={"help": "Tokens per example; longer ones are cut, shorter ones are not padded."},
+    probe_every: int | None = _flag(
+        None,
+        "Look at the noise of the sketches on every so many steps, and write variance.csv. "
+        "With --kind exact, at the noise that the sketch of the other flags would make. Default: never.",
     )
-    max_train_samples: int | None = dataclasses.field(
-        default=None, metadata={"help": "Train on the first so many rows. Default: all."}
+    demo: bool = _flag(False, f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}.")
+    compare: list[str] | None = _flag(  # noqa: RUF009 it makes a field
+        None,
+        "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4. "
+        "A norm estimator follows the kind: wta+token:0.3.",
     )
-    max_eval_samples: int | None = dataclasses.field(
-        default=None, metadata={"help": "Evaluate on the first so many rows of each dev set. Default: all."}
-    )
-    metric_source: str = dataclasses.field(
-        default="shipped",
-        metadata={"help": "Where the metric's code comes from; both give the same numbers.", "choices": SOURCES},
-    )
-    probe_every: int | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Look at the noise of the sketches on every so many steps, and write variance.csv. "
-            "With --kind exact, at the noise that the sketch of the other flags would make. Default: never."
-        },
-    )
-    demo: bool = dataclasses.field(
-        default=False,
-        metadata={"help": f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}."},
-    )
-    compare: list[str] | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4. "
-            "A norm estimator follows the kind: wta+token:0.3."
-        },
-    )
-    seeds: list[int] | None = dataclasses.field(
-        default=None, metadata={"help": "Seeds of a comparison. Default: the one of --seed."}
-    )
+    seeds: list[int] | None = _flag(None, "Seeds of a comparison. Default: the one of --seed.")  # noqa: RUF009
 
 
 @dataclasses.dataclass
@@ -91,31 +72,21 @@ class GlueTrainingArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
-    overwrite_output_dir: bool = dataclasses.field(
-        default=False,
-        metadata={"help": "Allow a non-empty output_dir; checkpoints and results of an earlier run in it are removed."},
+    overwrite_output_dir: bool = _flag(
+        False, "Allow a non-empty output_dir; checkpoints and results of an earlier run in it are removed."
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Everything the command line says.
-
-    Attributes:
-        glue: The script's own flags.
-        training: transformers' flags.
-        config: How layers are sketched; None is the exact baseline.
-        probed: The same; of the exact baseline, what the other flags describe, for --probe_every.
-        argv: The command line itself.
-        given: Names of the flags that the user gave.
-    """
+    """Everything the command line says."""
 
     glue: GlueArguments
     training: GlueTrainingArguments
-    config: RMMConfig | None
-    probed: RMMConfig
-    argv: tuple[str, ...]
-    given: frozenset[str]
+    config: RMMConfig | None  # how layers are sketched; None is the exact baseline
+    probed: RMMConfig  # the same; of the exact baseline, what the other flags describe
+    argv: tuple[str, ...]  # the command line itself
+    given: frozenset[str]  # names of the flags that the user gave
 
 
 class _Parser(HfArgumentParser):
@@ -124,15 +95,7 @@ class _Parser(HfArgumentParser):
 
 
 def flags_parser(*names: str, **options: Any) -> argparse.ArgumentParser:
-    """Make a parser that picks a few flags out of a command line and leaves the rest, see ``parse_known_args``.
-
-    Args:
-        *names: Flags, without the dashes in front.
-        **options: Options of ``add_argument`` for all of them.
-
-    Returns:
-        The parser.
-    """
+    """Make a parser that picks a few flags, given as ``add_argument`` takes them, out of a command line."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in names:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **options)
@@ -140,11 +103,7 @@ def flags_parser(*names: str, **options: Any) -> argparse.ArgumentParser:
 
 
 def make_parser() -> HfArgumentParser:
-    """Build the parser with the defaults that hold for every task.
-
-    Returns:
-        The parser; :func:`parse` adds the task's defaults.
-    """
+    """Build the parser with the defaults that hold for every task; :func:`parse` adds the task's own."""
     parser = _Parser(
         prog=f"python -m {PROGRAM}",
         usage=f"python -m {PROGRAM} --task_name TASK --output_dir DIR [flags]",
@@ -182,34 +141,19 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Parse and check a command line. Reads the file of --rmm_config, writes nothing.
-
-    Args:
-        argv: The arguments, without the program's name.
-
-    Returns:
-        The checked arguments.
-
-    Raises:
-        UserError: If a flag is unknown or missing, or a value is outside its range.
-    """
+    """Parse and check a command line, which a UserError refuses. Reads the file of --rmm_config, writes nothing."""
     parser = make_parser()
-    early, _ = flags_parser("task_name").parse_known_args(argv)
-    if early.task_name is not None:
-        parser.set_defaults(**training_defaults(get_task(early.task_name)))
+    task_name = flags_parser("task_name").parse_known_args(argv)[0].task_name
+    if task_name is not None:
+        parser.set_defaults(**training_defaults(get_task(task_name)))
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(parser, unknown[0])
     values = vars(namespace)
-    glue = GlueArguments(**_pick(values, GlueArguments))
-    if glue.task_name is None and not glue.demo:
+    if values["task_name"] is None and not values["demo"]:
         raise UserError(f"task_name is required, one of {', '.join(TASKS)}. Or start with --demo.")
-    if not values["output_dir"] and not glue.demo:
+    if not values["output_dir"] and not values["demo"]:
         raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
-    if glue.max_seq_length < 1:
-        raise UserError(f"max_seq_length must be at least 1, got {glue.max_seq_length}.")
-    if glue.probe_every is not None and glue.probe_every < 1:
-        raise UserError(f"probe_every must be at least 1, got {glue.probe_every}. Leave the flag out for no probe.")
     _check_numbers(values)
     given = _given(parser, argv)
     config, is_exact = build_config(values, given)
@@ -225,6 +169,7 @@ def parse(argv: list[str]) -> Arguments:
             f"The {launched} processes of a launcher must train together, and each would train by itself, as processes "
             "without an accelerator do by default. Add --use_cpu."
         )
+    glue = GlueArguments(**_pick(values, GlueArguments))
     return Arguments(glue, training, None if is_exact else config, config, tuple(argv), given)
 
 
@@ -237,11 +182,14 @@ def _check_numbers(values: dict[str, Any]) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= values[name] < 1:
             raise UserError(f"{name} must be in [0, 1), got {values[name]:g}.")
-    if values["dataloader_num_workers"] < 0:
-        raise UserError(f"dataloader_num_workers must be at least 0, got {values['dataloader_num_workers']}.")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if values[name] < 1:
-            raise UserError(f"{name} must be at least 1, got {values[name]}.")
+    least = {
+        **dict.fromkeys(("max_seq_length", "probe_every", "gradient_accumulation_steps"), 1),
+        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1),
+        "dataloader_num_workers": 0,
+    }
+    for name, minimum in least.items():
+        if values[name] is not None and values[name] < minimum:
+            raise UserError(f"{name} must be at least {minimum}, got {values[name]}.")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "num_train_epochs"):
         if not 0 <= values[name] < math.inf:
             raise UserError(f"{name} must be a finite number of at least 0, got {values[name]:g}.")

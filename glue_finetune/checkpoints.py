@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from glue_finetune.arguments import GlueTrainingArguments
-from glue_finetune.complete import (
-    CHECKPOINT,
-    SETTINGS_FILE,
-    complete_checkpoints,
-    read_settings,
-    remove_checkpoint,
-)
+from glue_finetune.complete import CHECKPOINT, SETTINGS_FILE, complete_checkpoints, read_settings, remove_checkpoint
 from glue_finetune.errors import UserError
-from glue_finetune.files import make_folder
-from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE
+from glue_finetune.files import has_files, make_folder
+from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, differences
 
 
 def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any]) -> Path | None:
@@ -36,7 +30,7 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir must be a folder, got the file {folder}. Choose another one.")
     if not wanted or str(wanted).lower() == "false":
-        if not training.overwrite_output_dir and folder.is_dir() and any(folder.iterdir()):
+        if not training.overwrite_output_dir and has_files(folder):
             raise UserError(
                 f"output_dir must be empty, got {folder} with files in it. Choose another one, go on with "
                 "--resume_from_checkpoint last, or start anew with --overwrite_output_dir."
@@ -55,27 +49,18 @@ def choose_checkpoint(training: GlueTrainingArguments, settings: dict[str, Any])
             )
     if checkpoint.parent.resolve() == folder.resolve() and (folder / RESULTS_FILE).exists():
         raise UserError(f"The run in {folder} is finished, see {RESULTS_FILE}. Start anew with --overwrite_output_dir.")
-    _check_settings(checkpoint, settings)
+    if changes := differences(read_settings(checkpoint), settings):
+        raise UserError(f"A resumed run must have the settings it began with; {changes}. Choose another output_dir.")
     return checkpoint
 
 
-def _check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
-    saved = read_settings(checkpoint)
-    differing = [name for name in {**saved, **settings} if saved.get(name) != settings.get(name)]
-    if differing:
-        changes = ", ".join(f"{name} was {saved.get(name)!r}, now {settings.get(name)!r}" for name in differing[:3])
-        raise UserError(f"A resumed run must have the settings it began with; {changes}. Choose another output_dir.")
-
-
 def prepare_folder(training: GlueTrainingArguments, resuming: bool) -> Path:
-    """Make output_dir; when overwriting, remove an earlier run's checkpoints and results and nothing else.
-
-    When resuming, remove the checkpoints that a killed process left incomplete. Of several processes, the first one
-    removes.
+    """Make output_dir, and remove what must not stay; of several processes, the first one removes.
 
     Args:
         training: The Trainer's arguments.
-        resuming: Keep what is there.
+        resuming: Remove only the checkpoints that a killed process left incomplete. Otherwise, when overwriting, remove
+            an earlier run's checkpoints and results and nothing else.
 
     Returns:
         The folder.

@@ -12,17 +12,19 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from glue_finetune.arguments import PROGRAM, Arguments, flags_parser, parse
 from glue_finetune.complete import complete_checkpoints
 from glue_finetune.errors import UserError
-from glue_finetune.files import make_folder, saving, write_json
+from glue_finetune.files import has_files, make_folder, saving, write_json
 from glue_finetune.modeling import check_conversion
-from glue_finetune.results import read_results, run_settings
+from glue_finetune.results import differences, read_results, run_settings
 from glue_finetune.summary import write_summary
 from glue_finetune.training import check_run
 
@@ -31,12 +33,7 @@ MARKER = "comparison.json"  # tells a comparison's folder from somebody's files
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One entry of --compare.
-
-    Attributes:
-        label: The entry as it was typed.
-        flags: The flags that it stands for.
-    """
+    """One entry of --compare: as it was typed, and the flags that it stands for."""
 
     label: str
     flags: tuple[str, ...]
@@ -49,15 +46,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a comparison.
-
-    Attributes:
-        setting: What is compared.
-        seed: The seed.
-        argv: Its command line.
-        arguments: The same, parsed.
-        folder: Its output_dir.
-    """
+    """One run of a comparison: what is compared, its command line, as typed and parsed, and its output_dir."""
 
     setting: Setting
     seed: int
@@ -67,19 +56,7 @@ class Run:
 
 
 def parse_setting(text: str) -> Setting:
-    """Read an entry of --compare, ``kind:ratio[:bits]`` or ``kind`` alone; values are checked where the flags are.
-
-    A kind that takes a norm estimator may name it: ``wta+token:0.3``.
-
-    Args:
-        text: The entry.
-
-    Returns:
-        The setting.
-
-    Raises:
-        UserError: If the entry has another form.
-    """
+    """Read an entry of --compare; a UserError if it has another form. Values are checked where the flags are."""
     first, *others = text.split(":")
     kind, plus, estimator = first.partition("+")
     parts, names = [kind, *others], ("--kind", "--ratio", "--bits")
@@ -91,18 +68,15 @@ def parse_setting(text: str) -> Setting:
     return Setting(text, (*words, *(("--norm_estimator", estimator) if plus else ())))
 
 
-def run_comparison(arguments: Arguments) -> int:
-    """Do what --compare says.
+def run_comparison(arguments: Arguments, describe: Callable[[pd.DataFrame], str] | None = None) -> int:
+    """Do what --compare says; a UserError, before anything is written, if an entry or the folder cannot be used.
 
     Args:
         arguments: The command line.
+        describe: Makes what is printed in the end of the numbers, see :func:`summarize`; None prints all of them.
 
     Returns:
         The exit status: 0, that of the first run that failed, or 128 plus the number of a signal.
-
-    Raises:
-        UserError: If an entry, a seed or the folder cannot be used, and nothing is written then; or if the table
-            cannot be saved.
     """
     folder, runs = plan_comparison(arguments)
     _check(runs)
@@ -117,8 +91,9 @@ def run_comparison(arguments: Arguments) -> int:
         return status
     results = {(run.setting.label, run.seed): read_results(run.folder) or {} for run in runs}
     with saving(folder, f"give {_again(overwrite)}; finished runs are kept"):
-        table = write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv)))
-    print(f"\n{table}")
+        text, table = write_summary(folder, results, command=shlex.join(("python", "-m", PROGRAM, *arguments.argv)))
+    files = "\n".join(f"  {folder / name}" for name in ("comparison.csv", "comparison.md", "comparison.png"))
+    print(f"\n{text if describe is None else describe(table)}\n{files}")
     return 0
 
 
@@ -127,17 +102,7 @@ def _again(overwrite: bool) -> str:
 
 
 def plan_comparison(arguments: Arguments) -> tuple[Path, list[Run]]:
-    """Check the flags and the folder, reading only.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        The comparison's folder, and the runs it asks for.
-
-    Raises:
-        UserError: If an entry, a seed or the folder cannot be used.
-    """
+    """Check the flags and the folder, reading only; return the folder and the runs that are asked for."""
     if "kind" in arguments.given:
         raise UserError("--kind and --compare exclude each other. Name the kinds in --compare.")
     settings = [parse_setting(text) for text in arguments.glue.compare or ()]
@@ -147,7 +112,7 @@ def plan_comparison(arguments: Arguments) -> tuple[Path, list[Run]]:
             raise UserError(f"{name} must name everything once, got {' '.join(map(str, values))}.")
     folder = Path(arguments.training.output_dir or "")
     overwrite = arguments.training.overwrite_output_dir
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARKER).is_file():
+    if has_files(folder) and not overwrite and not (folder / MARKER).is_file():
         raise UserError(
             f"output_dir must be empty or hold an earlier comparison, got {folder} with other files in it. "
             "Choose another one."
@@ -156,20 +121,7 @@ def plan_comparison(arguments: Arguments) -> tuple[Path, list[Run]]:
 
 
 def plan_runs(argv: Sequence[str], settings: Sequence[Setting], seeds: Sequence[int], folder: Path) -> list[Run]:
-    """Make the command line of each run and parse it, which checks it.
-
-    Args:
-        argv: The flags that all runs share.
-        settings: What is compared.
-        seeds: Seeds for each setting.
-        folder: The comparison's output_dir.
-
-    Returns:
-        The runs, setting by setting.
-
-    Raises:
-        UserError: If a setting cannot be used with the flags beside it.
-    """
+    """Make the command line of each run of the flags that all share, and parse it, which checks it."""
     runs = []
     for setting in settings:
         for seed in seeds:
@@ -203,11 +155,7 @@ def _is_finished(run: Run) -> bool:
     results = read_results(run.folder)
     if results is None:
         return False
-    settings: dict[str, Any] = results.get("settings", {})
-    wanted = run_settings(run.arguments)
-    differing = [name for name in {**settings, **wanted} if settings.get(name) != wanted.get(name)]
-    if differing:
-        changes = ", ".join(f"{name} was {settings.get(name)!r}, now {wanted.get(name)!r}" for name in differing[:3])
+    if changes := differences(results.get("settings", {}), run_settings(run.arguments)):
         raise UserError(
             f"{run.folder} holds a run with other settings: {changes}. "
             "Choose another output_dir, or run all anew with --overwrite_output_dir."
@@ -224,12 +172,9 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
         extra = ["--overwrite_output_dir"] if overwrite else []
         if not overwrite and complete_checkpoints(run.folder):
             extra = ["--resume_from_checkpoint", "last"]
-        elif run.folder.is_dir() and any(run.folder.iterdir()):  # killed before its first checkpoint was complete
+        elif has_files(run.folder):  # killed before its first checkpoint was complete
             extra = ["--overwrite_output_dir"]
-        print(
-            f"{title}: {'going on from its checkpoint' if '--resume_from_checkpoint' in extra else 'running'}",
-            flush=True,
-        )
+        print(f"{title}: {'going on from its checkpoint' if 'last' in extra else 'running'}", flush=True)
         status = run_process([*run.argv, *extra])
         if status:
             ending = "was interrupted" if status in (130, 143) else f"ended with exit status {status}, see above"
@@ -240,14 +185,7 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
 
 
 def run_process(argv: Sequence[str]) -> int:
-    """Run this program in another process and hand it the signals that come meanwhile.
-
-    Args:
-        argv: Its arguments.
-
-    Returns:
-        Its exit status; 128 plus the number of the signal if one ended it.
-    """
+    """Run this program in another process, hand it the signals that come meanwhile, and return its exit status."""
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # A group of its own: the terminal sends Ctrl-C to this process alone, and the child gets it once, from here.

@@ -1,15 +1,16 @@
-"""Read GLUE: the official files from a folder, or the hub's copy through `datasets`.
+"""Read GLUE: the official files from a folder, or the hub's copy, both through `datasets`.
 
 The official files are tab-separated text without any quoting: a quotation mark is a character like another, and "NA"
-is a word. They are therefore split here, line by line, which is also what gives an error its line number.
+is a word. Every line is a row.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import logging
-import math
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -21,19 +22,16 @@ logger = logging.getLogger(__name__)
 
 HUB_NAME = "nyu-mll/glue"
 MAX_SCORE = 5.0  # STS-B's similarity goes from 0 to 5
+_TEXT = datasets.Value("string")
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of it
 
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """The two parts of a task that have labels.
-
-    Attributes:
-        train: Rows with "text", for pairs also "text_pair", and "label".
-        dev: Name of the dev set ("" where there is only one) to its rows.
-    """
+    """The parts of a task that have labels: rows with "text", for pairs also "text_pair", and "label"."""
 
     train: datasets.Dataset
-    dev: dict[str, datasets.Dataset]
+    dev: dict[str, datasets.Dataset]  # by name, "" where there is only one
 
 
 def load_task(
@@ -112,80 +110,73 @@ def read_file(task: Task, path: Path) -> datasets.Dataset:
         path: The file.
 
     Returns:
-        Rows with "text", for pairs also "text_pair", and "label" (class number, or score for a regression).
+        Rows as in :class:`GlueData`; the label is a class number, or a score for a regression.
 
     Raises:
         UserError: If the file is missing, empty or malformed, or if a label is not one of the task's.
     """
-    columns: dict[str, list] = {name: [] for name in ("text", "text_pair")[: len(task.texts)]}
-    labels: list[int | float] = []
-    names = task.header or ()
-    places = _find_columns(task, names, path) if names else []
-    skipped = 0
-    for number, fields in _split_lines(path):
-        if not names:
-            names = tuple(fields)
-            places = _find_columns(task, names, path)
-            continue
-        if len(fields) != len(names):
-            if task.skip_short_rows and len(fields) < len(names):
-                skipped += 1
-                continue
-            raise UserError(
-                f"{path}:{number}: a row must have {len(names)} tab-separated fields ({', '.join(names)}), "
-                f"got {len(fields)}. Use the official file, or remove the line."
-            )
-        *texts, label = (fields[place] for place in places)
-        for column, text in zip(columns.values(), texts, strict=True):
-            column.append(text)
-        labels.append(_parse_label(task, label, path, number))
-    if skipped:
-        logger.warning("%s: skipped %d rows that lack fields.", path, skipped)
-    if not labels:
-        raise UserError(f"{path}: the file must hold at least one row, got none. Use the official file.")
-    return datasets.Dataset.from_dict({**columns, "label": labels})
+    skipped = _check_lines(task, path)
+    columns: dict[str, list[str]] = {name: [] for name in (*task.texts, task.label)}
+    stream = datasets.load_dataset(
+        "csv", data_files=str(path), split="train", streaming=True,  # or it would be written into a cache
+        sep="\t", quoting=csv.QUOTE_NONE, keep_default_na=False, skip_blank_lines=False, skiprows=skipped,
+        names=task.header and [*task.header], features=datasets.Features(dict.fromkeys(columns, _TEXT)),
+    )  # fmt: skip
+    for batch in stream.iter(batch_size=10_000):
+        for name, values in columns.items():
+            values.extend(batch[name])
+    labels = [_read_label(task, text) for text in columns.pop(task.label)]
+    return datasets.Dataset.from_dict(
+        {**dict(zip(("text", "text_pair"), columns.values(), strict=False)), "label": labels}
+    )
 
 
-def _split_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _read_label(task: Task, text: str) -> float | None:
+    """The class number, or the score; None for what is no label of the task."""
+    if not task.is_regression:
+        return task.labels.index(text) if text in task.labels else None
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}:{number}: the text must be UTF-8, got byte 0x{line[error.start]:02x} "
-                        f"at column {error.start + 1}. Convert the file with iconv."
-                    ) from None
-                yield number, text.rstrip("\r\n").split("\t")
+        return score if 0 <= (score := float(text)) <= MAX_SCORE else None
+    except ValueError:
+        return None
+
+
+def _check_lines(task: Task, path: Path) -> list[int]:
+    """Raise a UserError for the first line that is wrong; return the places of those to skip, the first being 0."""
+    names, rows, skipped = task.header, 0, []
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+            for place, line in enumerate(file):
+                fields = tuple(line.rstrip("\n").split("\t"))
+                if names is not None and len(fields) < len(names) and task.skip_short_rows:
+                    skipped.append(place)
+                elif wrong := _find_wrong(task, names, line, fields):
+                    raise UserError(f"{path}:{place + 1}: {wrong}")
+                else:
+                    rows += names is not None
+                    names = names or fields
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}. --data_dir must be in the official layout.") from error
+    if not rows:
+        raise UserError(f"{path}: the file must hold at least one row, got none. Use the official file.")
+    if skipped:
+        logger.warning("%s: skipped %d rows that lack fields.", path, len(skipped))
+    return skipped
 
 
-def _find_columns(task: Task, names: tuple[str, ...], path: Path) -> list[int]:
+def _find_wrong(task: Task, names: Sequence[str] | None, line: str, fields: Sequence[str]) -> str | None:
     wanted = (*task.texts, task.label)
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        raise UserError(
-            f"{path}:1: the header must name the columns {', '.join(wanted)}; {', '.join(missing)} not found in "
-            f"{', '.join(names)!r}. Use the official file."
-        )
-    return [names.index(name) for name in wanted]
-
-
-def _parse_label(task: Task, text: str, path: Path, number: int) -> int | float:
-    if not task.is_regression:
-        if text in task.labels:
-            return task.labels.index(text)
-        raise UserError(
-            f"{path}:{number}: {task.label} must be one of {', '.join(task.labels)}, got {text!r}. Correct the line."
-        )
-    try:
-        score = float(text)
-    except ValueError:
-        score = math.nan
-    if not 0.0 <= score <= MAX_SCORE:
-        raise UserError(
-            f"{path}:{number}: {task.label} must be a number from 0 to {MAX_SCORE:g}, got {text!r}. Correct the line."
-        )
-    return score
+    if byte := _NO_UTF8.search(line):
+        code, column = ord(byte[0]) - 0xDC00, byte.start() + 1
+        return f"the text must be UTF-8, got byte 0x{code:02x} at column {column}. Convert the file with iconv."
+    if names is None:
+        missing = ", ".join(name for name in wanted if name not in fields)
+        rule = f"the header must name the columns {', '.join(wanted)}"
+        return f"{rule}; {missing} not found in {', '.join(fields)!r}. Use the official file." if missing else None
+    if len(fields) != len(names):
+        rule = f"a row must have {len(names)} tab-separated fields ({', '.join(names)})"
+        return f"{rule}, got {len(fields)}. Use the official file, or remove the line."
+    label = fields[names.index(task.label)]
+    rule = f"one of {', '.join(task.labels)}" if task.labels else f"a number from 0 to {MAX_SCORE:g}"
+    is_wrong = _read_label(task, label) is None
+    return f"{task.label} must be {rule}, got {label!r}. Correct the line." if is_wrong else None

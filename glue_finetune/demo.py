@@ -1,20 +1,23 @@
-"""The demo: exact training, the paper's sketch and the default sketch on a generated task, without any network."""
+"""The demo: exact training, the published sketch and the library's default on a generated task, without any network."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import pandas as pd
+
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE, write_corpus
 from glue_finetune.arguments import DEMO_OUTPUT, Arguments, flags_parser, parse
 from glue_finetune.compare import plan_comparison, run_comparison
 from glue_finetune.errors import UserError
-from glue_finetune.files import make_folder, replacing_folder, write_json
+from glue_finetune.files import has_files, make_folder, replacing_folder, write_json
 from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm
 from glue_finetune.scratch import save_scratch
+from glue_finetune.summary import COLUMNS, format_table
 
 MARKER = "demo.json"  # tells the demo's folder from somebody's files
-SETTINGS = ("exact", "gaussian:0.1", "countsketch:0.1")
+SETTINGS = ("exact", "gaussian:0.1", "countsketch")
 # Not the paper's: they are for 10 epochs of a larger model, and this has to end within minutes on two cores. Batches of
 # 64 short sentences have about a thousand rows, so a tenth of them is more than RMMConfig's min_rows.
 TRAINING = {
@@ -24,56 +27,42 @@ TRAINING = {
     "per_device_eval_batch_size": "250",
     "max_seq_length": "48",
 }
-_INTRODUCTION = """Demo: what does training lose if linear layers keep a tenth of their input?
+_INTRODUCTION = """Demo: what does training lose if linear layers keep a tenth of their input for the backward pass?
 
 1. Task: is a sentence grammatical? {train} training and {dev} test sentences, generated here, half of them right.
 2. Model: {model}.
 3. It is fine-tuned three times, each in a process of its own:
-     exact            every layer keeps its whole input for the backward pass, as always
-     gaussian:0.1     a tenth of the rows, dense random mixtures (the paper's kind of sketch)
-     countsketch:0.1  a tenth of the rows, hashed (the default kind of rmm_linear)
-   Both leave padding out of the sketch, which the paper does not.
-   The score is Matthews' correlation: 0 is guessing, 1 is perfect.
+     exact         every layer keeps its whole input, as always
+     gaussian:0.1  a tenth of the rows, dense random mixtures of all of them: the published method
+     countsketch   a tenth of the bytes, more rows in fewer bits: what rmm_linear.convert(model) does by default
+   Both sketches leave padding out, which the published method does not.
+"""
+_NOTES = """
+Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect); the next two columns are what the
+sketched linear layers, and the whole model, keep in memory for the backward pass of one training step, and how much of
+that is saved; time is that of a training step, divided by exact's.
 """
 
 
 def run_demo(arguments: Arguments) -> int:
-    """Write the corpus and the model, then compare.
-
-    Args:
-        arguments: The command line; flags in it override the demo's settings.
-
-    Returns:
-        The exit status, see :func:`glue_finetune.compare.run_comparison`.
-
-    Raises:
-        UserError: If the folder or a flag of the comparison cannot be used; nothing is written then. What only the
-            model can refuse, as target_modules without a match, is found after it was written.
-    """
+    """Write the corpus and the model, then compare, with flags that override the demo's; return the exit status."""
+    # Refused before anything is written is all but what needs the model, as target_modules without a match.
     began = time.perf_counter()
     folder = Path(arguments.training.output_dir or DEMO_OUTPUT)
     pretrained = find_minilm() is not None
-    model = folder / ("minilm" if pretrained else "scratch")
-    data = folder / "data"
+    model, data = folder / ("minilm" if pretrained else "scratch"), folder / "data"
     comparison = parse(demo_argv(arguments, data, model, folder / "comparison"))
     plan_comparison(comparison)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+    if has_files(folder) and not (folder / MARKER).is_file():
         raise UserError(
             f"output_dir must be empty or hold an earlier demo, got {folder} with other files in it. "
             "Choose another one."
         )
     make_folder(folder)
     write_json(folder / MARKER, {"compare": comparison.glue.compare})
-    print(
-        _INTRODUCTION.format(
-            train=TRAIN_SIZE,
-            dev=DEV_SIZE,
-            model="MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
-            if pretrained
-            else "a small RoBERTa WITHOUT PRETRAINING",
-        ),
-        flush=True,
-    )
+    name = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
+    name = name if pretrained else "a small RoBERTa WITHOUT PRETRAINING"
+    print(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=name), flush=True)
     write_corpus(data)
     if not pretrained:
         print(
@@ -84,7 +73,7 @@ def run_demo(arguments: Arguments) -> int:
     if not model.exists():
         with replacing_folder(model) as partial:
             save_minilm(partial) if pretrained else save_scratch(partial, data / "CoLA" / "train.tsv")
-    status = run_comparison(comparison)
+    status = run_comparison(comparison, describe=_describe)
     if status == 0:
         print(
             f"\nThe demo took {time.perf_counter() - began:.0f} s. The sentences are in {data}, the model in {model}."
@@ -93,18 +82,13 @@ def run_demo(arguments: Arguments) -> int:
 
 
 def demo_argv(arguments: Arguments, data: Path, model: Path, output: Path) -> list[str]:
-    """Make the comparison's command line from the demo's settings and the user's flags, which come last and win.
-
-    Args:
-        arguments: The command line.
-        data: Folder of the corpus.
-        model: Folder of the model.
-        output: The comparison's output_dir.
-
-    Returns:
-        The arguments of a comparison.
-    """
+    """Make the comparison's command line from the demo's settings and the user's flags, which come last and win."""
     flags = {**TRAINING, "task_name": "cola", "data_dir": str(data), "model_name_or_path": str(model)}
     argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
     _, user = flags_parser("demo", nargs="?").parse_known_args(arguments.argv)
     return [*argv, "--compare", *SETTINGS, *user, "--output_dir", str(output)]
+
+
+def _describe(table: pd.DataFrame) -> str:
+    shown = {name: COLUMNS[name] for name in ("layers keep", "whole model keeps", "time")}
+    return f"{format_table(table, {'score': COLUMNS['last score'], **shown})}\n{_NOTES}"

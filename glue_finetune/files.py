@@ -6,40 +6,31 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from glue_finetune.errors import UserError, one_line
 from rmm_linear._support.files import write_text
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+LOCK = ".lock"  # in output_dir while a run writes there, and after one was killed
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file.
-
-    Args:
-        path: Where to.
-        content: JSON types; a number that is not finite is an error.
-    """
+    """Write a JSON file; a number that is not finite is an error."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def has_files(folder: Path) -> bool:
+    """Return whether a folder exists and holds anything but a lock."""
+    return folder.is_dir() and any(path.name != LOCK for path in folder.iterdir())
+
+
 def make_folder(folder: Path) -> None:
-    """Make output_dir and the folders above it.
-
-    Args:
-        folder: The folder; it may exist.
-
-    Raises:
-        UserError: If it is a file or cannot be made.
-    """
+    """Make output_dir and the folders above it; a UserError if it is a file or cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,20 +69,20 @@ def claimed(folder: Path) -> Iterator[None]:
         UserError: If it cannot be made, or another run is writing into it.
     """
     make_folder(folder)
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
+    lock = FileLock(folder / LOCK)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Another run is writing into output_dir {folder}. Choose another one, or wait.") from None
-        except OSError:
-            pass  # a file system without locks
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"Another run is writing into output_dir {folder}. Choose another one, or wait.") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
         yield
     finally:
-        os.close(handle)
+        if lock.is_locked:
+            with suppress(OSError):  # while it is held, so that it is nobody else's; Windows keeps it
+                (folder / LOCK).unlink()
+            lock.release()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from glue_finetune.errors import Interrupted
 
@@ -31,10 +32,8 @@ class InterruptCallback(TrainerCallback):
         started: Whether training has begun, so that there is something to save.
     """
 
-    def __init__(self) -> None:
-        """Start without a signal."""
-        self.signum: int | None = None
-        self.started = False
+    signum: int | None = None
+    started: bool = False
 
     @contextmanager
     def installed(self) -> Iterator[InterruptCallback]:
@@ -65,55 +64,29 @@ class InterruptCallback(TrainerCallback):
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, text.encode())
 
+    @override
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """From here on there is something to save.
-
-        Args:
-            *args: Unused.
-            **kwargs: Unused.
-        """
         self.started = True
 
+    @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After a signal: save and stop, unless the epoch ends here too.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            **kwargs: Unused.
-        """
         if self.signum is not None and not _at_end(state):
             control.should_save = control.should_training_stop = True
 
+    @override
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After a signal during an evaluation: save and stop.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            **kwargs: Unused.
-        """
         if self.signum is not None:
             control.should_save = control.should_training_stop = True
 
+    @override
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After a signal: at a true end save and stop; a loop left half way is saved already and not evaluated.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            **kwargs: Unused.
-        """
         if self.signum is None:
             return
         control.should_training_stop = True
         control.should_save = _at_end(state)
-        if not _at_end(state):
+        if not _at_end(state):  # a loop left half way is saved already and not evaluated
             control.should_evaluate = control.should_log = False
 
 

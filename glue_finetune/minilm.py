@@ -23,26 +23,13 @@ _POSITIONS = "embeddings.position_embeddings.weight"
 
 
 def find_minilm() -> Path | None:
-    """Find MiniLM's files without importing the package, which would import sentence-transformers.
-
-    Returns:
-        The folder with MiniLM's BERT weights and vocabulary; None if the package is not installed.
-    """
-    spec = importlib.util.find_spec(_MODULE)
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent / "model"
+    """Return the folder with MiniLM's BERT weights and vocabulary; None if the package is not installed."""
+    spec = importlib.util.find_spec(_MODULE)  # not imported, which would import sentence-transformers
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
 def load_bert(folder: Path) -> BertModel:
-    """Load MiniLM as it was published.
-
-    Args:
-        folder: See :func:`find_minilm`.
-
-    Returns:
-        The encoder, in eval mode.
-    """
+    """Load MiniLM as it was published, in eval mode."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -52,14 +39,7 @@ def load_bert(folder: Path) -> BertModel:
 
 
 def bert_as_roberta(bert: BertModel) -> RobertaModel:
-    """Put a BERT encoder's weights into RoBERTa's classes.
-
-    Args:
-        bert: The encoder.
-
-    Returns:
-        A RoBERTa encoder, without pooler, whose hidden states are the same for inputs padded on the right.
-    """
+    """Return a RoBERTa encoder, without pooler, with BERT's hidden states for inputs that are padded on the right."""
     source: BertConfig = bert.config
     padding = source.pad_token_id or 0
     shared = (
@@ -109,14 +89,7 @@ def save_minilm(folder: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``python -m glue_finetune.minilm DIR``.
-
-    Args:
-        argv: Its arguments; None takes those of the process.
-
-    Returns:
-        The exit status: 0, or 2 for bad input.
-    """
+    """Run ``python -m glue_finetune.minilm DIR`` and return the exit status: 0, or 2 for bad input."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m glue_finetune.minilm DIR   writes MiniLM as a RoBERTa model into DIR")

@@ -16,25 +16,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.tasks import Task
-from rmm_linear import ConversionReport, RMMConfig, convert, read_sketch_state
-from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
+from rmm_linear import ConversionReport, RMMConfig, convert
 
 logger = logging.getLogger(__name__)
 
 
 def load_config(task: Task, name: str) -> Any:
-    """Load a model's configuration with the task's number of outputs.
-
-    Args:
-        task: The task.
-        name: A folder written by save_pretrained, or a model of the hub.
-
-    Returns:
-        The transformers configuration.
-
-    Raises:
-        UserError: If there is no such folder or model, or the hub cannot be reached.
-    """
+    """Load a model's configuration, with the task's number of outputs; a UserError if it cannot be had."""
     if task.is_regression:
         return _from_pretrained(AutoConfig, name, num_labels=1, problem_type="regression")
     names = dict(enumerate(task.labels))
@@ -42,17 +30,7 @@ def load_config(task: Task, name: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a model's tokenizer.
-
-    Args:
-        name: A folder written by save_pretrained, or a model of the hub.
-
-    Returns:
-        The tokenizer, which can pad.
-
-    Raises:
-        UserError: If it cannot be loaded or has no padding token.
-    """
+    """Load a model's tokenizer; a UserError if it cannot be had, or cannot pad."""
     tokenizer = _from_pretrained(AutoTokenizer, name)
     if tokenizer.pad_token_id is None:
         raise UserError(
@@ -63,33 +41,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def load_model(name: str, config: Any) -> PreTrainedModel:
-    """Load a model with pretrained weights and a classifier for the task.
-
-    Args:
-        name: A folder written by save_pretrained, or a model of the hub.
-        config: Its configuration, see :func:`load_config`.
-
-    Returns:
-        The model; the tensors that its file lacks start from random values and are named in the log.
-
-    Raises:
-        UserError: If the weights cannot be loaded.
-    """
+    """Load a model with a classifier; the log names the tensors that are not in its file and start at random."""
     model, info = _from_pretrained(AutoModelForSequenceClassification, name, config=config, output_loading_info=True)
     logger.info("%s: random start for %s", name, ", ".join(sorted(info["missing_keys"])) or "nothing")
     return model
 
 
 def check_conversion(model_config: Any, config: RMMConfig | None) -> None:
-    """Check that a sketch configuration fits a model, without loading its weights.
-
-    Args:
-        model_config: The model's configuration.
-        config: The sketch; None fits every model.
-
-    Raises:
-        UserError: If it does not fit, for example as the model has no linear layer.
-    """
+    """Raise a UserError if a sketch configuration does not fit a model, whose weights are not loaded for this."""
     try:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(model_config)
@@ -99,19 +58,7 @@ def check_conversion(model_config: Any, config: RMMConfig | None) -> None:
 
 
 def sketch(model: torch.nn.Module, config: RMMConfig | None, dry_run: bool = False) -> ConversionReport | None:
-    """Convert a model's linear layers in place.
-
-    Args:
-        model: The model.
-        config: The sketch; None leaves the model as it is.
-        dry_run: Only check.
-
-    Returns:
-        What was converted; None for the exact baseline.
-
-    Raises:
-        UserError: If the configuration does not fit the model.
-    """
+    """Convert a model in place, or only check that the sketch fits it; None is the exact baseline."""
     if config is None:
         return None
     try:
@@ -120,32 +67,8 @@ def sketch(model: torch.nn.Module, config: RMMConfig | None, dry_run: bool = Fal
         raise UserError(one_line(error)) from error
 
 
-def restore_sketch(model: torch.nn.Module, path: Path) -> None:
-    """Give a converted model's sketches the state that a checkpoint has beside the weights.
-
-    Args:
-        model: The model, converted as it was.
-        path: File written by ``rmm_linear.save_sketch_state``.
-
-    Raises:
-        UserError: If the file is missing or malformed.
-    """
-    try:
-        read_sketch_state(model, path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot resume: {one_line(error)}") from error
-
-
 def limit_length(tokenizer: Tokenizer, max_length: int) -> int:
-    """Cut the wanted length to what the model can take.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        max_length: Tokens per row wanted at most.
-
-    Returns:
-        Tokens per row at most; a line in the log says so where it is less than wanted.
-    """
+    """Return the tokens per row at most, the wanted ones or what the model can take, which the log then says."""
     limit = min(max_length, tokenizer.model_max_length)
     if limit < max_length:
         logger.info("max_seq_length: %d is more than the model takes, %d is used", max_length, limit)
@@ -153,16 +76,7 @@ def limit_length(tokenizer: Tokenizer, max_length: int) -> int:
 
 
 def tokenize(rows: datasets.Dataset, tokenizer: Tokenizer, max_length: int) -> datasets.Dataset:
-    """Turn texts into token numbers, without padding.
-
-    Args:
-        rows: Rows with "text", for pairs also "text_pair", and "label".
-        tokenizer: The model's tokenizer.
-        max_length: Tokens per row at most.
-
-    Returns:
-        Rows with "input_ids", "attention_mask", whatever else the model reads, and "label".
-    """
+    """Replace texts by "input_ids", "attention_mask" and whatever else the model reads, without padding."""
 
     def encode(batch: dict[str, list[str]]) -> Any:
         return tokenizer(batch["text"], batch.get("text_pair"), truncation=True, max_length=max_length)
@@ -172,30 +86,9 @@ def tokenize(rows: datasets.Dataset, tokenizer: Tokenizer, max_length: int) -> d
 
 
 def take_columns(rows: datasets.Dataset, model: torch.nn.Module) -> datasets.Dataset:
-    """Leave out the columns that a model does not take, in the place of the Trainer.
-
-    Args:
-        rows: Rows made by :func:`tokenize`.
-        model: The model.
-
-    Returns:
-        The rows with the columns that its forward names, and "label".
-    """
+    """Leave out, in the place of the Trainer, the columns that a model's forward does not name, but not "label"."""
     taken = {"label", *inspect.signature(model.forward).parameters}
     return rows.select_columns([name for name in rows.column_names if name in taken])
-
-
-def number_rows(rows: datasets.Dataset) -> datasets.Dataset:
-    """Give training rows their numbers, by which norm estimators may remember them.
-
-    Args:
-        rows: The rows.
-
-    Returns:
-        The rows with "sample_index".
-    """
-    numbers: Any = list(range(len(rows)))
-    return rows.add_column(SAMPLE_INDEX, numbers)
 
 
 def _from_pretrained(cls: Any, name: str, **options: Any) -> Any:

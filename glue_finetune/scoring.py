@@ -6,22 +6,22 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import evaluate
 import numpy as np
 from transformers import EvalPrediction
 
 from glue_finetune.errors import one_line
-from glue_finetune.metrics import SHIPPED
 from glue_finetune.tasks import Task
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("shipped", "hub")
+SHIPPED = Path(__file__).with_name("glue_scores.py")
 
 
 def load_metric(task: Task, source: str = "shipped") -> evaluate.EvaluationModule:
-    """Load the metric of a task.
+    """Load the metric of a task, which keeps its rows in memory and writes no file.
 
     The shipped module is the default: it gives the hub's numbers, never waits for a network, and runs no code that
     was downloaded.
@@ -31,7 +31,7 @@ def load_metric(task: Task, source: str = "shipped") -> evaluate.EvaluationModul
         source: "shipped", or "hub" for the hub's `glue` module; if that cannot be had, the shipped one with a warning.
 
     Returns:
-        The metric, which keeps its rows in memory and writes no file.
+        The metric.
     """
     if source == "hub":
         try:
@@ -43,15 +43,7 @@ def load_metric(task: Task, source: str = "shipped") -> evaluate.EvaluationModul
 
 
 def make_scorer(task: Task, source: str = "shipped") -> Callable[[EvalPrediction], dict[str, float]]:
-    """Build the function that the Trainer calls after an evaluation.
-
-    Args:
-        task: The task.
-        source: See :func:`load_metric`.
-
-    Returns:
-        Function from the model's outputs, shape (rows, classes) or (rows, 1), to the task's metrics.
-    """
+    """Return the function from a model's outputs, shape (rows, classes) or (rows, 1), to the task's metrics."""
     metric = load_metric(task, source)
 
     def score(output: EvalPrediction) -> dict[str, float]:

@@ -11,16 +11,7 @@ _SPECIAL = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 2000, max_length: int = 128) -> PreTrainedTokenizerFast:
-    """Train a byte-pair tokenizer on lower-cased words.
-
-    Args:
-        texts: What to train on.
-        vocab_size: Tokens at most.
-        max_length: Tokens that the model can take.
-
-    Returns:
-        A tokenizer that frames sentences and pairs as RoBERTa does.
-    """
+    """Train a byte-pair tokenizer on lower-cased words, which frames sentences and pairs as RoBERTa does."""
     tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL["unk_token"]))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

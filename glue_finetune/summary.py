@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,23 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from rmm_linear._support.files import replacing, write_text
+from rmm_linear._support.tables import table as markdown
 
 BASELINE = "exact"
 MIB = 2**20
 _MARKERS = "os^Dv<>Pp*Xh"
 _NOTES = """
-- score: mean ± standard deviation (number of seeds) of {metric}; best is each run's best epoch, last its last one
-- kept: memory that one training step keeps for the backward pass (step {step} of each run), parameters excluded
+- score: {metric}, mean ± standard deviation (number of seeds); best is each run's best epoch, last its last one
+- keep: what the sketched linear layers, and the whole model, keep from the forward to the backward pass of one training
+  step (step {step} of each run), parameters excluded, and how much of that of {baseline} is saved
+- time: median seconds per step, divided by those of {baseline}
 - peak: highest memory of the run's own process ({peak_of})
-- seconds per step: median over the run's steps; ratios are against {baseline}
 """
 
 
-def write_summary(folder: Path, results: dict[tuple[str, int], dict[str, Any]], command: str) -> str:
+def write_summary(
+    folder: Path, results: dict[tuple[str, int], dict[str, Any]], command: str
+) -> tuple[str, pd.DataFrame]:
     """Write comparison.csv, comparison.md and comparison.png.
 
     Args:
@@ -31,7 +36,7 @@ def write_summary(folder: Path, results: dict[tuple[str, int], dict[str, Any]], 
         command: The command line that made them.
 
     Returns:
-        The table and where the files are, as text to print.
+        The table and its notes, as text to print, and the numbers in it, see :func:`summarize`.
     """
     runs = collect_runs(results)
     table = summarize(runs)
@@ -43,24 +48,16 @@ def write_summary(folder: Path, results: dict[tuple[str, int], dict[str, Any]], 
         peak_of=first["memory"]["peak_of"],
         baseline=BASELINE if BASELINE in table.index else f"{BASELINE}, which was not run",
     )
-    text = format_table(table)
+    text = f"{format_table(table)}\n{notes}"
     write_text(folder / "comparison.csv", runs.to_csv(index=False))
-    write_text(folder / "comparison.md", f"# {first['task']}: {metric}\n\n{text}\n{notes}\n```\n{command}\n```\n")
+    write_text(folder / "comparison.md", f"# {first['task']}: {metric}\n\n{text}\n```\n{command}\n```\n")
     with replacing(folder / "comparison.png") as temporary:
         plot(table, metric, first["task"]).savefig(temporary, dpi=150)
-    files = "\n".join(f"  {folder / name}" for name in ("comparison.csv", "comparison.md", "comparison.png"))
-    return f"{text}\n{notes}\n{files}"
+    return text, table
 
 
 def collect_runs(results: dict[tuple[str, int], dict[str, Any]]) -> pd.DataFrame:
-    """Make one row per run.
-
-    Args:
-        results: See :func:`write_summary`.
-
-    Returns:
-        The rows of comparison.csv; memory in bytes, time in seconds.
-    """
+    """Make the rows of comparison.csv, one per run, of :func:`write_summary`'s results; bytes and seconds."""
     rows = []
     for (label, seed), result in results.items():
         score, memory = result["score"], result["memory"]
@@ -74,6 +71,7 @@ def collect_runs(results: dict[tuple[str, int], dict[str, Any]]) -> pd.DataFrame
                 "best_epoch": score["best_epoch"],
                 "last": score["last"],
                 "bytes_kept": memory["bytes_kept_for_backward"],
+                "bytes_kept_by_layers": memory.get("bytes_kept_by_layers"),
                 "seconds_per_step": result["seconds_per_step"]["median"],
                 "peak_bytes": memory["peak_bytes"],
                 "peak_of": memory["peak_of"],
@@ -81,7 +79,7 @@ def collect_runs(results: dict[tuple[str, int], dict[str, Any]]) -> pd.DataFrame
                 "commit": result["commit"],
             }
         )
-    numbers = ["best", "best_epoch", "last", "bytes_kept", "seconds_per_step", "peak_bytes"]
+    numbers = ("best", "best_epoch", "last", "bytes_kept", "bytes_kept_by_layers", "seconds_per_step", "peak_bytes")
     return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
 
 
@@ -93,73 +91,57 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A row per setting, in the order of the runs: "n", mean and "_std" of "best" and "last", means of the costs, and
-        "bytes_ratio" and "seconds_ratio" against the exact setting (NaN without one).
+        "bytes_ratio", "layers_ratio" and "seconds_ratio" against the exact setting (NaN without one).
     """
     groups = runs.groupby("setting", sort=False)
     columns: dict[str, Any] = {"n": groups.size()}
     for name in ("best", "last"):
         columns[name] = groups[name].mean()
         columns[f"{name}_std"] = groups[name].std(ddof=1)
-    for name in ("bytes_kept", "seconds_per_step", "peak_bytes"):
+    ratios = {"bytes_kept": "bytes_ratio", "bytes_kept_by_layers": "layers_ratio", "seconds_per_step": "seconds_ratio"}
+    for name in (*ratios, "peak_bytes"):
         columns[name] = groups[name].mean()
     table = pd.DataFrame(columns)
-    for name, column in (("bytes_ratio", "bytes_kept"), ("seconds_ratio", "seconds_per_step")):
-        table[name] = table[column] / table[column].to_dict().get(BASELINE, math.nan)
+    for name, ratio in ratios.items():
+        table[ratio] = table[name] / table[name].to_dict().get(BASELINE, math.nan)
     return table
-
-
-def format_table(table: pd.DataFrame) -> str:
-    """Write the summary as a table that reads well as it is and in Markdown.
-
-    Args:
-        table: See :func:`summarize`.
-
-    Returns:
-        The lines of the table.
-    """
-    header = ("setting", "best score", "last score", "kept, MiB", "of exact", "s/step of exact", "peak, MiB")
-    rows = [
-        (
-            str(label),
-            _with_error(row["best"], row["best_std"], row["n"]),
-            _with_error(row["last"], row["last_std"], row["n"]),
-            _number(row["bytes_kept"] / MIB, ".1f"),
-            _number(row["bytes_ratio"], ".1%"),
-            _number(row["seconds_ratio"], ".2f"),
-            _number(row["peak_bytes"] / MIB, ".0f"),
-        )
-        for label, row in table.to_dict("index").items()
-    ]
-    widths = [max(len(line[place]) for line in (header, *rows)) for place in range(len(header))]
-
-    def line(cells: tuple[str, ...]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return f"| {first[0]:<{first[1]}} | " + " | ".join(f"{cell:>{width}}" for cell, width in rest) + " |"
-
-    rule = f"|:{'-' * (widths[0] + 1)}|" + "|".join(f"{'-' * (width + 1)}:" for width in widths[1:]) + "|"
-    return "\n".join((line(header), rule, *map(line, rows)))
 
 
 def _number(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "–"
 
 
-def _with_error(mean: float, deviation: float, count: float) -> str:
+def _score(row: dict[str, float], name: str) -> str:
+    deviation = row[f"{name}_std"]
     spread = f" ± {deviation:.4f}" if math.isfinite(deviation) else ""
-    return f"{_number(mean, '.4f')}{spread} ({int(count)})"
+    return f"{_number(row[name], '.4f')}{spread}" + (f" ({row['n']:.0f})" if row["n"] > 1 else "")
+
+
+def _kept(row: dict[str, float], name: str, ratio: str) -> str:
+    saved = f", {1 - row[ratio]:.1%} saved" if math.isfinite(row[ratio]) and row[ratio] != 1 else ""
+    return f"{_number(row[name] / MIB, '.1f')} MiB{saved}"
+
+
+COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
+    "best score": lambda row: _score(row, "best"),
+    "last score": lambda row: _score(row, "last"),
+    "layers keep": lambda row: _kept(row, "bytes_kept_by_layers", "layers_ratio"),
+    "whole model keeps": lambda row: _kept(row, "bytes_kept", "bytes_ratio"),
+    "time": lambda row: _number(row["seconds_ratio"], ".2f"),
+    "peak": lambda row: f"{_number(row['peak_bytes'] / MIB, '.0f')} MiB",
+}
+
+
+def format_table(table: pd.DataFrame, columns: dict[str, Callable[[dict[str, float]], str]] = COLUMNS) -> str:
+    """Write a summary in Markdown; `columns` maps the title of each after the first to what makes a cell of a row."""
+    rows: dict[Any, Any] = table.to_dict("index")
+    return markdown(
+        ("setting", *columns), [(str(label), *(cell(row) for cell in columns.values())) for label, row in rows.items()]
+    )
 
 
 def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
-    """Draw score against memory; markers and labels tell the settings apart, not colours.
-
-    Args:
-        table: See :func:`summarize`.
-        metric: Name of the metric.
-        task: Name of the task.
-
-    Returns:
-        The figure.
-    """
+    """Draw score against memory; markers and labels tell the settings apart, not colours."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     if BASELINE in table.index:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from transformers import TrainingArguments
-
 from glue_finetune.errors import UserError
 
 
@@ -87,23 +85,13 @@ PAPER: dict[str, Any] = {  # the same for every task in the paper
     "adam_epsilon": 1e-6,
     "weight_decay": 0.1,
     "lr_scheduler_type": "polynomial",
+    "warmup_steps": 0.06,  # of all steps
 }
-WARMUP = 0.06  # of all steps
 MAX_SEQ_LENGTH = 512
 
 
 def get_task(name: str) -> Task:
-    """Look a task up by name, in any spelling of case and dashes ("SST-2" is "sst2").
-
-    Args:
-        name: Name of the task.
-
-    Returns:
-        The task.
-
-    Raises:
-        UserError: If there is no such task.
-    """
+    """Look a task up by name, in any spelling of case and dashes ("SST-2" is "sst2"); a UserError if there is none."""
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None:
         raise UserError(f"task_name must be one of {', '.join(TASKS)}, got {name!r}.")
@@ -111,15 +99,5 @@ def get_task(name: str) -> Task:
 
 
 def training_defaults(task: Task) -> dict[str, Any]:
-    """The paper's training settings for a task, as fields of transformers' TrainingArguments.
-
-    Args:
-        task: The task.
-
-    Returns:
-        Name of the field to its default.
-    """
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    # transformers 5 takes a fraction of all steps in warmup_steps; version 4 has a field of its own for it.
-    warmup = "warmup_ratio" if "warmup_ratio" in names else "warmup_steps"
-    return {**PAPER, warmup: WARMUP, "per_device_train_batch_size": task.batch, "learning_rate": task.lr}
+    """Return the paper's settings for a task, under the names of transformers' TrainingArguments."""
+    return {**PAPER, "per_device_train_batch_size": task.batch, "learning_rate": task.lr}

@@ -6,21 +6,23 @@ import contextlib
 import shutil
 import statistics
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from typing_extensions import override
 
 from glue_finetune.complete import complete_checkpoints, mark_complete, remove_checkpoint
-from glue_finetune.errors import UserError
+from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import saving
-from rmm_linear import save_sketch_state
+from rmm_linear.integrations.transformers import SketchStateCallback
 from rmm_linear.memory import track_saved
 
-BYTES_KEPT = "bytes_kept"
-SKETCH_FILE = "sketch_state.json"
+BYTES_KEPT, BYTES_OF_LAYERS = "bytes_kept", "bytes_kept_by_layers"
 MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
@@ -28,20 +30,16 @@ class GlueTrainer(Trainer):
     """The Trainer; on one step of a run it also counts the bytes kept for the backward pass.
 
     The count is put in the state's log_history, which checkpoints carry, so a resumed run still has it.
+
+    Attributes:
+        layers: Names of the linear layers whose part of the bytes is counted by itself.
     """
 
+    layers: Collection[str] = ()
+
+    @override
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule as the Trainer does, with a warm-up that leaves at least one step after it.
-
-        Args:
-            num_training_steps: Steps of the whole run.
-            *args: As in Trainer.
-            **kwargs: As in Trainer.
-
-        Returns:
-            The scheduler.
-        """
-        # Polynomial decay divides by the number of steps after the warm-up.
+        # Polynomial decay divides by the number of steps after the warm-up: at least one is left.
         given = self.args.warmup_steps
         if self.args.get_warmup_steps(num_training_steps) >= num_training_steps:
             self.args.warmup_steps = max(num_training_steps - 1, 0)
@@ -50,33 +48,18 @@ class GlueTrainer(Trainer):
         finally:
             self.args.warmup_steps = given  # results.json has what was asked for, or a run is not known again
 
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Compute the loss as the Trainer does.
-
-        Args:
-            model: The model.
-            inputs: One batch.
-            return_outputs: Return the model's outputs too.
-            num_items_in_batch: As in Trainer.
-
-        Returns:
-            The loss, or the loss and the outputs.
-        """
-        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+    @override
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         step = self.state.global_step + 1
         is_early = step < min(MEASURED_STEP, self.state.max_steps)
         if not model.training or is_early or any(BYTES_KEPT in entry for entry in self.state.log_history):
-            return super().compute_loss(model, inputs, **options)
+            return super().compute_loss(model, inputs, *args, **kwargs)
         shape = list(inputs["input_ids"].shape)
-        with track_saved(model) as kept:
-            result = super().compute_loss(model, inputs, **options)
-        entry: dict[str, Any] = {BYTES_KEPT: kept.total, "batch_shape": shape, "step": step}
+        unwrapped: Any = self.model  # `model` may be wrapped, with prefixes before the names
+        with track_saved(unwrapped) as kept:
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+        layers = sum(bytes for name, bytes in kept.by_module.items() if name in self.layers)
+        entry: Any = {BYTES_KEPT: kept.total, BYTES_OF_LAYERS: layers, "batch_shape": shape, "step": step}
         self.state.log_history.append(entry)
         return result
 
@@ -95,88 +78,60 @@ class GlueTrainer(Trainer):
 
 
 class StepTimer(TrainerCallback):
-    """Times every optimizer step of this process, loading of data excluded.
-
-    Attributes:
-        seconds: Duration of each step; the first one, which warms caches, is left out.
-    """
+    """Times every optimizer step of this process, loading of data excluded."""
 
     def __init__(self) -> None:
         """Start with no step."""
-        self.seconds: list[float] = []
-        self._began: float | None = None
-        self._first = True
+        self._began, self._seconds = 0.0, []
 
+    @override
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock.
-
-        Args:
-            *args: Unused.
-            **kwargs: Unused.
-        """
         self._began = time.perf_counter()
 
+    @override
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the clock.
-
-        Args:
-            *args: Unused.
-            **kwargs: Unused.
-        """
-        if self._began is not None and not self._first:
-            self.seconds.append(time.perf_counter() - self._began)
-        self._first = False
+        self._seconds.append(time.perf_counter() - self._began)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the timing for results.json.
-
-        Returns:
-            Median seconds per step (None without a timed step) and the number of steps timed.
-        """
-        return {"median": statistics.median(self.seconds) if self.seconds else None, "steps": len(self.seconds)}
+        """Return the median of seconds per step, None without one, and the number of steps; the first warms caches."""
+        timed = self._seconds[1:]
+        return {"median": statistics.median(timed) if timed else None, "steps": len(timed)}
 
 
 class CheckpointFiles(TrainerCallback):
     """Adds to every checkpoint what the Trainer leaves out: the state of the sketches, and the run's settings.
 
     The settings come last, with a digest of every file, so a checkpoint that has them is complete, and keep another run
-    from going on from it. Only then are earlier checkpoints removed, so that there is always a complete one.
+    from going on from it. Only then are earlier checkpoints removed, so that there is always a complete one. This is
+    why SketchStateCallback hears of no other event: it need not write the state early.
+
+    Args:
+        settings: What determines the outcome of the run.
+        resume_from: The checkpoint that the run goes on from.
     """
 
-    def __init__(self, settings: dict[str, Any], sketched: bool) -> None:
-        """Remember what to save.
+    def __init__(self, settings: dict[str, Any], resume_from: Path | None = None) -> None:
+        """Remember what to save."""
+        self.settings, self.sketches = settings, SketchStateCallback(resume_from)
 
-        Args:
-            settings: What determines the outcome of the run.
-            sketched: Whether the model has sketched layers.
-        """
-        self.settings, self.sketched = settings, sketched
-
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the files into the checkpoint.
+        try:
+            self.sketches.on_train_begin(args, state, control, **kwargs)
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot resume: {one_line(error)}") from error
 
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: Unused.
-            model: The model.
-            **kwargs: Unused.
-        """
+    @override
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.world_size > 1:
             torch.distributed.barrier()  # every process has written its part
         folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         if not state.is_world_process_zero or not folder.is_dir():
             return
         with saving(folder):
-            if self.sketched and model is not None:
-                save_sketch_state(model, folder / SKETCH_FILE)
+            self.sketches.on_save(args, state, control, **kwargs)
             mark_complete(folder, self.settings)
         best = Path(state.best_model_checkpoint or "")
         earlier = [path for path in complete_checkpoints(folder.parent) if path != best]
@@ -188,6 +143,7 @@ class CheckpointFiles(TrainerCallback):
 class EpochLines(TrainerCallback):
     """Prints one short line for each evaluation, whole dictionaries for nothing."""
 
+    @override
     def on_log(
         self,
         args: TrainingArguments,
@@ -196,53 +152,18 @@ class EpochLines(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Print the scores that the Trainer has just logged.
-
-        Args:
-            args: Unused.
-            state: Where training is.
-            control: Unused.
-            logs: The entry.
-            **kwargs: Unused.
-        """
         scores = evaluation_scores(logs or {})
         if scores and state.is_world_process_zero:
             numbers = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-            ProgressCallbackWithoutLogs.write(f"epoch {state.epoch or 0:.2f}  {numbers}")
+            tqdm.write(f"epoch {state.epoch or 0:.2f}  {numbers}")  # above the progress bars
 
 
-class ProgressCallbackWithoutLogs(ProgressCallback):
-    """The progress bars without the dictionaries that the Trainer logs."""
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing.
-
-        Args:
-            *args: Unused.
-            **kwargs: Unused.
-        """
-
-    @staticmethod
-    def write(line: str) -> None:
-        """Print a line above the progress bars.
-
-        Args:
-            line: The line.
-        """
-        from tqdm.auto import tqdm
-
-        tqdm.write(line)
+class _EpochLinesAndBars(EpochLines, ProgressCallback):
+    """The Trainer's progress bars with these lines in place of its dictionaries."""
 
 
 def evaluation_scores(entry: dict[str, Any]) -> dict[str, float]:
-    """Pick the scores out of one entry of the Trainer's log.
-
-    Args:
-        entry: An entry, as of ``state.log_history``.
-
-    Returns:
-        Name of each metric, "loss" among them, to its value; empty if the entry is no evaluation.
-    """
+    """Pick the scores, "loss" among them, out of one entry of the Trainer's log; empty if it is no evaluation."""
     speed = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
     return {
         name.removeprefix("eval_"): value
@@ -252,13 +173,7 @@ def evaluation_scores(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def add_progress(trainer: Trainer) -> None:
-    """Replace the Trainer's own printing by progress bars and one line per evaluation.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Replace the Trainer's own printing by progress bars and one line per evaluation."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if not trainer.args.disable_tqdm:
-        trainer.add_callback(ProgressCallbackWithoutLogs)
-    trainer.add_callback(EpochLines)
+    trainer.add_callback(EpochLines() if trainer.args.disable_tqdm else _EpochLinesAndBars())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import DataCollatorWithPadding, set_seed
 
 from glue_finetune.arguments import Arguments
@@ -23,8 +24,6 @@ from glue_finetune.modeling import (
     load_config,
     load_model,
     load_tokenizer,
-    number_rows,
-    restore_sketch,
     sketch,
     take_columns,
     tokenize,
@@ -33,8 +32,9 @@ from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, make_results, run
 from glue_finetune.scoring import make_scorer
 from glue_finetune.sketch_flags import has_estimators
 from glue_finetune.tasks import get_task
-from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer, add_progress
-from rmm_linear.estimators import with_sample_index
+from glue_finetune.trainer import CheckpointFiles, GlueTrainer, StepTimer, add_progress
+from rmm_linear import ConversionReport, RMMConfig, convert
+from rmm_linear.estimators import IndexedDataset, with_sample_index
 from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.transformers import ProbeCallback
 
@@ -58,14 +58,7 @@ def train(arguments: Arguments) -> int:
 
 
 def check_run(arguments: Arguments) -> tuple[GlueData, Any]:
-    """Read a run's data and check its sketch against its model, without loading weights or writing anything.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        The data, and the model's configuration.
-    """
+    """Read a run's data and its model's configuration, and check its sketch, without loading or writing anything."""
     glue = arguments.glue
     task = get_task(glue.task_name or "")
     data = load_task(task, glue.data_dir, glue.max_train_samples, glue.max_eval_samples)
@@ -87,24 +80,20 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     tokenizer = load_tokenizer(glue.model_name_or_path)
     set_seed(training.seed)  # the classifier starts from random weights
     model = load_model(glue.model_name_or_path, model_config)
+    layers = _sketchable(model, arguments.probed)
     report = sketch(model, arguments.config)
-    if report is not None and checkpoint is not None:
-        restore_sketch(model, checkpoint / SKETCH_FILE)
     if training.process_index == 0:
         print(report or "exact: every layer keeps its whole input")
 
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
-    train_rows = tokenize(data.train, tokenizer, length)
+    train_rows: Any = tokenize(data.train, tokenizer, length)
     collator: Any = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if training.fp16 else None)
     if arguments.config is not None and has_estimators(arguments.config):
-        # The Trainer's own choice of columns would leave out the numbers.
-        train_rows, dev = (
-            number_rows(take_columns(train_rows, model)),
-            {n: take_columns(r, model) for n, r in dev.items()},
-        )
+        # The Trainer's own choice of columns would leave out the examples' numbers.
+        train_rows = IndexedDataset(take_columns(train_rows, model))
+        dev = {name: take_columns(rows, model) for name, rows in dev.items()}
         collator = with_sample_index(collator)
-    timer = StepTimer()
     if training.process_index == 0:
         held.enter_context(claimed(Path(training.output_dir or "")))
         if choose_checkpoint(training, settings) != checkpoint:  # the folder was another run's until now
@@ -113,6 +102,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
                 "from its last checkpoint."
             )
     folder = prepare_folder(training, resuming=checkpoint is not None)
+    timer = StepTimer()
     trainer = GlueTrainer(
         model=model,
         args=training,
@@ -121,8 +111,9 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
         processing_class=tokenizer,
         data_collator=collator,
         compute_metrics=make_scorer(task, glue.metric_source),
-        callbacks=[interrupt, timer, CheckpointFiles(settings, sketched=report is not None)],
+        callbacks=[interrupt, timer, CheckpointFiles(settings, checkpoint)],
     )
+    trainer.layers = layers
     add_progress(trainer)
     probe = None
     if glue.probe_every is not None:
@@ -144,26 +135,33 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             if report is not None and trainer.is_world_process_zero():
                 save_conversion(model, folder)
     if trainer.is_world_process_zero():
+        found = report or ConversionReport(arguments.probed)
         extra = {
+            "seconds_per_step": timer.summary(),
             "seconds_of_training": seconds,
             "steps": state.global_step,
             "resumed": checkpoint is not None,
-            "converted": [] if report is None else list(report.converted),
-            "bits_chosen": {} if report is None else report.bits,
-            "norm_estimator_bytes": 0 if report is None else sum(report.estimator_bytes.values()),
-            "skipped": {} if report is None else dict(report.skipped),
+            "converted": list(found.converted),
+            "bits_chosen": found.bits,
+            "norm_estimator_bytes": sum(found.estimator_bytes.values()),
+            "skipped": dict(found.skipped),
         }
-        results = make_results(arguments, task, state.log_history, timer.summary(), extra)
+        results = make_results(arguments, task, state.log_history, extra)
         if probe is not None:
             with saving(folder / VARIANCE_FILE):
                 probe.results.to_csv(folder / VARIANCE_FILE)
             print(f"noise of the sketches by that of the minibatch, from {VARIANCE_FILE}:\n{probe.results.summary()}")
         with saving(folder / RESULTS_FILE):
             write_json(folder / RESULTS_FILE, results)
-        print(f"{task.main_metric}: best {_show(results['score']['best'])}, last {_show(results['score']['last'])}")
+        score = results["score"]
+        best, last = ("none" if score[name] is None else f"{score[name]:.4f}" for name in ("best", "last"))
+        print(f"{task.main_metric}: best {best}, last {last}")
         print(f"results: {folder / RESULTS_FILE}")
     return 0 if interrupt.signum is None else 128 + interrupt.signum
 
 
-def _show(score: float | None) -> str:
-    return "none" if score is None else f"{score:.4f}"
+def _sketchable(model: torch.nn.Module, config: RMMConfig) -> list[str]:
+    """Names of the layers that a configuration selects; none where it does not fit, as an exact run's need not."""
+    with suppress(ValueError, TypeError):
+        return list(convert(model, config, dry_run=True).converted)
+    return []

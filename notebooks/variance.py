@@ -13,9 +13,9 @@
 # %% [markdown]
 # # How noisy is a sketched weight gradient?
 #
-# A sketched linear layer forms its weight gradient from K random mixtures of its N input tokens. The gradient stays
-# unbiased and becomes noisy. Minibatch sampling makes noise anyway, and that is what to compare with: below it,
-# training hardly notices the sketch. All noises here are exact or measured; nothing needs a network.
+# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens. The gradient stays
+# unbiased and becomes noisy. Minibatch sampling adds noise anyway, so the two are compared: where the sketch adds less,
+# it hardly affects training. All noises here are exact or measured; nothing needs a network.
 
 # %%
 import os
@@ -63,14 +63,14 @@ torch.manual_seed(0)
 # ## A task and a model
 #
 # Generated sentences, half of them ungrammatical, as in CoLA; and a RoBERTa: MiniLM's pretrained weights in RoBERTa's
-# classes where the package that carries them is installed, else a small one with fresh weights.
+# classes if the package that contains them is installed, else a small model with random weights.
 
 # %%
 examples = make_corpus(BATCH * STEPS, 2)[0]
 
 
 def load_model():
-    """Return a RoBERTa with a fresh head."""
+    """Return a RoBERTa with a newly initialised head."""
     if SHORT or find_minilm() is None:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         return RobertaForSequenceClassification(RobertaConfig(vocab_size=300, **sizes))
@@ -103,9 +103,9 @@ batches = [make_batch(examples[i : i + BATCH]) for i in range(0, len(examples), 
 print(f"{len(batches)} batches, the first of {tuple(batches[0]['input_ids'].shape)} tokens")
 
 # %% [markdown]
-# ## Patch it, train a little
+# ## Convert it, train a little
 #
-# One call converts the linear layers; the training loop stays as it is.
+# One call converts the linear layers; the training loop is unchanged.
 
 # %%
 model = load_model().train()
@@ -133,28 +133,28 @@ noises = noise_at_memory(records[::6], kinds=kinds, choices=choices)  # every si
 plot_noise_against_memory(noises)
 
 # %% [markdown]
-# More rows of fewer bits win until rounding is all that is left. The published method, a dense Gaussian that sketches
+# More rows with fewer bits are better until rounding dominates. The published method, a dense Gaussian that sketches
 # the padding as well, is the dotted line.
 #
-# ## Is that right? Draw it
+# ## Is that right? Simulate it
 #
-# Every closed form can be checked by drawing sketches, or minibatches, on the very same X and Y.
+# Every closed form can be checked by drawing random sketches, or minibatches, for the same X and Y.
 
 # %%
 record = records[len(records) // 2]
 x, y = record.x, record.grad_output
 setting = {"kind": "countsketch", "rows": len(x) // 10, "bits": 4, "mask": record.mask}
-drawn = simulate_variance(x, y, draws=100 if SHORT else 500, **setting)
-exact = sketch_variance(x, y, draws=16 if SHORT else 64, **setting)  # of so few rows, every rounding is another
-print(f"{record.name}: sketch {float(exact):.4g}, drawn {drawn.interval(0.99)}")
-drawn = simulate_sgd_variance(x, y, samples=record.samples, draws=100 if SHORT else 500)
-print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, drawn {drawn.interval(0.99)}")
+simulated = simulate_variance(x, y, draws=100 if SHORT else 500, **setting)
+exact = sketch_variance(x, y, draws=16 if SHORT else 64, **setting)  # with so few rows the rounding term varies with S
+print(f"{record.name}: sketch {float(exact):.4g}, simulated {simulated.interval(0.99)}")
+simulated = simulate_sgd_variance(x, y, samples=record.samples, draws=100 if SHORT else 500)
+print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, simulated {simulated.interval(0.99)}")
 
 # %% [markdown]
 # ## Choose a ratio from a noise target
 #
-# Which part of the rows keeps the sketch as quiet as the minibatch (target 1), or ten times quieter? At noise 1 a batch
-# acts like one of half its size.
+# Which fraction of the rows makes the sketch as noisy as the minibatch (target 1), or ten times less? At noise 1 a
+# batch has the variance of one of half its size.
 
 # %%
 targets = {
@@ -173,7 +173,7 @@ print(f"at noise 1, a batch of {BATCH} acts like {effective_batch(BATCH, 1.0):g}
 # %% [markdown]
 # ## The paper's variance study
 #
-# A CoLA-like task, batches of 64, ρ = 0.5, one `intermediate.dense` of a middle layer, looked at on one batch after
+# A CoLA-like task, batches of 64, ρ = 0.5, one `intermediate.dense` of a middle layer, measured on one batch after
 # every epoch over the same sentences; trained with the paper's sketch, a dense Gaussian. The paper takes tokens as
 # samples, states (P − g)/K as the variance and (α + 1)/α as a bound on K/(N − 1) times the ratio. The exact variance
 # of its sketch is (P + g)/K.
@@ -185,7 +185,7 @@ middle = model.config.num_hidden_layers // 2
 sketched = {"kind": "gaussian", "ratio": 0.5, "bits": None, "mask_padding": False}
 rows, table = [], []
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-looked_at = make_batch(make_corpus(BATCH, 2, seed=1)[0])
+probe_batch = make_batch(make_corpus(BATCH, 2, seed=1)[0])
 for epoch in range(EPOCHS + 1):
     if epoch:
         rmm_linear.convert(model, **sketched)
@@ -195,7 +195,7 @@ for epoch in range(EPOCHS + 1):
             optimizer.step()
         rmm_linear.revert(model)
     optimizer.zero_grad()
-    for record in record_layers(model, looked_at):
+    for record in record_layers(model, probe_batch):
         if record.samples is None:  # the head: one row per sequence
             continue
         x, y = record.x, record.grad_output
@@ -216,11 +216,11 @@ ax.legend()
 print(study[["step", "alpha"]].assign(noise=study["sketch_variance"] / study["sgd_variance"]))
 
 # %% [markdown]
-# With α as small as here the exact and the published formula agree, and the bound is far above both; it is no bound at
-# all in general (`paper_bound` has the counterexample). With K = N/2 and a small α the ratio by tokens is 2 P/(N d): 2
-# where the length of a token in X says nothing about its length in Y, and 1, as published, where N d is twice P. So it
-# is a fact about the lengths of the tokens in that model, and another one here. The noise of training is that by
-# sequences, for all layers:
+# With α as small as here the exact and the published formula agree, and the bound is far above both; in general it does
+# not hold at all (`paper_bound` has a counterexample). With K = N/2 and a small α the ratio over tokens is 2 P/(N d): 2
+# if the squared norms of a token in X and in Y are uncorrelated, and 1, as published, if N d is twice P. So the ratio
+# depends on the norms of the tokens in a model, and differs here. For training, the noise over sequences matters; for
+# all layers:
 
 # %%
 table = pd.DataFrame(table)

@@ -1,4 +1,4 @@
-"""rmm_linear: linear layers that keep a small unbiased sketch of their input for the backward pass.
+"""rmm_linear: linear layers that save a small unbiased sketch of their input for the backward pass.
 
 import rmm_linear
 print(rmm_linear.convert(model, ratio=0.1))   # train as before

@@ -1,4 +1,4 @@
-"""RMMConfig: which layers are sketched, and how."""
+"""RMMConfig selects the layers to sketch and how each is sketched."""
 
 from __future__ import annotations
 
@@ -27,32 +27,38 @@ _AUTO_BITS = 4
 _SELECTION = ("target_modules", "exclude_modules", "overrides")
 
 
+def _field(default: Any, help: str) -> Any:
+    """A field with the help text of its command line flag."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class RMMConfig:
-    """How layers keep their input for the backward pass. Immutable, validated when it is made.
+    """How layers save their input for the backward pass. Immutable; validated on construction.
 
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
-        ratio: Rows kept by rows seen, K/N, in (0, 1]; 1 keeps every row. Give ``ratio`` or ``memory``, not both.
-        memory: Bytes kept by bytes of the input, in (0, 1]; the rows follow from it and from ``bits``. 0.1 when neither
-            is given.
-        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto": with ``memory`` chosen for each
-            layer from the noise predicted on the first steps, with ``ratio`` the dtype itself.
+        ratio: Saved rows as a fraction of the input's rows, K/N, in (0, 1]; 1 saves every row. Give ``ratio`` or
+            ``memory``, not both.
+        memory: Saved bytes as a fraction of the input's bytes, in (0, 1]; K follows from it and from ``bits``. 0.1 if
+            neither is given.
+        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto". With ``memory``, "auto" chooses
+            for each layer from the noise predicted on the first steps; with ``ratio`` it is the dtype itself.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher, hadamard); None mixes all tokens.
-        uniform_mix: For kinds that draw rows by their weight (norm_rows, wta), the part of the probability that all
-            tokens share alike, in (0, 1]. It bounds what a token with a small input can add to the noise.
-        norm_estimator: For the same kinds, what the size of a token's gradient is expected from: "none" (the size of
-            the input decides alone), "position", "token" or "position_token" (running means), "sample_cache" or
+        uniform_mix: For kinds that sample rows by importance (norm_rows, wta): the part of the probability that is
+            uniform over the tokens, in (0, 1]. It bounds what a token with a small input can add to the variance.
+        norm_estimator: For the same kinds, how the norm of a token's output gradient is predicted: "none" (by the norm
+            of the input alone), "position", "token" or "position_token" (running means), "sample_cache" or
             "sequence_cache" (the last epoch's, by dataset index), or a name given to
             :func:`rmm_linear.estimators.register_norm_estimator`.
-        min_rows: K is never smaller, and layers that see no more rows are exact, as heads that see one row per sequence
-            are. At least 1.
+        min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
+            row per sequence.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
         target_modules: Layers to convert: "all-linear" (all but the output head), a regular expression that the whole
             name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
-        exclude_modules: Layers to leave alone, a regular expression or a list as above.
-        overrides: Pattern to fields that differ for the layers it matches, as ``{"query": {"ratio": 0.5}}``. A pattern
-            is a name, a dotted suffix or a regular expression for the whole name; the first that matches is taken.
+        exclude_modules: Layers not to convert, a regular expression or a list as above.
+        overrides: Pattern to fields that differ for the layers it matches, such as ``{"query": {"ratio": 0.5}}``. A
+            pattern is a name, a dotted suffix or a regular expression for the whole name; the first match is used.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -67,21 +73,33 @@ class RMMConfig:
         ValueError: ratio must be in (0, 1], got 1.5. Use ratio=1 to store every row.
     """
 
-    kind: str = "countsketch"
-    ratio: float | None = None
-    memory: float | None = None
-    bits: int | str | None = "auto"
-    block: int | None = None
-    uniform_mix: float = UNIFORM_MIX
-    norm_estimator: str = NONE
-    min_rows: int = 64
-    mask_padding: bool = True
-    target_modules: str | Sequence[str] = "all-linear"
-    exclude_modules: str | Sequence[str] | None = None
+    kind: str = _field("countsketch", f"Family of the sketch: {', '.join(KINDS)}.")
+    ratio: float | None = _field(None, "Rows kept by rows seen, in (0, 1].")
+    memory: float | None = _field(None, "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.")
+    bits: int | str | None = _field("auto", "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.")
+    block: int | None = _field(
+        None, "Tokens per block of a block-diagonal gaussian, rademacher or hadamard sketch. Default: one block."
+    )
+    uniform_mix: float = _field(
+        UNIFORM_MIX, "For norm_rows and wta: part of the probability that all tokens share alike, in (0, 1]."
+    )
+    norm_estimator: str = _field(
+        NONE,
+        "For norm_rows and wta: what the size of a token's gradient is expected from: none, position, token, "
+        "position_token, sample_cache, sequence_cache, or a registered name.",
+    )
+    min_rows: int = _field(64, "Rows that are kept at least, so that heads which see one row per sequence stay exact.")
+    mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
+    target_modules: str | Sequence[str] = _field(
+        "all-linear", "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression."
+    )
+    exclude_modules: str | Sequence[str] | None = _field(
+        None, "Layers to leave alone: names or one regular expression."
+    )
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Validate, and freeze the containers."""
+        """Validate the fields, and convert lists and mappings to private copies."""
         check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
             raise ValueError(
@@ -92,7 +110,7 @@ class RMMConfig:
         check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
         check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
         check_fraction(
-            "uniform_mix", self.uniform_mix, "1 draws all tokens alike; 0 would never draw some.", needed=True
+            "uniform_mix", self.uniform_mix, "1 samples all tokens alike; 0 would never sample some.", needed=True
         )
         check_norm_estimator(self.norm_estimator)
         if self.norm_estimator != NONE and self.kind not in SAMPLERS:
@@ -144,7 +162,7 @@ class RMMConfig:
             tokens: N.
             features: I.
             itemsize: Bytes per element of the input.
-            bits: Stands in for ``bits="auto"`` under ``memory``; None is 4.
+            bits: Replaces ``bits="auto"`` if ``memory`` is set; None is 4.
 
         Returns:
             The spec, or None if the input itself is saved: N ≤ min_rows, or K ≥ N in the input's own dtype.
@@ -169,7 +187,7 @@ class RMMConfig:
         return SaveSpec(self.kind, rows, self.block, None if width is None else int(width), mix)
 
     def replace(self, **changes: Any) -> RMMConfig:
-        """Return a copy with other values; a new ``ratio`` drops ``memory``, and the other way round.
+        """Return a copy with other values; a new ``ratio`` replaces ``memory`` and vice versa.
 
         Args:
             **changes: Fields to change.
@@ -213,7 +231,7 @@ class RMMConfig:
         """Return the fields as plain JSON types.
 
         Returns:
-            A dictionary that :meth:`from_dict` takes back.
+            A dictionary for :meth:`from_dict`.
         """
         return {
             f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value
@@ -225,9 +243,9 @@ class RMMConfig:
         """Make a configuration from :meth:`to_dict`'s result.
 
         Args:
-            values: Field names to values. Unknown keys are ignored with a warning when a newer version of the library
-                wrote them, and are an error otherwise. What sketches have learned, which ``save_conversion`` puts
-                beside them, is left out.
+            values: Field names to values. Unknown keys are ignored with a warning if a newer version of the library
+                wrote them, and are an error otherwise. The state of the sketches, which ``save_conversion`` puts beside
+                the fields, is ignored.
 
         Returns:
             The configuration.
@@ -284,7 +302,7 @@ class RMMConfig:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (RecursionError, TypeError, ValueError) as error:  # the first of brackets without end
+        except (RecursionError, TypeError, ValueError) as error:  # RecursionError: very deeply nested brackets
             raise ValueError(f"{os.fspath(path)} is not a valid RMMConfig: {error}") from error
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rmm_linear.packing.pack import packed_bytes
 from rmm_linear.sketches import SAMPLERS, has_blocks, kept_rows
 
-ROW_SAMPLE_BYTES = 8  # of the number of a sampled row, and its scale
+ROW_SAMPLE_BYTES = 8  # the index of a sampled row, int32, and its scale, float32
 _SEED_BYTES = 8
 
 
@@ -16,11 +16,12 @@ class SaveSpec:
     """How one input is saved.
 
     Attributes:
-        kind: Family of the sketch.
+        kind: Kind of the sketch.
         rows: K.
         block: Tokens per block, or None.
-        bits: Bits per stored element; None is the dtype itself.
-        uniform_mix: Part of the probability that all tokens share alike, for kinds that sample rows of X; 0 for others.
+        bits: Bits per stored element; None stores the dtype itself.
+        uniform_mix: Share of the uniform distribution in the probabilities of the tokens, for kinds that sample rows by
+            them; 0 for others.
 
     Raises:
         ValueError: If ``block`` is given to a kind without blocks.
@@ -33,25 +34,25 @@ class SaveSpec:
     uniform_mix: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a block where it means nothing."""
+        """Refuse a block for a kind without blocks."""
         if self.block is not None and not has_blocks(self.kind):
             raise ValueError(
                 f"block is for kinds with blocks, got block={self.block} with kind={self.kind!r}. Use block=None."
             )
 
     def kept_rows(self, tokens: int) -> int:
-        """Return how many rows are really saved.
+        """Return how many rows are saved.
 
         Args:
             tokens: N.
 
         Returns:
-            K, with ``block`` rounded up to a whole number per block; at most N.
+            K; with ``block``, rounded up to a multiple of the number of blocks. At most N.
         """
         return kept_rows(tokens, self.rows, self.block)
 
     def samples_rows(self, tokens: int) -> bool:
-        """Say whether rows are sampled by what the input weighs, and therefore saved beside it.
+        """Say whether rows are sampled by the norms of the input, so that their indices must be saved too.
 
         Args:
             tokens: N.
@@ -62,7 +63,7 @@ class SaveSpec:
         return self.kind in SAMPLERS and self.rows < tokens
 
     def bytes(self, tokens: int, features: int, itemsize: int) -> int:
-        """Return the bytes saved for an input: the sketch, and the seed or the sampled rows with their scales.
+        """Return the bytes saved for an input: the sketch, and the seed or the indices and scales of the sampled rows.
 
         Args:
             tokens: N.
@@ -70,8 +71,8 @@ class SaveSpec:
             itemsize: Bytes per element of the input.
 
         Returns:
-            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and need the seed only
-            when they are packed.
+            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and
+            the 8 bytes of the seed only when they are packed.
         """
         rows = self.kept_rows(tokens)
         stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)

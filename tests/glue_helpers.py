@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from glue_finetune.acceptability import make_corpus
 from glue_finetune.cli import main
 from glue_finetune.scratch import save_scratch
+from glue_finetune.trainer import StepTimer
 
 HEADERS = {
     "SST-2": ["sentence", "label"],
@@ -91,6 +94,24 @@ def flags(model: Path | str, data: Path, output: Path, task: str = "cola", **opt
         if value is not True:
             words.extend(str(part) for part in (value if isinstance(value, list | tuple) else [value]))
     return words
+
+
+class SignalTimer(StepTimer):
+    """Sends this process a signal at the begin of a step, or in the middle of an evaluation."""
+
+    step: int
+    evaluation: int | None
+    signum: signal.Signals
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_begin(*args, **kwargs)
+        if args[1].global_step == self.step - 1:
+            os.kill(os.getpid(), self.signum)
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        if args[1].global_step == self.evaluation:
+            self.evaluation = None
+            os.kill(os.getpid(), self.signum)
 
 
 def results_of(folder: Path) -> dict[str, Any]:

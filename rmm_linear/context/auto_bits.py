@@ -1,12 +1,12 @@
 """bits="auto": the width of the stored elements, chosen for each layer by its predicted noise.
 
-At one number of bytes, few bits mean many rows: less sketch noise, more rounding noise. Which weighs more depends on
-the batch: where most tokens are padding, 4 bits hold every real token and there is no sketch noise at all.
+With a fixed number of bytes, fewer bits allow more rows: less sketch noise, more rounding noise. Which term is larger
+depends on the batch: where most tokens are padding, 4 bits hold every valid token and there is no sketch noise at all.
 
-The prediction needs no gradient. Random signs replace Y on the tokens that count: the sketch term is then
-the kind's exact variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer adds up the
-prediction over its first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then keeps to the quietest width. A
-forward pass that came before the choice is recomputed in the width it had.
+The prediction needs no gradient: random signs replace Y on the valid tokens. The sketch term is then the kind's exact
+variance, the rounding term Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², both in units of ‖Y‖². Each layer sums the prediction over its
+first :data:`STEPS` inputs, stored in 4 bits meanwhile, and then uses the width with the least noise. A forward pass
+that ran before the choice is recomputed with the width it used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _STREAM = 4
 
 @dataclass
 class AutoBits:
-    """The widths a layer tries, and the one it keeps.
+    """The predicted noise of every width for one layer, and the width chosen by it.
 
     Attributes:
-        bits: The chosen width, or None while the layer still looks.
-        steps: Inputs looked at.
-        noise: Width to the predicted noise so far.
-        since: Number of the autograd graph's next node when the width was chosen.
-        backward_seen: Whether a backward pass came since the last call, for layers by themselves.
+        bits: The chosen width, or None while the layer still observes inputs.
+        steps: Number of inputs observed.
+        noise: Predicted noise of every width, summed over these inputs.
+        since: Sequence number of the next autograd node when the width was chosen.
+        backward_seen: Whether a backward pass ran since the last call; for layers outside of a converted model.
     """
 
     bits: int | None = None
@@ -50,38 +50,38 @@ class AutoBits:
     backward_seen: bool = field(default=False, compare=False)
 
     def width(self) -> int | None:
-        """Return the width for a call that is made now, or made again.
+        """Return the width for the current call, which may be a recomputation.
 
         Returns:
-            The choice, if the call was first made after it; None before.
+            The chosen width, or None if the call's forward pass ran before the choice.
         """
         node = running_node() if in_backward() else None
         return None if node is not None and node < self.since else self.bits
 
     def observe(self, x: Tensor, config: RMMConfig, itemsize: int, mask: TokenMask | None) -> None:
-        """Add the predicted noise of one input, and choose after the last one.
+        """Add the predicted noise of one input, for every width.
 
         Args:
             x: Layer input, shape (N, I).
             config: The layer's configuration.
-            itemsize: Bytes per element that is stored unpacked.
-            mask: The tokens that count, or None.
+            itemsize: Bytes per element that is not packed.
+            mask: The valid tokens, or None for all.
         """
         predicted = {bits: predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS}
         if not all(math.isfinite(noise) for noise in predicted.values()):
-            return  # an input with NaN or an infinity shows nothing
+            return  # an input with NaN or infinity predicts nothing
         for bits, noise in predicted.items():
             self.noise[bits] = self.noise.get(bits, 0.0) + noise
         self.steps += 1
 
     def choose(self) -> None:
-        """Choose once enough inputs were seen; between steps, so that a step's passes agree on the width."""
+        """Choose once enough inputs were observed. Called between steps, so that all passes of a step use one width."""
         if self.bits is None and self.steps >= STEPS:
             self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
             self.since = next_node()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have no graph yet, and other processes number theirs anew."""
+        """Leave out ``since``: a copy has no graph yet, and other processes number their nodes independently."""
         return {**vars(self), "since": 0}
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,16 +94,16 @@ class AutoBits:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AutoBits:
-        """Make a choice from :meth:`to_dict`'s result.
+        """Restore the state from :meth:`to_dict`'s result.
 
         Args:
             values: The dictionary.
 
         Returns:
-            The choice.
+            The state.
 
         Raises:
-            ValueError: If the dictionary is none of to_dict's.
+            ValueError: If the dictionary is not a result of :meth:`to_dict`.
         """
         bits, steps = values["bits"], values["steps"]
         noise = {int(k): float(v) for k, v in values["noise"].items()}
@@ -116,17 +116,17 @@ class AutoBits:
 
 @without_autocast
 def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:
-    """Return the noise that a width would add to dW, for a Y of random signs.
+    """Return the predicted noise of dW with a width, with random signs in place of Y.
 
     Args:
         x: Layer input, shape (N, I).
         config: The layer's configuration.
-        itemsize: Bytes per element that is stored unpacked.
+        itemsize: Bytes per element that is not packed.
         bits: The width.
-        mask: The tokens that count, or None.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        Predicted E‖dŴ − dW‖² by ‖Y‖²_F.
+        Predicted E‖dŴ − dW‖² / ‖Y‖²_F.
     """
     spec = config.spec(x.shape[0], x.shape[1], itemsize, bits)
     if spec is None:

@@ -1,8 +1,8 @@
 """Find the forward pass that is being recomputed by autograd's sequence number.
 
-PyTorch numbers the nodes of the autograd graph in the order in which they are made. The node whose backward pass runs
-while activation checkpointing recomputes was made by the forward pass that is repeated, so its number lies between
-those that were next when this pass began and when it ended.
+PyTorch numbers the nodes of the autograd graph in the order of their creation. While activation checkpointing
+recomputes, the node whose backward pass is running was created by the forward pass that is being recomputed. So its
+number lies between the next number at the beginning of that pass and the next number at its end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def in_backward() -> bool:
 
 
 def next_node() -> int:
-    """Return the number of the node that this thread makes next.
+    """Return the number of the node that this thread creates next.
 
     Returns:
-        A number that never falls; every thread has its own.
+        A number that never decreases; every thread counts by itself.
     """
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 

@@ -1,15 +1,15 @@
-"""The inputs of the modules around a layer: the attention mask, the token ids, the examples' numbers in the data set.
+"""The attention mask, token ids and sample indices of the modules around a layer.
 
 They are read from the calls of the model and of every submodule whose forward takes an ``attention_mask``. An inner
-module's mask or ids take the place of an outer one's for the layers inside.
+module's mask or ids replace an outer one's for the layers inside.
 
-Masks: a module that is given a 2-D ``attention_mask`` makes it known to the layers inside, one that is given None makes
-none known, and any other mask changes nothing. Modules that see rows of two sequences make none known either: the whole
-of an encoder-decoder model (its encoder is given its mask again) and a decoder with cross-attention. The same holds for
-``input_ids``, except that a module without any leaves those around it as they are.
+Masks: a 2-D ``attention_mask`` in the call of a module holds for the layers inside, None means that the layers inside
+have no mask, and any other mask changes nothing. Modules that process rows of two sequences have no mask either: the
+whole of an encoder-decoder model (the call of its encoder has the mask again) and a decoder with cross-attention. The
+same holds for ``input_ids``, except that a call without ids leaves the outer ones in place.
 
-The examples' numbers come as ``sample_index`` with the outermost call, and are taken out of it: the forward of the
-model never sees them, unless it has a parameter of that name.
+The sample indices, the examples' positions in the data set, come as ``sample_index`` with the outermost call and are
+removed from it: the model's forward does not get them, unless it has a parameter of that name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AttentionMask:
     Attributes:
         flat: Shape (N,).
         sequences: The batch.
-        ranks: The token mask; None on CPU if nothing is padded. It is not left to the layers: in a selective
-            checkpoint, a recomputation must run the operators that the forward pass ran.
+        ranks: The token mask; None on CPU if nothing is padded. It is made here and not in the layers: in a selective
+            checkpoint, a recomputation must run the same operators as the forward pass.
     """
 
     flat: Tensor
@@ -50,7 +50,7 @@ class AttentionMask:
 
     @classmethod
     def of(cls, mask: Tensor) -> AttentionMask:
-        """Read a mask.
+        """Flatten a mask and rank its tokens.
 
         Args:
             mask: Shape (batch, sequence).
@@ -66,12 +66,12 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class CallInputs:
-    """The mask, ids and example numbers that hold inside of a module, its own or those of the modules around it.
+    """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it.
 
     Attributes:
         mask: The attention mask.
         input_ids: Token ids, shape (batch, sequence).
-        sample_index: The examples' numbers, int64 of shape (batch,), on the CPU.
+        sample_index: The examples' positions in the data set, int64 of shape (batch,), on the CPU.
     """
 
     mask: AttentionMask | None = None
@@ -79,21 +79,21 @@ class CallInputs:
     sample_index: Tensor | None = None
 
     def inside(self, module: nn.Module, args: Any, kwargs: Any) -> CallInputs:
-        """Say what holds inside of a module that is called now.
+        """Return what holds inside of a module, by its call.
 
         Args:
-            module: The module.
+            module: The module that is called.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
 
         Returns:
-            This object itself where the call changes nothing.
+            The inputs; this object itself where the call changes nothing.
         """
         names = parameters(module)
         if _MASK not in names and _IDS not in names:
             return self
-        given, is_known = given_mask(names, args, kwargs)
-        mask = self._mask(given) if is_known else self.mask
+        argument, has_parameter = mask_argument(names, args, kwargs)
+        mask = self._mask(argument) if has_parameter else self.mask
         ids = _argument(names, _IDS, args, kwargs)
         if _TWO_SEQUENCES in names:
             ids = None
@@ -101,25 +101,25 @@ class CallInputs:
             ids = self.input_ids
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
-    def _mask(self, given: Any) -> AttentionMask | None:
+    def _mask(self, argument: Any) -> AttentionMask | None:
         outer = self.mask
-        if given is None:
+        if argument is None:
             return None
-        if not isinstance(given, Tensor) or given.dim() != 2:
+        if not isinstance(argument, Tensor) or argument.dim() != 2:
             return outer
-        is_same = outer is not None and outer.flat.data_ptr() == given.data_ptr() and given.is_contiguous()
-        if outer is not None and is_same and outer.flat.numel() == given.numel():
+        is_same = outer is not None and outer.flat.data_ptr() == argument.data_ptr() and argument.is_contiguous()
+        if outer is not None and is_same and outer.flat.numel() == argument.numel():
             return outer
-        return AttentionMask.of(given)
+        return AttentionMask.of(argument)
 
     def fitting(self, tokens: int) -> CallInputs:
-        """Leave out what is of other rows than a layer sees.
+        """Leave out a mask and ids whose size is not that of a layer's input.
 
         Args:
             tokens: N.
 
         Returns:
-            The mask and the ids if they are of N tokens, and the numbers.
+            The mask and the ids if they have N tokens, and the sample indices.
         """
         mask = self.mask if self.mask is not None and len(self.mask.flat) == tokens else None
         ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
@@ -129,12 +129,12 @@ class CallInputs:
         """Describe a call of a layer to norm estimators.
 
         Args:
-            shape: Leading dimensions of the layer's input; their product fits mask and ids.
+            shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product.
             device: Where the input is.
             masked: Whether the layer wants the token mask.
 
         Returns:
-            The call. Of flattened rows, the ids or the mask tell the sequences.
+            The call. If the input is flattened, batch and sequence length are those of the ids or the mask.
         """
         ids, mask, index = self.input_ids, self.mask, self.sample_index
         if len(shape) < 2 and ids is not None:
@@ -151,25 +151,25 @@ class CallInputs:
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Take the examples' numbers out of the outermost call.
+    """Remove the sample indices from the arguments of the outermost call.
 
     Args:
         module: The outermost module.
         kwargs: Its keyword arguments.
 
     Returns:
-        The numbers, int64 of shape (batch,) on the CPU, or None; and the arguments without them, unless the module's
-        own forward names them.
+        The sample indices, int64 of shape (batch,) on the CPU, or None; and the arguments without them, unless the
+        module's forward has a parameter for them.
 
     Raises:
-        TypeError: If they are no integers, or of another shape.
+        TypeError: If they are not integers, or have another shape.
     """
-    given = kwargs.get(SAMPLE_INDEX)
+    argument = kwargs.get(SAMPLE_INDEX)
     if SAMPLE_INDEX not in parameters(module):
         kwargs = {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
-    if given is None:
+    if argument is None:
         return None, kwargs
-    index = torch.as_tensor(given)
+    index = torch.as_tensor(argument)
     if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise TypeError(
             f"{SAMPLE_INDEX} must have one integer for each example of the batch, got {index.dtype} of the shape "
@@ -185,13 +185,13 @@ def takes_mask(module: nn.Module) -> bool:
         module: The module.
 
     Returns:
-        True if it names one.
+        True if one of its parameters is ``attention_mask``.
     """
     return _MASK in parameters(module)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Name the parameters of a module's forward.
+    """Return the names of the parameters of a module's forward.
 
     Args:
         module: The module.
@@ -204,19 +204,20 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]  # tens of microseconds, asked in every step
+    return tuple(inspect.signature(forward).parameters)[1:]  # cached: takes tens of microseconds, in every step
 
 
-def given_mask(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return the attention mask of a call, and whether the module says anything about masks.
+def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the attention mask among the arguments of a call, and whether the module has a parameter for one.
 
     Args:
-        names: Its forward's :func:`parameters`.
+        names: The :func:`parameters` of the module's forward.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Returns:
-        The argument, None if there is none or the rows are those of two sequences; and whether there is a parameter.
+        The argument, None if there is none or the module processes rows of two sequences; and whether the module has
+        the parameter.
     """
     if _MASK not in names:
         return None, False
@@ -225,7 +226,7 @@ def given_mask(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, boo
 
 
 def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
-    """An argument of a call, by keyword or position; None if it was not given."""
+    """An argument of a call, by keyword or position; None if the call has none of this name."""
     if name in kwargs:
         return kwargs[name]
     position = names.index(name) if name in names else len(args)

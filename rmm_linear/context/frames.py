@@ -1,8 +1,8 @@
-"""What only the Python stack knows: whether a call lies below another one of the same module, or in a checkpoint.
+"""Walk the Python stack: is a module called inside of a call of itself, and does a checkpoint run?
 
-PyTorch runs no hook after a KeyboardInterrupt, and tells nobody that a function runs inside of
-``torch.utils.checkpoint.checkpoint``. Both are asked for rarely: when a model is called while it seems to be running,
-and in the forward passes that a probe looks at.
+PyTorch has no other way to tell. It runs no hook after a KeyboardInterrupt, and has no flag for functions that run
+inside of ``torch.utils.checkpoint.checkpoint``. Both functions are called rarely: the first when a model is called
+while it seems to be running already, the second in the forward passes that a probe observes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 
 def is_called_inside_itself(module: nn.Module) -> bool:
-    """Say whether a call of a module lies below the one that has just begun, as in a module that calls itself.
+    """Say whether the call of a module that has just begun is inside of another one, as in a module that calls itself.
 
     Args:
-        module: The module, in a forward pre-hook of which this is asked.
+        module: The module, from whose forward pre-hook this function is called.
 
     Returns:
         False if an earlier call was interrupted instead.
@@ -28,7 +28,7 @@ def is_called_inside_itself(module: nn.Module) -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Say whether a function is running that PyTorch's activation checkpointing will run again.
+    """Say whether the caller runs inside of a function that PyTorch's activation checkpointing will recompute.
 
     Returns:
         True inside of ``torch.utils.checkpoint.checkpoint``.

@@ -1,15 +1,16 @@
-"""What the layers of a converted model share during one forward pass: the seeds, masks and token ids, the sketches.
+"""What the layers of a converted model share during one forward pass: seeds, masks, token ids and sketches.
 
-Forward passes are seen by hooks on the model and on every submodule whose forward takes an ``attention_mask``; the
-outermost of them that runs is the step, so wrappers that call ``forward`` directly (PEFT's) do no harm. The arguments
-of these modules are read by ``call_inputs.py``.
+Hooks on the model and on every submodule whose forward takes an ``attention_mask`` note where a forward pass begins and
+ends. The outermost of these modules that runs is the step, so wrappers that call ``forward`` directly (as PEFT's do)
+are no problem. ``call_inputs.py`` reads the arguments of these modules.
 
-Seeds: the step's seed is *read* from the global generator's state when the first layer asks, and the generator moves on
-only when the forward pass is over. So nothing random inside (dropout) sees a difference between the converted and the
+Seeds: the step's seed is *read* from the state of the global generator when the first layer needs it, and the generator
+advances only after the forward pass. So the random numbers inside of it (dropout) are the same in the converted and the
 original model, with or without gradients.
 
-Activation checkpointing runs parts of the model again inside the backward pass. No step is open then: layers take
-further seeds from the last step's, and the masks and ids of their own forward pass (``recomputation.py``).
+Activation checkpointing recomputes parts of the model inside of the backward pass, when no step is running. The layers
+then derive further seeds from the last step's, and use the masks and ids of their own forward pass
+(``recomputation.py``).
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 
 class ModelContext:
-    """What one converted model's layers share.
+    """What the layers of one converted model share.
 
     Attributes:
-        names: Name of every converted layer; its place is the layer's number.
-        config: What the model was converted by.
-        auto_bits: Width chosen by every layer with ``bits="auto"``, by number.
-        estimators: What every layer that draws its rows expects of its gradient, by number.
-        sketch_cache: Sketches of the running forward pass, and the groups of layers that share one.
-        traced_masks: What the layers share in compiled code, in place of all the rest.
+        names: Name of every converted layer, at the layer's index.
+        config: The configuration that the model was converted with.
+        auto_bits: Width chosen by every layer with ``bits="auto"``, by its index.
+        estimators: Norm estimator of every layer that has one, by its index.
+        sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
+        traced_masks: The masks of compiled forward passes, which share nothing else.
     """
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
-        """Make a scope that no model uses yet.
+        """Make a context that is not attached to a model yet.
 
         Args:
             names: Names of the layers.
-            config: What the model was converted by.
+            config: The configuration that the model was converted with.
         """
         self.names = names or []
         self.config = config or RMMConfig()
@@ -63,7 +64,7 @@ class ModelContext:
 
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
-        self._inputs: list[CallInputs] = []  # of the modules that run, the outermost first
+        self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
         self._outermost: nn.Module | None = None
         self._pending = PendingForwards()
         self._backward_seen = False
@@ -71,13 +72,13 @@ class ModelContext:
         self._count = 0
         self._seeded = False
         self._step_seed: int | None = None
-        self._drawn_alone: set[int] = set()
+        self._seeded_alone: set[int] = set()  # layers whose last seed was not derived from a step's
 
     def attach(self, model: nn.Module) -> None:
-        """Open the scope around every forward pass of ``model``.
+        """Register the hooks that open this context around every forward pass of ``model``.
 
         Args:
-            model: The model whose layers share this scope.
+            model: The model whose layers share this context.
         """
         for module in model.modules():
             if module is model or takes_mask(module):
@@ -88,7 +89,7 @@ class ModelContext:
                 ]
 
     def attach_inside(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Open the scope in a forward pass of ``model`` that has begun, and around the following ones.
+        """Open this context in the current forward pass of ``model``, and around the following ones.
 
         Args:
             model: The model.
@@ -96,17 +97,17 @@ class ModelContext:
             kwargs: Its keyword arguments.
         """
         self.attach(model)
-        self._enter(model, args, kwargs)  # PyTorch made the list of this call's hooks before
+        self._enter(model, args, kwargs)  # PyTorch has already listed the hooks of this call
 
     def detach(self) -> None:
-        """Remove the scope from its model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.sketch_cache.clear()
 
     def release(self) -> None:
-        """Note that one layer left the scope; after the last one, remove it from its model."""
+        """Note that one layer was reverted; after the last one, remove the hooks from the model."""
         self._released += 1
         if self._released >= len(self.names):
             self.detach()
@@ -115,57 +116,56 @@ class ModelContext:
         """Say whether a forward pass of the model, or its recomputation, is running.
 
         Returns:
-            False when a layer is called by itself, or the model's ``forward`` not through a call.
+            False when a layer is called by itself, or ``model.forward`` is called without the model's hooks.
         """
         return bool(self._inputs) or in_backward()
 
     def layer_seed(self, index: int) -> int:
-        """Return a fresh seed for one call of one layer.
+        """Return a new seed for one call of one layer.
 
         Args:
-            index: Number of the layer in the model.
+            index: Index of the layer in the model.
 
         Returns:
-            A seed no other call of this step has.
+            A seed that no other call of this step has.
         """
         if not in_backward():
             if not self._inputs:
-                self._drawn_alone.add(index)
+                self._seeded_alone.add(index)
             else:
-                self._drawn_alone.discard(index)
+                self._seeded_alone.discard(index)
                 if not self._seeded:
                     self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or index in self._drawn_alone:  # a recomputation draws where the first pass drew
+        if self._step_seed is None or index in self._seeded_alone:  # a recomputation draws a seed if its first pass did
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count)
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Say what holds for a call of a layer, and remember it for its recomputation.
+        """Return the mask and ids of a call of a layer, and remember them for its recomputation.
 
         Args:
-            index: Number of the layer in the model.
+            index: Index of the layer in the model.
             shape: Leading dimensions of the layer's input.
             device: Where it is.
             masked: Whether the layer wants the token mask.
 
         Returns:
-            The call, with what is known of its tokens: the mask is None if there is none, it is of another number of
-            tokens, or nothing is padded.
+            The call. Its mask is None if there is none, it has another number of tokens, or nothing is padded.
 
         Raises:
-            RuntimeError: If a recomputation cannot tell which of the layer's calls it repeats.
+            RuntimeError: If it is unknown which of the layer's calls is being recomputed.
         """
         tokens = torch.Size(shape).numel()
         inputs = (self._inputs[-1] if self._inputs else CallInputs()).fitting(tokens)
         if not in_backward():
             self._pending.add(index, tokens, inputs)
-        elif (first := self._pending.recall()) is not None and first.module is not self._outermost:
-            inputs = first.find(index, tokens, self.names[index], masked)  # else the whole model runs again
+        elif (first := self._pending.find()) is not None and first.module is not self._outermost:
+            inputs = first.find(index, tokens, self.names[index], masked)  # else the whole model is recomputed
         return inputs.layer_call(shape, device, masked)
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Say what holds now, outside of a recomputation, for whoever wants to look and leave no trace.
+        """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them.
 
         Args:
             shape: Leading dimensions of a layer's input.
@@ -173,20 +173,20 @@ class ModelContext:
             masked: Whether the layer wants the token mask.
 
         Returns:
-            The call, as :meth:`call_of` gives it to the layer.
+            The call, as :meth:`call_of` returns it to the layer.
         """
         inputs = self._inputs[-1] if self._inputs else CallInputs()
         return inputs.fitting(torch.Size(shape).numel()).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
-        """Return ŷ for a sketch that a layer makes for itself and for those that were seen to share one with it.
+        """Return ŷ for a sketch that a layer makes for itself and for the layers that share its sketch.
 
         Args:
-            index: Number of the layer.
+            index: Index of the layer.
             call: Its call.
 
         Returns:
-            √Σŷ² over these layers, float32, shape (N,); None where nothing is known.
+            √Σŷ² over these layers, float32, shape (N,); None if no estimator predicts anything.
         """
         groups = [group for group in self.sketch_cache.groups if index in group]
         members = sorted(set(max(groups, key=len, default=(index,))))
@@ -195,7 +195,7 @@ class ModelContext:
         return torch.stack(squares).sum(0).sqrt().float() if squares else None
 
     def known_mask(self, tokens: int) -> Tensor | None:
-        """Return the mask that holds now, outside of a recomputation, for whoever wants to look and leave no trace.
+        """Return the mask that a call would have now, outside of a recomputation, without remembering it.
 
         Args:
             tokens: N.
@@ -207,27 +207,27 @@ class ModelContext:
         return None if mask is None else mask.flat.view(mask.sequences, -1)
 
     def auto_bits_of(self, index: int) -> AutoBits:
-        """Return a layer's choice of bits.
+        """Return a layer's choice of ``bits``.
 
         Args:
-            index: Number of the layer.
+            index: Index of the layer.
 
         Returns:
-            The choice, made when the layer asks first.
+            The choice, created at the first call.
         """
         return self.auto_bits.setdefault(index, AutoBits())
 
     def note_backward(self) -> None:
-        """Remember that the backward pass of a forward pass has begun."""
-        self._pending.recall()
+        """Note that the backward pass of a forward pass has begun."""
+        self._pending.find()
         self._backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
-        # No hook runs after a KeyboardInterrupt: what an interrupted call left behind is thrown away.
-        left = self._recomputing and not in_backward()
-        if self._inputs and (left or (module is self._outermost and not is_called_inside_itself(module))):
+        # No hook runs after a KeyboardInterrupt: drop what an interrupted call has left.
+        is_interrupted = self._recomputing and not in_backward()
+        if self._inputs and (is_interrupted or (module is self._outermost and not is_called_inside_itself(module))):
             self._inputs.clear()
             self.sketch_cache.clear()
         if self._inputs:
@@ -242,7 +242,7 @@ class ModelContext:
         return args, kwargs
 
     def _open_step(self, module: nn.Module) -> None:
-        self._seeded = False  # the last step's seed stays, for recomputations that come after an eval pass
+        self._seeded = False  # the last step's seed stays, for recomputations after a pass in eval mode
         self.sketch_cache.clear()
         self._pending.open(module)
         if self._backward_seen:
@@ -251,7 +251,7 @@ class ModelContext:
                 auto_bits.choose()
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
-        """Parameters of the module's forward, when the scope was attached; compilers can trace this."""
+        """The parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""
         for kind in type(module).__mro__:  # FSDP makes subclasses of a model's classes
             if kind in self._signatures:
                 return self._signatures[kind]
@@ -272,9 +272,9 @@ class ModelContext:
                 draw_seed()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the running forward pass behind."""
-        lasting = ("names", "config", "_signatures", "auto_bits", "estimators", "sketch_cache", "_handles", "_released")
-        return {name: value for name, value in vars(self).items() if name in lasting}
+        """Leave out the state of a running forward pass."""
+        fields = ("names", "config", "_signatures", "auto_bits", "estimators", "sketch_cache", "_handles", "_released")
+        return {name: value for name, value in vars(self).items() if name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""

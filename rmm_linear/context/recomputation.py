@@ -1,9 +1,9 @@
-"""Forward passes whose backward pass is still to come: masks and ids for activation checkpointing's recomputation.
+"""Masks and ids for recomputed layers: remember those of every forward pass until its backward pass is over.
 
-A recomputation runs inside of the backward pass, without the modules around it. So every forward pass leaves behind
-what the calls of its layers were given, and the recomputation finds its forward pass by the node that runs
-(:mod:`rmm_linear.context.autograd_nodes`), in whatever order forward and backward passes come. A call whose forward
-pass is not known is recomputed without a mask: that costs noise, where another pass's mask would bias the gradient.
+Activation checkpointing recomputes layers inside of the backward pass, without the modules around them, so the mask and
+ids of the original call must be remembered. The forward pass is found by the autograd node that is running
+(:mod:`rmm_linear.context.autograd_nodes`), whatever the order of forward and backward passes. If it is not found, the
+layer is recomputed without a mask: that adds noise, whereas the mask of another pass would bias the gradient.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch.autograd import Variable
 from rmm_linear.context.autograd_nodes import next_node, running_node
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
 
-_MOST = 64  # forward passes remembered; who never runs their backward passes must not fill the memory
+_MOST = 64  # forward passes that are remembered, so that passes without a backward pass do not fill the memory
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """What the layers' calls in one forward pass were given.
+    """The masks, ids and sample indices of the layers' calls in one forward pass.
 
     Attributes:
         module: The outermost module.
-        begin: Number of its first node.
-        end: Number of the first node after it, or None while it runs.
-        calls: By the layer's number: N, the mask, the ids and the examples' numbers of its calls.
-        is_recalled: Whether its backward pass has begun.
-        is_forgotten: Whether calls were dropped, as its backward pass is over.
+        begin: Number of its first autograd node.
+        end: Number of the first node after it, or None while the pass is running.
+        calls: By the layer's index: N, the mask, the ids and the sample indices of its calls.
+        backward_begun: Whether its backward pass has begun.
+        is_dropped: Whether calls with a mask were dropped, because its backward pass is over.
     """
 
     module: nn.Module
     begin: int
     end: int | None = None
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
-    is_recalled: bool = False
-    is_forgotten: bool = False
+    backward_begun: bool = False
+    is_dropped: bool = False
 
-    def made(self, node: int) -> bool:
-        """Say whether this forward pass made a node.
+    def created(self, node: int) -> bool:
+        """Say whether this forward pass created an autograd node.
 
         Args:
-            node: Its number.
+            node: The node's number.
 
         Returns:
             True from its first to its last node.
@@ -55,64 +55,64 @@ class ForwardPass:
         return self.begin <= node and (self.end is None or node < self.end)
 
     def find(self, index: int, tokens: int, name: str, masked: bool) -> CallInputs:
-        """Return what the call was given that is now recomputed.
+        """Return the mask, ids and sample indices of the call that is being recomputed.
 
-        A layer may be called several times in a pass. A mask that is not the call's own would bias the gradient; ids
-        and numbers only decide its noise, and are left out where they could be another call's.
+        A layer may be called several times in a pass. Another call's mask would bias the gradient; ids and sample
+        indices only affect its noise, and are left out where the calls differ.
 
         Args:
-            index: Number of the layer.
+            index: Index of the layer.
             tokens: N.
             name: Name of the layer.
-            masked: Whether the layer wants the mask.
+            masked: Whether the layer uses the mask.
 
         Returns:
-            What all fitting calls have in common.
+            What all calls of the layer with N tokens have in common.
 
         Raises:
-            RuntimeError: If they have different masks, or were forgotten.
+            RuntimeError: If they have different masks, or the masks were dropped.
         """
-        if self.is_forgotten and masked:
+        if self.is_dropped and masked:
             raise RuntimeError(
-                f"Activation checkpointing recomputes {name} a second time, and what its forward pass was given, an "
-                "attention mask perhaps, is kept until another forward pass follows on its backward pass. Run all "
-                "backward passes of a forward pass before the next one, or convert with mask_padding=False."
+                f"Activation checkpointing recomputes {name} a second time, and the attention masks of its forward "
+                "pass were dropped when another forward pass began after its backward pass. Run all backward passes "
+                "of a forward pass before the next one, or convert with mask_padding=False."
             )
         fitting = [call[1:] for call in self.calls.get(index, ()) if call[0] == tokens]
         if not fitting:
             return CallInputs()
-        mask, ids, numbers = fitting[0]
+        mask, ids, indices = fitting[0]
         if masked and any(not _same(other, mask) for other, _, _ in fitting):
             raise RuntimeError(
                 f"Activation checkpointing recomputes {name}, which was called several times in one forward pass, "
-                "with different attention masks: the layer cannot tell which is its own. Call it in forward passes "
-                "of their own, or convert with mask_padding=False."
+                "with different attention masks: it is unknown which call is recomputed. Call it in separate "
+                "forward passes, or convert with mask_padding=False."
             )
         ids = ids if all(other is ids for _, other, _ in fitting) else None
-        numbers = numbers if all(other is numbers for _, _, other in fitting) else None
-        return CallInputs(mask, ids, numbers)
+        indices = indices if all(other is indices for _, _, other in fitting) else None
+        return CallInputs(mask, ids, indices)
 
 
 class PendingForwards:
-    """The forward passes of a model that may yet be recomputed."""
+    """The forward passes of a model whose layers may still be recomputed."""
 
     def __init__(self) -> None:
-        """Remember nothing."""
+        """Begin without any forward pass."""
         self._passes: deque[ForwardPass] = deque(maxlen=_MOST)
         self._over: deque[ForwardPass] = deque(maxlen=_MOST)
-        # By what the backward pass itself holds: one that fails runs no callback, but drops it.
+        # The backward pass alone holds the values: one that fails runs no callback, but releases its own.
         self._tasks: WeakValueDictionary[int, _Running] = WeakValueDictionary()
 
     def open(self, module: nn.Module) -> None:
-        """Begin a forward pass, and forget those whose backward pass is over.
+        """Begin a forward pass, and drop the calls of those whose backward pass is over.
 
         Args:
             module: The outermost module.
         """
-        self.close()  # of a pass that was interrupted
+        self.close()  # an interrupted pass
         self._tasks.clear()
-        for known in [known for known in self._passes if known.is_recalled]:
-            known.is_forgotten = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
+        for known in [known for known in self._passes if known.backward_begun]:
+            known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
             known.calls.clear()
             self._passes.remove(known)
             self._over.append(known)
@@ -126,35 +126,35 @@ class PendingForwards:
                 self._passes.pop()
 
     def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
-        """Remember a call in the forward pass that runs; outside of one, nothing is given.
+        """Remember the mask and ids of a call in the current forward pass, if there is one.
 
         Args:
-            index: Number of the layer.
+            index: Index of the layer.
             tokens: N.
-            inputs: What held for it, fitting N.
+            inputs: Its mask, ids and sample indices; mask and ids have N tokens.
         """
         if self._passes and self._passes[-1].end is None:
             calls = self._passes[-1].calls.setdefault(index, set())
             calls.add((tokens, inputs.mask, inputs.input_ids, inputs.sample_index))
 
-    def recall(self) -> ForwardPass | None:
+    def find(self) -> ForwardPass | None:
         """Return the forward pass whose backward pass is running.
 
         Returns:
-            The pass; None where it is not one of the model's, or came too long ago.
+            The pass; None if it is not one of the model's, or too old.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
             return None
         if self._tasks and task not in self._tasks:
-            # A backward pass inside of a recomputation: what runs was made there.
+            # A backward pass inside of a recomputation, which created the node that is running.
             return list(self._tasks.values())[-1].known
         node = running_node()
-        fitting = [] if node is None else [each for each in (*self._passes, *self._over) if each.made(node)]
-        if len(fitting) != 1:  # every thread numbers its nodes by itself
+        fitting = [] if node is None else [each for each in (*self._passes, *self._over) if each.created(node)]
+        if len(fitting) != 1:  # every thread numbers its nodes by itself, so numbers may coincide
             return None
         found = fitting[0]
-        found.is_recalled = True
+        found.backward_begun = True
         running = self._tasks.get(task)
         if running is None:
             running = self._tasks[task] = _Running(found)

@@ -1,12 +1,12 @@
-"""Layers that read the same tensor share one sketch of it.
+"""Share one sketch among the layers that read the same tensor.
 
-Autograd stores an input once, however many layers read it; so do we. A sketch is found by the identity of the input
-(the tensor or a view of the same memory, unchanged since by its version counter), the spec and the mask. The input
-itself is held weakly: when it is gone, and at the latest when the forward pass is over, the sketch belongs to autograd
-alone, which frees it after the last of the layers' backward passes.
+Autograd saves an input once, however many layers read it, and this cache does the same for sketches. A sketch is found
+by the identity of the input (the tensor or a view of the same memory, unchanged by its version counter), the spec and
+the mask. The cache has a weak reference to the input. When the input is freed, or at the end of the forward pass, the
+cache drops the sketch; autograd frees it after the last backward pass of the layers that saved it.
 
-Layers of two selective checkpoints share nothing, nor do those inside and outside of one: each is recomputed by itself,
-and must then find the operators that ran in it before. Each has a dispatch mode of its own, which tells them apart.
+Layers of different selective checkpoints do not share a sketch, nor do layers inside and outside of one: every
+checkpoint is recomputed by itself and must then run the same operators as before. Their dispatch modes tell them apart.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Entry:
 
 @dataclass
 class SketchCache:
-    """The sketches that were made in this forward pass.
+    """The sketches of the current forward pass.
 
     Attributes:
-        groups: Numbers of the layers that were seen to share one sketch, each group once.
+        groups: Groups of layers that have shared one sketch, as tuples of their indices.
     """
 
     groups: set[tuple[int, ...]] = field(default_factory=set)
@@ -41,12 +41,12 @@ class SketchCache:
     _task: int = -1
 
     def find(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> tuple[Tensor, ...] | None:
-        """Return the sketch of a tensor that another layer made.
+        """Return the sketch of a tensor that another layer has made.
 
         Args:
             source: The layer's input.
             key: What else the sketch depends on.
-            index: Number of the layer that asks.
+            index: Index of the layer that needs the sketch.
 
         Returns:
             The tensors to save, or None.
@@ -62,12 +62,12 @@ class SketchCache:
         return entry.saved
 
     def add(self, source: Tensor, key: tuple[Hashable, ...], index: int, saved: tuple[Tensor, ...]) -> None:
-        """Remember the sketch that a layer has made of a tensor, as long as that lives.
+        """Remember the sketch that a layer has made of a tensor, for as long as the tensor lives.
 
         Args:
             source: The layer's input.
             key: What else the sketch depends on.
-            index: Number of the layer.
+            index: Index of the layer.
             saved: The tensors to save.
         """
         full_key, this = _full_key(source, key), weakref.ref(self)
@@ -80,7 +80,7 @@ class SketchCache:
         self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, saved, [index])
 
     def clear(self) -> None:
-        """Let go of all sketches; autograd keeps those it needs."""
+        """Drop all sketches; autograd holds those that were saved."""
         for key in list(self._entries):
             self._forget(key)
 
@@ -90,7 +90,7 @@ class SketchCache:
             self.groups.add(tuple(entry.layers))
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles take the groups along and no tensors."""
+        """Copies and pickles have the groups and no tensors."""
         return {"groups": set(self.groups), "_entries": {}, "_task": -1}
 
 

@@ -1,1 +1,1 @@
-"""Swap a model's linear layers for sketched ones, report it, save and load what was learned."""
+"""Convert a model's linear layers to sketched ones, report the conversion, save and load its state."""

@@ -30,29 +30,30 @@ def convert(
     example: Any = None,
     **overrides: Any,
 ) -> ConversionReport:
-    """Make a model's linear layers keep a sketch of their input for the backward pass, in place.
+    """Make a model's linear layers save a sketch of their input for the backward pass, in place.
 
-    Exact ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear` and GPT-2's ``Conv1D`` its sketched twin. The layer
-    objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before goes on working.
-    Names are matched as in PEFT. Everything is checked before the first layer changes.
+    ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers the sketched ``Conv1D``. The
+    layer objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before keeps working.
+    Names are matched as in PEFT. Everything is checked before the first layer changes. Two conditions are logged as
+    warnings: an entry of ``target_modules`` that matches nothing, and a model in which no converted weight requires a
+    gradient.
 
     Args:
         model: Model whose submodules are converted.
-        config: Which layers, and how; None is ``RMMConfig()``.
+        config: Selects the layers and how each is sketched; None is ``RMMConfig()``.
         dry_run: Report what would be done and change nothing.
         example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it
-            once, and layers where a sketch would add bytes, because another operation keeps their input anyway, are
+            once, and layers where a sketch would add bytes, because another operation saves their input anyway, are
             skipped.
-        **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, as ``ratio=0.2``.
+        **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
         What was converted and what was skipped, with the reason. Print it.
 
     Raises:
-        ValueError: If nothing matches (the nearest layer names are given), an override matches nothing, no sketch would
-            save bytes on ``example``, or the model is converted already. A list entry that matches nothing is logged,
-            and that no weight requires a gradient.
-        TypeError: If ``config`` is no RMMConfig or a keyword is no field of it.
+        ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, no sketch
+            would save bytes on ``example``, or the model is converted already.
+        TypeError: If ``config`` is not an RMMConfig or a keyword is not one of its fields.
 
     Example:
         >>> from torch import nn
@@ -80,7 +81,7 @@ def convert(
     }
     if all(layer.frozen for layer in converted.values()):
         logger.warning(
-            "No weight of the %d layers to convert requires a gradient, so they keep nothing with or without a sketch, "
+            "No weight of the %d layers to convert requires a gradient, so they save nothing with or without a sketch, "
             "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",
             len(converted),
         )
@@ -90,7 +91,7 @@ def convert(
     context = ModelContext(list(chosen), config if example is None else _restricted(config, list(chosen)))
     context.attach(model)
     for index, (name, module) in enumerate(chosen.items()):
-        # The object stays, so ties, hooks, optimizers and everybody's references to it do too.
+        # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
         module.__class__ = classes[name]
         module._set_up(converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
     report = ConversionReport(config, converted, skipped, context=context)
@@ -99,7 +100,7 @@ def convert(
 
 
 def _restricted(config: RMMConfig, chosen: list[str]) -> RMMConfig:
-    """The same conversion without an example."""
+    """Return a configuration that selects the chosen layers without an example."""
     overrides = {
         pattern: changes
         for pattern, changes in config.overrides.items()
@@ -134,7 +135,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _original_class(kind: type[nn.Module]) -> type[Any]:
-    """The class without the sketch: of classes that PyTorch made of ours (fully_shard, parametrize), one made alike."""
+    """Return the class without the sketch; a class that PyTorch derived (fully_shard, parametrize) is derived again."""
     if not kind.__module__.startswith("torch."):
         return next(c for c in kind.__mro__ if not issubclass(c, SketchedLayer))
     bases = tuple(_original_class(base) if issubclass(base, SketchedLayer) else base for base in kind.__bases__)
@@ -153,7 +154,7 @@ def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMCo
 
 
 def _first_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every submodule with the first of its names, the model itself excluded."""
+    """Map every submodule but the model itself to the first of its names."""
     return {module: name for name, module in model.named_modules() if name}
 
 
@@ -216,7 +217,7 @@ def _not_convertible(module: nn.Module) -> str | None:
 
 
 def _is_tensor_parallel(module: nn.Module) -> bool:
-    """By what torch and transformers leave behind; FSDP's weights are DTensors too, between forward passes only."""
+    """Detected by DTensor parameters or transformers' plan; FSDP's weights are DTensors too, between forward passes."""
     is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
     is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
     return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
@@ -229,9 +230,9 @@ def _is_trained(module: nn.Module) -> bool:
 def _is_linear_like(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
-    named_so = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
-    stores = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # not always as `weight`
-    return bool(named_so) and stores and not any(module.children())
+    looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
+    has_tensors = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # any name
+    return bool(looks_linear) and has_tensors and not any(module.children())
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Why a conversion saves what it saves: every layer's input, before and after."""
+"""Explain what a conversion saves: the bytes of every layer's input before and after it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LayerMemory:
     """Bytes of one layer's input.
 
     Attributes:
-        before: Bytes kept now, on this layer's account.
-        after: Bytes kept after the conversion, on this layer's account.
+        before: Bytes saved for backward now, attributed to this layer.
+        after: Bytes saved for backward after the conversion, attributed to this layer.
         reason: Why nothing would be saved, or None.
     """
 
@@ -34,7 +34,7 @@ class Explanation:
 
     Attributes:
         layers: Name of every layer to convert to its bytes.
-        before: Bytes the whole model keeps for the backward pass now.
+        before: Bytes that the whole model saves for the backward pass now.
         after: The same after the conversion.
     """
 
@@ -59,10 +59,10 @@ class Explanation:
 
 
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:
-    """Run a model before and after a trial conversion and say, per layer, what is kept and why nothing would be saved.
+    """Run a model before and after a trial conversion and report the bytes saved for backward by each layer.
 
-    The model is as before afterwards: layers, buffers, random numbers, mode. Two forward passes in training mode are
-    run, no backward pass.
+    Where a sketch would not reduce them, the report says why. Two forward passes in training mode are run, no backward
+    pass. Layers, buffers, random number generators and training mode are restored.
 
     Args:
         model: A model that is not converted.

@@ -11,19 +11,19 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 
-# Of torch.compile, torch's checkpoint_wrapper and the older FSDP, which may also stand in the middle of a name.
+# Added by torch.compile, torch's checkpoint_wrapper and FSDP1, possibly in the middle of a name.
 _NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def matches(patterns: str | Sequence[str], name: str) -> bool:
-    """Say whether a layer is meant.
+    """Say whether a layer's name matches.
 
     Args:
         patterns: A regular expression for the whole name, or a list of names and dotted suffixes.
         name: Dotted name of the layer in the model.
 
     Returns:
-        True if it is.
+        True if it matches.
 
     Example:
         >>> matches(["query"], "layer.0.query"), matches(["query"], "layer.0.subquery")
@@ -35,16 +35,16 @@ def matches(patterns: str | Sequence[str], name: str) -> bool:
 
 
 def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
-    """Say why a configuration does not mean a layer.
+    """Say why a configuration does not select a layer.
 
     Args:
         name: Dotted name of the layer in the model.
         module: The layer.
-        config: Its ``target_modules`` and ``exclude_modules`` decide.
+        config: Its ``target_modules`` and ``exclude_modules`` are used.
         heads: The model's :func:`output_heads`.
 
     Returns:
-        The reason, or None for a layer that is meant.
+        The reason, or None for a selected layer.
     """
     if config.target_modules == "all-linear":
         if any(module is head for head in heads):
@@ -57,26 +57,26 @@ def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    """Name the layers whose names look most like a pattern.
+    """Find the layer names that are most similar to a pattern.
 
     Args:
         pattern: A pattern that matches nothing.
-        names: Names of the layers there are.
+        names: Names of all layers.
 
     Returns:
-        Three names at most, the nearest first, with commas between them.
+        Up to three names, the most similar first, separated by commas.
     """
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         parts = name.split(".")
         tails = (".".join(parts[i:]) for i in range(len(parts)))
         return max(difflib.SequenceMatcher(None, pattern, tail).ratio() for tail in tails)
 
-    return ", ".join(sorted(names, key=likeness, reverse=True)[:3])
+    return ", ".join(sorted(names, key=similarity, reverse=True)[:3])
 
 
 def output_heads(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that make logits over the vocabulary, asked of every submodule that knows its own.
+    """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule.
 
     Args:
         model: The model.
@@ -111,7 +111,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of what torch.compile, DataParallel and DistributedDataParallel put around it.
+    """Return the model inside the wrappers of torch.compile, DataParallel and DistributedDataParallel.
 
     Args:
         model: A model, wrapped or not.
@@ -134,13 +134,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def own_name(name: str) -> str:
-    """Return the name that a module has where nothing in the model is wrapped.
+    """Return the name that a module would have if no part of the model were wrapped.
 
     Args:
-        name: Dotted name in an unwrapped model, parts of which may be wrapped.
+        name: Dotted name in a model of which parts may be wrapped.
 
     Returns:
-        The same without the wrappers' own names.
+        The name without the parts that wrappers add.
 
     Example:
         >>> own_name("encoder.0._orig_mod.dense")

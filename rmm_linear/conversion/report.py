@@ -21,8 +21,8 @@ class ConvertedLayer:
         type: Class of the original layer.
         in_features: I.
         out_features: O.
-        config: How the layer keeps its input.
-        frozen: Whether its weight required no gradient: then it keeps nothing, until it is unfrozen.
+        config: How the layer saves its input.
+        frozen: Whether its weight required no gradient: then it saves nothing, until it is unfrozen.
     """
 
     name: str
@@ -38,11 +38,12 @@ class ConversionReport:
     """The result of :func:`rmm_linear.convert`.
 
     Attributes:
-        config: The configuration the conversion was asked for.
+        config: The configuration of the conversion.
         converted: Name to layer, in the model's order.
-        skipped: Name of every other linear-like layer to the reason why it was left alone.
-        dry_run: Whether the model was left as it was.
-        context: The converted model's shared state, from which ``bits`` and ``groups`` are read; None after a dry run.
+        skipped: Name of every other linear-like layer to the reason why it was not converted.
+        dry_run: Whether the model was left unchanged.
+        context: The state shared by the converted layers, from which ``bits`` and ``groups`` are read; None after a dry
+            run.
     """
 
     config: RMMConfig
@@ -53,19 +54,19 @@ class ConversionReport:
 
     @property
     def frozen(self) -> list[str]:
-        """Names of the converted layers whose weight required no gradient, and which therefore keep nothing."""
+        """Names of the converted layers whose weight required no gradient, and which therefore save nothing."""
         return [name for name, layer in self.converted.items() if layer.frozen]
 
     @property
     def bits(self) -> dict[str, int]:
-        """Name of every layer that has settled on a width under ``bits="auto"`` to that width."""
+        """Name to chosen width, for every layer whose ``bits="auto"`` has been decided."""
         if self.context is None:
             return {}
         return {self.context.names[index]: c.bits for index, c in self.context.auto_bits.items() if c.bits is not None}
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Names of the layers that were seen to share one sketch of one input, group by group."""
+        """Groups of names of layers that share one sketch of their common input."""
         if self.context is None:
             return []
         return [
@@ -74,7 +75,7 @@ class ConversionReport:
 
     @property
     def estimator_bytes(self) -> dict[str, int]:
-        """Name of every layer with a norm estimator to the bytes that this takes now, of sample caches on the host."""
+        """Name to bytes of the norm estimator, for every layer with one; sample caches are in host memory."""
         if self.context is None:
             return {}
         return {self.context.names[index]: e.bytes for index, e in sorted(self.context.estimators.items())}
@@ -114,11 +115,11 @@ class ConversionReport:
     def __str__(self) -> str:
         """Return the summary line and a table in which numbered siblings share a row."""
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        return f"{self.summary()}\n{table(('layer', 'count', 'in', 'out', 'kept'), rows)}"
+        return f"{self.summary()}\n{table(('layer', 'count', 'in', 'out', 'saved'), rows)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
-            (layer.name, str(layer.in_features), str(layer.out_features), _kept(layer))
+            (layer.name, str(layer.in_features), str(layer.out_features), _saved(layer))
             for layer in self.converted.values()
         ]
         return converted + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
@@ -134,7 +135,7 @@ def _amount(config: RMMConfig, between: str) -> str:
     return f"{amount[0]}{between}{amount[1]:g}{bits}"
 
 
-def _kept(layer: ConvertedLayer) -> str:
+def _saved(layer: ConvertedLayer) -> str:
     if layer.frozen:
         return "nothing: frozen"
     config = layer.config

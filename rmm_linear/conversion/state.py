@@ -1,9 +1,9 @@
 """The state of a conversion that a checkpoint needs beside the parameters.
 
-Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. What ``bits="auto"`` has
-chosen, or seen so far, and which layers share a sketch, goes into a small JSON file beside them. What norm estimators
-have learned are tensors; they go into a safetensors file beside that, see :mod:`rmm_linear.conversion.state_files`.
-Layers are named as in the model itself, however it is wrapped.
+Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. A small JSON file beside
+them holds what ``bits="auto"`` has chosen or measured so far, and which layers share a sketch. The state of norm
+estimators consists of tensors; they go into a safetensors file beside the JSON file, see
+:mod:`rmm_linear.conversion.state_files`. Layers have the names of the unwrapped model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
 
 
 def sketch_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the sketched layers of a model have chosen.
+    """Return what the sketched layers of a model have chosen, as plain JSON types.
 
     Args:
         model: A converted model.
 
     Returns:
-        A dictionary of plain JSON types: the library's version, the choice of every sketched layer by its name, the
-        groups of layers that share a sketch, and the name of every layer's norm estimator.
+        The library's version, the choice of every sketched layer by its name, the groups of layers that share a sketch,
+        and the name of every layer's norm estimator.
     """
     layers = sketched_layers(model)
     groups = []
@@ -49,7 +49,7 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
 
 
 def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the norm estimators of a model have learned.
+    """Return the state of the norm estimators of a model.
 
     Args:
         model: A converted model.
@@ -66,16 +66,15 @@ def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
-    """Give the sketched layers of a model the choices of another, converted in the same way.
+    """Load the state of a model that was converted in the same way.
 
     Args:
         model: A converted model.
         state: The result of :func:`sketch_state`.
-        tensors: The result of :func:`sketch_tensors`; without it, norm estimators begin anew.
+        tensors: The result of :func:`sketch_tensors`; None starts the norm estimators without observations.
 
     Raises:
-        ValueError: If the layers or their norm estimators are not the same, or the state is malformed; then nothing
-            changes.
+        ValueError: If the layers or their norm estimators differ, or the state is malformed; then nothing changes.
     """
     layers = sketched_layers(model)
     try:
@@ -107,7 +106,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
 def _read_estimators(
     layers: dict[str, SketchedLayer], names: dict[str, str], tensors: dict[str, Tensor]
 ) -> dict[str, NormEstimator]:
-    """Make new estimators of what was saved, so that an error leaves the old ones as they are."""
+    """Make new estimators from the saved state, so that an error leaves the current ones unchanged."""
     wanted = {name: layer.rmm_config.norm_estimator for name, layer in layers.items() if layer.rmm_estimator}
     if different := sorted(name for name in {**wanted, **names} if wanted.get(name) != names.get(name)):
         first = different[0]
@@ -139,12 +138,12 @@ def _read_estimators(
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
 
-    An earlier state in the same place stays whole until the new one is. Tensors need the package safetensors, which
-    transformers brings.
+    An earlier state at the same path stays valid until the new one is complete. Tensors need the package safetensors,
+    which transformers depends on.
 
     Args:
         model: A converted model.
-        path: File to write; that of the tensors has a digest and ``.safetensors`` behind its name.
+        path: File to write; the name of the tensors' file adds a digest and ``.safetensors``.
     """
     path = Path(path)
     with tensors_beside(path, sketch_tensors(model)) as named:
@@ -152,30 +151,31 @@ def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Read what :func:`save_sketch_state` wrote into a model.
+    """Load a state that :func:`save_sketch_state` wrote into a model.
 
     Args:
         model: A converted model.
         path: File to read.
 
     Raises:
-        ValueError: If a file is malformed, missing or of another model; the message names it. Then nothing changes.
+        ValueError: If a file is malformed, the tensors' file is missing, or the state is of another model; the message
+            names the file. Then nothing changes.
     """
     path = Path(path)
     try:
         state: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (RecursionError, ValueError) as error:  # the first of brackets without end
+    except (RecursionError, ValueError) as error:  # RecursionError: very deeply nested brackets
         raise ValueError(f"{path}: {error}") from error
     load_saved_state(model, path, state)
 
 
 def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
-    """Give a model the state that was read from a JSON file, with the tensors beside that.
+    """Load a state that was read from a JSON file, and the tensors beside that file, into a model.
 
     Args:
         model: A converted model.
         path: The JSON file.
-        state: What it has.
+        state: Its content.
 
     Raises:
         ValueError: As for :func:`read_sketch_state`.
@@ -193,14 +193,14 @@ def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
         model: A model, wrapped or not.
 
     Returns:
-        The layers by their names in the model itself.
+        The layers by their names in the unwrapped model.
     """
     found = unwrapped(model).named_modules()
     return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 
 
 def _contexts(layers: dict[str, SketchedLayer]) -> dict[ModelContext, dict[str, int]]:
-    """The layers' contexts, one for each conversion, and the numbers of their layers by name."""
+    """Map each context (one per conversion) to the names and numbers of its layers."""
     found: dict[ModelContext, dict[str, int]] = {}
     for name, layer in layers.items():
         if layer.rmm_context is not None:

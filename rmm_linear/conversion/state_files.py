@@ -1,8 +1,9 @@
-"""A JSON file and the tensors that belong to it, saved so that there are always both of one save.
+"""Save a JSON file and the tensors that belong to it, atomically as a pair.
 
-Tensors lie beside the JSON file, in a safetensors file whose name has their digest. So nothing is written over that the
-JSON file on disk needs; replacing that one, which is atomic, is what makes a save the current one. Wherever a process
-is killed or a disk is full, the old save or the new one is there as a whole. Tensors of the old one are removed last.
+The tensors are in a safetensors file beside the JSON file, with their digest in its name, so a new save never
+overwrites the tensors that the JSON file on disk refers to. Replacing the JSON file, which is atomic, makes the new
+save the current one; the old tensors are removed last. If the process is killed or the disk is full at any point,
+either the old or the new save is complete.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _SHOWN = 16  # digits of the digest in the name
 
 @contextmanager
 def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Write tensors beside a JSON file that is to be replaced in the block.
+    """Write tensors beside a JSON file, which the caller replaces inside the block.
 
     Args:
         path: The JSON file.
-        tensors: What belongs to it; there may be none.
+        tensors: The tensors that belong to it; may be empty.
 
     Yields:
-        What the JSON file must have, so that :func:`read_tensors` finds them.
+        Entries that the JSON file must contain, so that :func:`read_tensors` finds the tensors.
     """
     named: dict[str, str] = {}
     staged, beside, is_new = path.with_name(path.name + _SUFFIX), None, False
@@ -60,11 +61,11 @@ def remove_with_tensors(path: Path) -> None:
     """Remove a JSON file and the tensors that belong to it.
 
     Args:
-        path: The JSON file; it may be gone already.
+        path: The JSON file; it may not exist.
     """
     for found in _tensor_files(path):
         found.unlink(missing_ok=True)
-    path.unlink(missing_ok=True)  # last: who sees it may try again
+    path.unlink(missing_ok=True)  # last: while it exists, the removal can be repeated
 
 
 def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
@@ -72,13 +73,13 @@ def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
 
     Args:
         path: The JSON file.
-        content: What was read from it.
+        content: Its parsed content.
 
     Returns:
-        The tensors; None if there were none.
+        The tensors; None if it was saved without.
 
     Raises:
-        ValueError: If their file is missing or another one.
+        ValueError: If the tensors' file is missing or has another digest.
     """
     if not isinstance(content, dict) or _DIGEST not in content:
         return None
@@ -92,7 +93,7 @@ def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
 
 
 def _tensor_files(path: Path) -> list[Path]:
-    """Of any save under this name, also of one that was killed."""
+    """Return the tensors' files of all saves at this path, interrupted ones included."""
     name = re.compile(rf"{re.escape(path.name)}(\.[0-9a-f]{{{_SHOWN}}})?{re.escape(_SUFFIX)}")
     return [found for found in path.parent.iterdir() if name.fullmatch(found.name)]
 

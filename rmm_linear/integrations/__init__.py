@@ -1,1 +1,1 @@
-"""rmm_linear inside other libraries' training loops. Each module imports its library; this package imports none."""
+"""Integrations with other libraries' training loops. Each module imports its library; this package imports none."""

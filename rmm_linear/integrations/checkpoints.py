@@ -1,6 +1,6 @@
-"""A callback for transformers' Trainer that puts the sketches' state into its checkpoints.
+"""A callback for transformers' Trainer that saves the sketches' state in its checkpoints.
 
-Loaded by ``rmm_linear.integrations.transformers``, which says what to install.
+Import it from ``rmm_linear.integrations.transformers``, whose error says what to install if transformers is missing.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _EARLY = re.compile(r"sketch_state-(\d+)\.json")
 
 
 class SketchStateCallback(TrainerCallback):
-    """Saves what the sketches have learned with every checkpoint, and restores it when a run is resumed.
+    """Saves the state of the sketches with every checkpoint, and restores it when a run is resumed.
 
-    That is the bits that ``bits="auto"`` chose, the groups of layers that share a sketch, and what norm estimators
-    have learned; with it, a resumed run goes on to the bit as one that was never interrupted. Saved is
-    ``sketch_state.json``, with tensors in a safetensors file beside it, of the first process: each rank learns from
-    batches of its own, and all go on from the first one's state.
+    The state is the widths that ``bits="auto"`` chose, the groups of layers that share a sketch, and the tensors of
+    norm estimators. With it, a resumed run continues bit for bit like one that was never interrupted. The first process
+    writes its state as ``sketch_state.json``, with tensors in a safetensors file beside it. Each rank learns from its
+    own batches; after resuming, all ranks continue from the first one's state.
 
-    The Trainer completes a checkpoint, and removes earlier ones, before it tells its callbacks. So that a process that
-    is killed in between has lost nothing, the state is written before, as ``sketch_state-STEP.json`` beside the
-    checkpoint, and removed when the checkpoint has it. For this, callbacks that ask for checkpoints themselves
-    (``control.should_save``) must be added before this one; otherwise the state is written into the checkpoint alone.
+    The Trainer completes a checkpoint, and removes earlier ones, before it calls its callbacks. So that a process that
+    is killed in between loses nothing, the state is written before that, as ``sketch_state-STEP.json`` beside the
+    checkpoint, and removed once it is in the checkpoint. For this, callbacks that request checkpoints themselves
+    (``control.should_save``) must be added before this one; otherwise the state is written into the checkpoint only.
 
-    The Trainer does not tell its callbacks where it resumes from: looked into is
-    ``args.resume_from_checkpoint``, if it is a folder, else ``checkpoint-STEP`` in the output folder.
+    The Trainer does not tell its callbacks which checkpoint it resumes from. The state is read from
+    ``args.resume_from_checkpoint`` if that is a folder, else from ``checkpoint-STEP`` in the output folder.
 
     Args:
-        resume_from: The checkpoint, where a run is resumed from somewhere else.
+        resume_from: The checkpoint to read instead, for runs that are resumed from another folder.
     """
 
     def __init__(self, resume_from: str | Path | None = None) -> None:
-        """Remember where to look."""
+        """Store the folder; nothing is read yet."""
         self.resume_from = resume_from
         self._written = -1
 
@@ -55,15 +55,7 @@ class SketchStateCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state, if there will be a checkpoint.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Write the state if there will be a checkpoint."""
         super().on_step_end(args, state, control, model=model, **kwargs)
         if control.should_save:
             self._write_early(args, state, model)
@@ -76,15 +68,7 @@ class SketchStateCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state, if there will be a checkpoint.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Write the state if there will be a checkpoint."""
         super().on_epoch_end(args, state, control, model=model, **kwargs)
         if control.should_save:
             self._write_early(args, state, model)
@@ -97,15 +81,7 @@ class SketchStateCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state, if there will or may be a checkpoint: whether the score is the best is not known yet.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: What the Trainer does next.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Write the state if there will or may be a checkpoint: whether the score is the best is not known yet."""
         super().on_evaluate(args, state, control, model=model, **kwargs)
         if control.should_save or args.save_strategy == "best":
             self._write_early(args, state, model)
@@ -118,15 +94,7 @@ class SketchStateCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the state into the checkpoint.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: Unused.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Write the state into the checkpoint."""
         folder = _checkpoint(args, state)
         if model is not None and state.is_world_process_zero and folder.is_dir() and sketched_layers(model):
             save_sketch_state(model, folder / STATE_FILE)
@@ -150,15 +118,7 @@ class SketchStateCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Restore the state, if the run is resumed.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: Unused.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Restore the state if the run is resumed."""
         super().on_train_begin(args, state, control, model=model, **kwargs)
         self._written = -1
         if model is None or not state.global_step or not sketched_layers(model):
@@ -170,7 +130,7 @@ class SketchStateCallback(TrainerCallback):
                 read_sketch_state(model, path)
                 break
         else:
-            logger.warning("There is no %s in %s: the sketches begin anew what they learn.", STATE_FILE, folder)
+            logger.warning("There is no %s in %s: the sketches start without a state.", STATE_FILE, folder)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
@@ -178,12 +138,12 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _early(checkpoint: Path, state: TrainerState) -> Path:
-    """Where the state lies until the checkpoint has it."""
+    """Return the path of the state until it is in the checkpoint."""
     return checkpoint.parent / f"sketch_state-{state.global_step}.json"
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Remove states whose checkpoint has been removed, or was never made."""
+    """Remove states whose checkpoint was removed or never written."""
     for path in list(folder.iterdir()):
         match = _EARLY.fullmatch(path.name)
         if match and not (folder / f"checkpoint-{match[1]}").is_dir():

@@ -1,9 +1,8 @@
-"""The conversion of a model, saved beside its weights and found again.
+"""Save the conversion of a model beside its weights, and convert another model from it.
 
 Weights are those of the original model, so ``model.save_pretrained(folder)`` and every other way of saving stays as it
-is. What the folder lacks is that the model was converted, how, and what its sketches have learned: that goes into one
-small JSON file, and with norm estimators into a safetensors file that it names, see
-:mod:`rmm_linear.conversion.state_files`.
+is. The configuration of the conversion and the state of the sketches go into one small JSON file in the same folder,
+with norm estimators also into a safetensors file that it names, see :mod:`rmm_linear.conversion.state_files`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ CONFIG_FILE = "rmm_config.json"
 
 
 def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write how a model was converted, and what its sketches have learned, into a folder.
+    """Write the configuration of a conversion and the state of its sketches into a folder.
 
-    An earlier conversion in the folder stays whole until this one is. :meth:`rmm_linear.RMMConfig.load` reads the
-    file as well, without what was learned.
+    An earlier conversion in the folder stays valid until this one is complete. :meth:`rmm_linear.RMMConfig.load` reads
+    the configuration from the same file.
 
     Args:
-        model: A converted model, wrapped by torch.compile, DataParallel or DistributedDataParallel or not.
-        folder: An existing folder, as a rule that of ``model.save_pretrained``.
+        model: A converted model; torch.compile, DataParallel or DistributedDataParallel may wrap it.
+        folder: An existing folder, usually that of ``model.save_pretrained``.
 
     Raises:
         ValueError: If the model is not converted.
@@ -60,7 +59,7 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:
-    """Name the layers that an example has left as they are called in the model itself."""
+    """Replace the names of ``target_modules`` by those of the unwrapped model."""
     own = {layer: name for name, layer in layers.items()}
     names = {name: own[module] for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
     targets = config.target_modules
@@ -70,7 +69,7 @@ def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, Ske
 
 
 def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> ConversionReport:
-    """Convert a model as the one that was saved in a folder, and give its sketches what they had learned.
+    """Convert a model with the configuration saved in a folder, and restore the state of its sketches.
 
     Args:
         model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it, wrapped or not.
@@ -80,7 +79,7 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
         What was converted.
 
     Raises:
-        FileNotFoundError: If the folder holds no conversion.
+        FileNotFoundError: If the folder contains no conversion.
         ValueError: If a file is damaged, or of a model with other layers; the message names it. Then the model is not
             converted.
     """
@@ -91,7 +90,7 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
         report = convert(model, config)
     except ValueError as error:
         raise ValueError(f"The model cannot be converted by {path}: {error}") from error
-    if state is not None:  # a configuration that was written by itself has none
+    if state is not None:  # None in a file that RMMConfig.save wrote
         try:
             load_saved_state(model, path, state)
         except BaseException:

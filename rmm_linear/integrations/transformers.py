@@ -1,6 +1,6 @@
-"""Callbacks for transformers' Trainer: the noise of the sketches, in its logs and checkpoints.
+"""Callbacks for transformers' Trainer: log the noise of the sketches, and save their state in checkpoints.
 
-Needs transformers; the library loads this module only when it is asked for.
+Needs transformers; nothing else in the library imports this module.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _PREFIX = "rmm/"
 
 
 class ProbeCallback(TrainerCallback):
-    """Looks at one optimizer step in n with a :class:`~rmm_linear.variance.GradientProbe` and remembers what it saw.
+    """Probes every n-th optimizer step with a :class:`~rmm_linear.variance.GradientProbe` and collects the rows.
 
-    Steps are the Trainer's: with gradient accumulation, the first forward pass of the step is looked at. The rows are
-    kept in ``state.log_history`` too, which checkpoints carry, so a resumed run has those from before. The Trainer says
-    nothing to its callbacks when training fails; the probe's hook then stays on the model until training begins anew.
+    Steps are the Trainer's: with gradient accumulation, the first forward pass of the step is probed. The rows are also
+    stored in ``state.log_history``, which is part of checkpoints, so a resumed run has the earlier rows. The Trainer
+    does not call its callbacks when training fails; the probe's hook then stays on the model until the next training.
 
     Args:
-        every: Look at the steps n, 2n, 3n, …
+        every: Probe the steps n, 2n, 3n, …
         modules: As for GradientProbe.
         config: As for GradientProbe.
 
@@ -55,7 +55,7 @@ class ProbeCallback(TrainerCallback):
     def __init__(
         self, *, every: int = 50, modules: str | Sequence[str] | None = None, config: RMMConfig | None = None
     ) -> None:
-        """Remember what to look at."""
+        """Store the options; the probe is made when training begins."""
         check_integer("every", every)
         self.every, self.modules, self.config = every, modules, config
         self.results = ProbeResults()
@@ -69,16 +69,8 @@ class ProbeCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put the probe on the model, and take the rows of a run that is resumed.
-
-        Args:
-            args: Unused.
-            state: Where training is.
-            control: Unused.
-            model: The model.
-            **kwargs: Unused.
-        """
-        self._leave()
+        """Attach the probe to the model, and restore the rows of a resumed run."""
+        self._detach()
         if model is None:
             return
         self._probe = GradientProbe(model, self.modules, every=None, config=self.config).__enter__()
@@ -89,27 +81,13 @@ class ProbeCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at this step, if it is one to look at.
-
-        Args:
-            args: Unused.
-            state: Where training is.
-            control: Unused.
-            **kwargs: Unused.
-        """
+        """Arm the probe if this step is due."""
         step = state.global_step + 1
         if self._probe is not None and step % self.every == 0:
             self._probe.arm(step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remember what was seen of this step.
-
-        Args:
-            args: Unused.
-            state: Where training is.
-            control: Unused.
-            **kwargs: Unused.
-        """
+        """Store the rows of this step in the Trainer's log history."""
         if rows := self._rows_of(state.global_step):
             found: Any = {_ROWS: [dataclasses.asdict(row) for row in rows], "step": state.global_step}
             state.log_history.append(found)
@@ -117,50 +95,44 @@ class ProbeCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the probe off the model.
-
-        Args:
-            args: Unused.
-            state: Unused.
-            control: Unused.
-            **kwargs: Unused.
-        """
-        self._leave()
+        """Detach the probe from the model."""
+        self._detach()
 
     def _rows_of(self, step: int) -> list[ProbeRow]:
-        return self.results.of_step(step)  # asked after every step
+        return self.results.of_step(step)  # by bisection: called after every step
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         if self._probe is not None:
             self._probe.__exit__(None, None, None)
             self._probe = None
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
-    """Logs the noise of the sketches through the Trainer, and so to TensorBoard, W&B and whatever else it reports to.
+    """Logs the noise of the sketches through the Trainer, and so to TensorBoard, W&B and its other integrations.
 
     Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α, and the
-    same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. ``rmm/kept_bytes``, the bytes that one forward
-    pass keeps for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`, are measured
-    on the first forward and backward pass of the step before, which the probe does not disturb (with ``every=1``, and
-    where a run is resumed one step before, on the same step). On CUDA this sets the allocator's peak statistics back;
-    elsewhere, where every operator has to be watched, it is done once, before the first look.
+    same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. Also ``rmm/kept_bytes``, the bytes that one
+    forward pass saves for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`. These
+    two are measured on the first forward and backward pass of the previous step, so that the probe does not affect
+    them (on the same step with ``every=1``, or if a run is resumed right before it). On CUDA this resets the
+    allocator's peak statistics. Elsewhere, where every operator must be intercepted, memory is measured once, before
+    the first probed step.
 
-    It saves and restores what the sketches have learned, as :class:`SketchStateCallback` does by itself.
+    The state of the sketches is saved and restored as by :class:`SketchStateCallback`.
 
-    The conversion report is printed when training begins. A warning is logged once if the median noise passes a limit.
+    The conversion report is printed when training begins. A warning is logged once if the median noise exceeds a limit.
     A callback cannot add to what the Trainer sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
     Args:
-        trainer: The Trainer that it is added to.
+        trainer: The Trainer that the callback is added to.
         report: The result of :func:`rmm_linear.convert`, to be printed; None prints nothing.
-        every: Look at the steps n, 2n, 3n, …
-        limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the sketch is as loud as the minibatch.
+        every: Probe the steps n, 2n, 3n, …
+        limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the two variances are equal.
         modules: As for GradientProbe.
         config: As for GradientProbe.
 
     Raises:
-        TypeError: If ``trainer`` is no Trainer, or an argument has the wrong type.
+        TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
         ValueError: If ``every`` or ``limit`` is not positive.
 
     Example:
@@ -177,7 +149,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         modules: str | Sequence[str] | None = None,
         config: RMMConfig | None = None,
     ) -> None:
-        """Remember the Trainer."""
+        """Store the Trainer and the options, and check them."""
         SketchStateCallback.__init__(self)
         ProbeCallback.__init__(self, every=every, modules=modules, config=config)
         if not callable(getattr(trainer, "log", None)) or not callable(getattr(trainer, "training_step", None)):
@@ -201,33 +173,18 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Print the report, and put the probe on the model.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: Unused.
-            model: The model.
-            **kwargs: Unused.
-        """
+        """Print the report, attach the probe and restore the state of a resumed run."""
         super().on_train_begin(args, state, control, model=model, **kwargs)
         self._memory, self._measured = {}, False
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)
         if self.report is not None and state.is_world_process_zero:
-            print(self.report)  # as the Trainer's own callbacks speak to the user
+            print(self.report)  # printed, not logged, as by the Trainer's own callbacks
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at this step, or measure its memory, if it is one of those.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Where training is.
-            control: Unused.
-            **kwargs: Unused.
-        """
+        """Arm the probe, or measure memory, if this step is due for it."""
         super().on_step_begin(args, state, control, **kwargs)
         step = state.global_step + 1
         is_due = (step + 1) % self.every == 0 or (step % self.every == 0 and not self._measured)
@@ -236,14 +193,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             self._measure_next_pass(self._probe.model, args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log what was seen of this step.
-
-        Args:
-            args: Unused.
-            state: Where training is.
-            control: The Trainer's flags, left as they are.
-            **kwargs: Unused.
-        """
+        """Log the medians and the rows of this step, and warn if the noise exceeds the limit."""
         super().on_step_end(args, state, control, **kwargs)
         rows = self._rows_of(state.global_step)
         if not rows:
@@ -254,17 +204,17 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             logs.update({f"noise/{row.module}": row.noise, f"alpha/{row.module}": row.alpha})
         should_log = control.should_log
         self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
-        control.should_log = should_log  # logging takes it back, and the Trainer's own entry of this step would be lost
+        control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
                 "Step %d: the sketches' noise is %.3g times that of the minibatch (median over the layers), more than "
-                "the limit of %g. Keep more: a larger ratio or memory, or fewer bits at the same memory.",
+                "the limit of %g. Store more: a larger ratio or memory, or fewer bits at the same memory.",
                 state.global_step, medians["noise"], self.limit,
             )  # fmt: skip
 
     def _measure_next_pass(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Wrap the Trainer's next training_step: a block around it ends however the pass does."""
+        """Wrap the Trainer's next training_step, so that the measurement ends even if the pass raises."""
         trainer, before = self.trainer, vars(self.trainer).get("training_step")
         training_step = trainer.training_step
 
@@ -273,9 +223,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 del trainer.training_step
             else:
                 trainer.training_step = before
-            with track_saved(model) as kept, peak(device) as highest:
+            with track_saved(model) as saved, peak(device) as highest:
                 result = training_step(*args, **kwargs)
-            self._memory = {"kept_bytes": kept.total, "peak_bytes": highest.bytes}
+            self._memory = {"kept_bytes": saved.total, "peak_bytes": highest.bytes}
             return result
 
         trainer.training_step = measured

@@ -1,4 +1,4 @@
-"""SketchedLayer: what the sketched layers have in common, a configuration and their place in a converted model."""
+"""SketchedLayer: the base class of all layers that save a sketch of their input."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PADDING = (
 
 
 class SketchedLayer(nn.Module):
-    """What every sketched layer has beside its parameters: a configuration, and its place in a converted model.
+    """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
 
     Attributes:
         rmm_config: How the input is saved.
-        rmm_context: What the layers of a converted model share, or None for a layer by itself.
-        rmm_index: Number of the layer in the converted model.
+        rmm_context: The context of the converted model, or None for a layer outside of one.
+        rmm_index: Index of the layer in the converted model.
         rmm_auto_bits: The width chosen for ``bits="auto"``.
-        rmm_estimator: What is expected of the tokens' gradients; None without a ``norm_estimator``.
+        rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
         rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
     """
 
@@ -59,7 +59,7 @@ class SketchedLayer(nn.Module):
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
         if self.rmm_context is not None and estimator is not None:
-            self.rmm_context.estimators[self.rmm_index] = estimator  # its siblings ask it too
+            self.rmm_context.estimators[self.rmm_index] = estimator  # for layers that share a sketch with this one
 
     def _tear_down(self) -> None:
         for name in SketchedLayer.__annotations__:
@@ -68,7 +68,7 @@ class SketchedLayer(nn.Module):
     def _linear(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Apply the layer; ``shape`` has the leading dimensions of an input that was flattened before."""
+        """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
         if is_dtensor(weight):
             raise RuntimeError(
                 "A sketched layer needs its whole weight in its forward pass, got a DTensor: tensor parallel layers "
@@ -76,7 +76,7 @@ class SketchedLayer(nn.Module):
                 "of the modules it was called on.)"
             )
         if not self.training:
-            # Compilers ask for the gradient with respect to the weight beforehand.
+            # Compilers trace all gradients in advance, and that of the unsaved layer's weight raises.
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
@@ -99,7 +99,7 @@ class SketchedLayer(nn.Module):
         return self.rmm_auto_bits.width()
 
     def _call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None, shape: tuple[int, ...]) -> LinearCall:
-        """Say what this call saves; seeds are asked for in any grad mode, as both passes of a checkpoint must."""
+        """Return what this call saves, with a seed in every grad mode: both passes of a checkpoint must take one."""
         config, context, index = self.rmm_config, self.rmm_context, self.rmm_index
         if context is None:
             call = LayerCall(shape, input.device)
@@ -107,15 +107,15 @@ class SketchedLayer(nn.Module):
             call = context.call_of(index, shape, input.device, config.mask_padding)
         is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_auto_bits.bits is None
         if is_choosing and not in_backward() and not is_capturing(input.device):
-            with _disable_current_modes():  # a selective checkpoint counts the operators that it will run again
+            with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
                 x = input.detach().reshape(call.tokens, -1)
                 self.rmm_auto_bits.observe(x, config, (dtype or input.dtype).itemsize, call.mask)
-        # Asked without an estimator too: siblings may have one.
+        # Set without an estimator too: layers that share the sketch may have one.
         expected = functools.partial(self._expected, call) if spec.samples_rows(call.tokens) else None
         on_backward = functools.partial(self._on_backward, call)
         if context is None:
             return LinearCall(spec, draw_seed(), dtype, call.mask, expected=expected, on_backward=on_backward)
-        cache = context.sketch_cache if context.is_open() else None  # nobody would clear it
+        cache = context.sketch_cache if context.is_open() else None  # outside of a forward pass, nothing clears it
         return LinearCall(spec, context.layer_seed(index), dtype, call.mask, cache, index, expected, on_backward)
 
     def _traced_call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None) -> LinearCall:
@@ -144,7 +144,7 @@ class SketchedLayer(nn.Module):
         self._check_padding(y, mask)
         if self.rmm_estimator is not None:
             norms = row_norms(y.detach()).float()
-            # An overflowing step shows nothing; waiting for the device to tell would cost more than a sum of zeros.
+            # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.
             self.rmm_estimator.observe(call, torch.where(norms.isfinite().all(), norms, 0))
 
     def _check_padding(self, y: Tensor, mask: TokenMask | None) -> None:
@@ -155,7 +155,7 @@ class SketchedLayer(nn.Module):
         if bool((finite & (padding != 0)).any()):
             name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"
             raise RuntimeError(_PADDING.format(name))
-        # An overflowing step shows nothing, nor does one without any gradient, as above LoRA's fresh B.
+        # Nothing is shown by a step that overflows, or without any gradient, as in the first step of LoRA (B = 0).
         self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
 
     def _describe(self) -> str:

@@ -1,4 +1,4 @@
-"""RMMConv1D: GPT-2's Conv1D (a linear layer with a transposed weight) that keeps a sketch of its input.
+"""RMMConv1D: GPT-2's Conv1D (a linear layer with a transposed weight) that saves a sketch of its input.
 
 Imports transformers; the library loads this module only when a model holds such a layer.
 """

@@ -1,4 +1,4 @@
-"""The autograd functions of a linear layer: one that saves a sketch of its input, and one that saves nothing of it."""
+"""The autograd functions of a linear layer: one saves a sketch of the input, the other saves nothing of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rmm_linear.spec import SaveSpec
 def _apply(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
-    """The exact product, and on ctx what its backward pass asks for; the same in a recomputation."""
+    """The exact output; puts on ctx what the exact gradients need, which is the same in a recomputation."""
     ctx.autocast_dtype, ctx.input_shape, ctx.input_dtype = dtype, input.shape, input.dtype
     ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
     with torch.autocast(input.device.type, enabled=False):
@@ -37,7 +37,7 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
 
 
 class SketchedLinearFunction(torch.autograd.Function):
-    """The linear layer whose backward pass needs what a call saves, not X."""
+    """The linear layer that computes its weight gradient from a sketch of X."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class SketchedLinearFunction(torch.autograd.Function):
         *saved: Tensor | None,
     ) -> Tensor:
         """Apply the layer exactly."""
-        # The seed and the mask are among the saved tensors: on ctx, they would be those of the first pass.
+        # The seed and the mask are saved tensors: on ctx, a recomputation could not replace them.
         ctx.spec, ctx.on_backward, ctx.is_traced = spec, on_backward, is_traced
         output = _apply(ctx, input, weight, bias, x, dtype)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
@@ -61,7 +61,7 @@ class SketchedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Make the gradients."""
+        """Compute the gradients."""
         (grad_output,) = grad_outputs
         _refuse_double_backward()
         weight, order, count, *saved = ctx.saved_tensors
@@ -84,7 +84,7 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
 
 
 class UnsavedLinearFunction(torch.autograd.Function):
-    """The linear layer whose backward pass has nothing of X."""
+    """The linear layer that saves nothing of X: its gradients are those with respect to input and bias."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -95,7 +95,7 @@ class UnsavedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Make the gradients."""
+        """Compute the gradients."""
         (grad_output,) = grad_outputs
         _refuse_double_backward()
         (weight,) = ctx.saved_tensors
@@ -106,7 +106,7 @@ class UnsavedLinearFunction(torch.autograd.Function):
 
 
 class RefusedGradient(torch.autograd.Function):
-    """A weight whose gradient cannot be made; a node of its own, which runs only if the gradient is asked for."""
+    """Identity of a weight whose gradient cannot be computed: its node runs, and raises, only if one is needed."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class RefusedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        """Refuse."""
+        """Raise."""
         raise RuntimeError(
             "The gradient with respect to the weight needs the layer's input, and a layer in eval mode saves nothing. "
             "Call model.train() before the forward pass, or rmm_linear.revert(model) for an exact layer."
@@ -127,5 +127,5 @@ def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "sketched_linear does not support double backward: its input is not saved, so a backward pass with "
-            "create_graph=True cannot be made. Use rmm_linear.revert(model), or exclude the layer."
+            "create_graph=True is not possible. Use rmm_linear.revert(model), or exclude the layer."
         )

@@ -34,14 +34,14 @@ class LinearCall:
 
     Attributes:
         spec: How the input is saved.
-        seed: Seed of S and of the rounding. None in compiled code, whose operator draws one in every step.
+        seed: Seed of S and of the rounding. None in compiled code, where an operator draws one in every step.
         dtype: The dtype that autocast runs the layer in, or None while it is off.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
         cache: Sketches that other layers made in this forward pass, or None to share nothing.
-        index: Number of the layer, for ``cache``.
-        expected: Returns ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), or None where nothing is known. Called only
-            where a sketch is made, so that layers that share one ask once. None knows nothing.
-        on_backward: Called with Y, shape (N, O), and the mask before the weight gradient is made of them.
+        index: Index of the layer, for ``cache``.
+        expected: Returns ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), or None without a prediction. Called only
+            where a sketch is made, so once for all layers that share it. None is a call without predictions.
+        on_backward: Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them.
     """
 
     spec: SaveSpec
@@ -70,7 +70,7 @@ def sketched_linear(
     bits, the input itself is saved and everything is exact.
 
     Memory: ``config.spec(N, I, itemsize).bytes(...)``. Time: the weight gradient costs K/N of the exact one; the
-    sketches of X and Y come on top (one pass each for countsketch).
+    sketches of X and Y are additional (one pass each for countsketch).
 
     Args:
         input: Activations X, shape (*, I); N is the product of the leading dimensions.
@@ -79,8 +79,8 @@ def sketched_linear(
         config: Kind, ratio or memory, bits, block and min_rows; its module patterns are not used here.
         seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is
             on or not, so that later random numbers do not depend on it.
-        token_mask: True, or an integer but 0, for rows whose gradient with respect to the output is not zero, shape (*)
-            as the leading dimensions of ``input``; padding is false and left out of the sketch. It is not checked: a
+        token_mask: True, or a non-zero integer, for rows whose gradient with respect to the output is not zero; padding
+            is false and left out of the sketch. Shape (*), as the leading dimensions of ``input``. It is not checked: a
             masked row with a gradient would be missing from dW.
 
     Returns:
@@ -132,14 +132,14 @@ def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Te
 def spec_for(
     shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, bits: int | None = None
 ) -> SaveSpec | None:
-    """Return how a layer saves its input, by the shapes and dtypes alone.
+    """Return how a layer saves its input, from shapes and dtypes alone.
 
     Args:
         shape: Of the input X, (*, I).
         itemsize: Bytes per element that the layer computes with.
         weight: Shape (O, I).
         config: The layer's configuration.
-        bits: What ``bits="auto"`` stands for; None is the configuration's own rule.
+        bits: The width chosen for ``bits="auto"``; None is the configuration's own rule.
 
     Returns:
         The spec; None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
@@ -150,7 +150,7 @@ def spec_for(
 
 
 def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and save what a call says.
+    """Apply ``input @ weight.T + bias`` and save what ``call`` describes.
 
     Args:
         input: Activations X, shape (*, I).
@@ -164,7 +164,8 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
     x = input.detach() if call.dtype is None else cast(input.detach(), call.dtype)
-    # Made outside of the node: siblings share it, and compilers let nodes share nothing but their inputs.
+    # Made outside of the autograd function, so that layers can share it: compilers let autograd functions share nothing
+    # but their inputs.
     saved = _saved(input, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
@@ -174,14 +175,14 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
 
 
 def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
-    """What is saved of X; a recomputation under checkpointing replaces all of it, or none."""
+    """What is saved of X; a recomputation by activation checkpointing replaces all of these tensors."""
     key = (call.spec, call.mask, call.dtype)
     saved = None if call.cache is None else call.cache.find(input, key, call.index)
     if saved is not None:
         return saved
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if call.seed is None:
-            return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # no view of it: see save_traced
+            return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # not a view: see save_traced
         expected = None if call.expected is None else call.expected()
         saved = save_input(x.reshape(-1, x.shape[-1]), call.spec, call.mask, call.seed, expected)
     if call.cache is not None:
@@ -192,8 +193,8 @@ def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
 def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply ``input @ weight.T + bias`` and save nothing of the input, as a layer in eval mode does.
 
-    Exact: the output and the gradients with respect to input and bias. Asking for the gradient with respect to the
-    weight raises in the backward pass.
+    Exact: the output and the gradients with respect to input and bias. A backward pass that needs the gradient with
+    respect to the weight raises.
 
     Args:
         input: Activations X, shape (*, I).

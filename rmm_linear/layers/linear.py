@@ -12,10 +12,11 @@ from rmm_linear.layers.base import SketchedLayer
 
 
 class RMMLinear(SketchedLayer, nn.Linear):
-    """A drop-in for ``nn.Linear`` that keeps K sketched rows of its input instead of N.
+    """A drop-in for ``nn.Linear`` that saves K sketched rows of its input for the backward pass instead of N.
 
-    Exact: output, gradient by the input, gradient by the bias. Random and unbiased: the gradient by the weight. In eval
-    mode nothing is kept, so gradients by the weight need train mode. The state_dict is that of ``nn.Linear``.
+    Exact: the output and the gradients with respect to input and bias. Random and unbiased: the gradient with respect
+    to the weight. In eval mode nothing is saved, so a gradient with respect to the weight needs train mode. The
+    state_dict is that of ``nn.Linear``.
 
     Args:
         in_features: I.
@@ -23,7 +24,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
         bias: Whether the layer adds a bias.
         device: Device of the parameters.
         dtype: dtype of the parameters.
-        config: How the input is kept; None is ``RMMConfig()``.
+        config: How the input is saved; None is ``RMMConfig()``.
 
     Example:
         >>> RMMLinear(16, 4, config=RMMConfig(ratio=0.2))
@@ -40,7 +41,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
         *,
         config: RMMConfig | None = None,
     ) -> None:
-        """Make a layer with fresh parameters."""
+        """Make a layer with new parameters."""
         super().__init__(in_features, out_features, bias, device, dtype)
         self._set_up(config)
 
@@ -50,7 +51,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
         Args:
             linear: An exact ``nn.Linear``; it stays usable, and both train the same Parameter objects.
-            config: How the input is kept; None is ``RMMConfig()``.
+            config: How the input is saved; None is ``RMMConfig()``.
 
         Returns:
             The sketched layer.

@@ -8,13 +8,13 @@ from typing import Any
 from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
-# These need the conversion, which imports this folder: looked up when they are asked for.
-_OF_THE_CONVERSION = ("Explanation", "LayerMemory", "explain")
+# These live in conversion, which imports this folder, so they are imported on first access.
+_FROM_CONVERSION = ("Explanation", "LayerMemory", "explain")
 
 __all__ = ["Ledger", "Peak", "peak", "track_saved"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_THE_CONVERSION:
+    if name not in _FROM_CONVERSION:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("rmm_linear.conversion.explain"), name)

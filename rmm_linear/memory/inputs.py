@@ -1,4 +1,4 @@
-"""The inputs of a model's layers, and what keeps them: one forward pass, looked at."""
+"""Run one forward pass and find out which operators save the input of each layer for the backward pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rmm_linear.memory.ledger import Ledger, track_saved
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one forward pass showed of a layer's input.
+    """The input of one layer in one forward pass.
 
     Attributes:
         tokens: N.
-        itemsize: Bytes per element that is kept.
-        storage: Key of its storage in the ledger; None when autograd does not keep it.
+        itemsize: Bytes per saved element.
+        storage: Key of its storage in the ledger; None if autograd does not save it.
         bytes: Bytes of the storage.
-        others: What keeps the storage beside the layers looked at: names of operators.
+        others: Names of other operators that save the same storage, the given layers excluded.
     """
 
     tokens: int
@@ -37,23 +37,23 @@ def unsaved_reason(seen: LayerInput) -> str | None:
     """Say why sketching a layer's input saves nothing, whatever the sketch's size.
 
     Args:
-        seen: What a forward pass showed.
+        seen: The layer's input in a forward pass.
 
     Returns:
         The reason, or None.
     """
     if seen.storage is None:
-        return "autograd does not keep its input"
-    return f"{' and '.join(seen.others)} keeps this tensor anyway" if seen.others else None
+        return "autograd does not save its input"
+    return f"{' and '.join(seen.others)} saves this tensor anyway" if seen.others else None
 
 
 def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[dict[str, LayerInput], Ledger]:
-    """Run one forward pass in training mode and look at what is kept.
+    """Run one forward pass in training mode and record what is saved for backward.
 
     Args:
         model: The model.
         batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
-        names: Layers whose inputs are looked at.
+        names: Names of the layers whose inputs are recorded.
 
     Returns:
         Name to input for the layers that ran, and the ledger of the whole pass.
@@ -69,34 +69,34 @@ def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[di
 
     handles = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in modules.items()]
     try:
-        with _undisturbed(model), torch.enable_grad(), track_saved(model) as ledger:
+        with _restored(model), torch.enable_grad(), track_saved(model) as ledger:
             output = _call(model, batch)
-            # Now, while the graph lives: what it keeps is read off its nodes.
-            keepers = _keepers(output)
+            # Inside the block, while the graph is alive: its nodes know what they saved.
+            savers = _saving_nodes(output)
             storages = dict(ledger.storages)
             return {
-                name: _seen(calls[name], name, storages, keepers, names) for name in modules if name in calls
+                name: _layer_input(calls[name], name, storages, savers, names) for name in modules if name in calls
             }, ledger
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _seen(
+def _layer_input(
     x: Tensor,
     name: str,
     storages: Mapping[tuple[str, int], Any],
-    keepers: Mapping[tuple[str, int], Sequence[str]],
+    savers: Mapping[tuple[str, int], Sequence[str]],
     names: Sequence[str],
 ) -> LayerInput:
     tokens = x.shape[:-1].numel()
     key = (str(x.device), x.untyped_storage().data_ptr())
     if key in storages and set(storages[key].modules) & set(names):
         others = [module for module in storages[key].modules if module not in names]
-        operators = sorted({_friendly(n) for n in keepers.get(key, ()) if not _is_linear(n)})
-        kept_by_others = tuple(operators or others) if others or operators else ()
-        return LayerInput(tokens, x.element_size(), key, storages[key].bytes, kept_by_others)
-    # Autocast keeps a copy of its own in another dtype.
+        operators = sorted({_operator_name(n) for n in savers.get(key, ()) if not _is_linear(n)})
+        saved_by_others = tuple(operators or others) if others or operators else ()
+        return LayerInput(tokens, x.element_size(), key, storages[key].bytes, saved_by_others)
+    # Under autocast a copy in another dtype is saved instead of the input.
     copies = [(k, e) for k, e in storages.items() if name in e.modules and e.bytes * 2 in (x.nbytes, 2 * x.nbytes)]
     if copies:
         copy_key, entry = copies[0]
@@ -108,14 +108,14 @@ def _is_linear(node: str) -> bool:
     return node.startswith(("Addmm", "Mm", "Linear", "MkldnnLinear", "Bmm"))
 
 
-def _friendly(node: str) -> str:
+def _operator_name(node: str) -> str:
     if "ScaledDotProduct" in node:
         return "scaled_dot_product_attention"
     return node.removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
 
 
-def _keepers(output: Any) -> dict[tuple[str, int], list[str]]:
-    """Names of the graph's nodes by the storages that they keep."""
+def _saving_nodes(output: Any) -> dict[tuple[str, int], list[str]]:
+    """Map each storage to the names of the autograd nodes that save it."""
     found: dict[tuple[str, int], list[str]] = {}
     todo = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     seen = set(todo)
@@ -141,8 +141,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Training mode inside; mode, buffers and random numbers as before outside."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Set training mode inside the block; restore modes, buffers and random number generators after it."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -1,4 +1,4 @@
-"""The ledger: which module keeps how many bytes for the backward pass."""
+"""The ledger: how many bytes each module saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rmm_linear._support.tables import table
 
 @dataclass
 class SavedStorage:
-    """One storage that autograd keeps.
+    """One storage that autograd saves for backward.
 
     Attributes:
         bytes: Its size.
-        modules: Names of the modules that keep it, the first keeper first.
+        modules: Names of the modules that save it, in the order in which they did.
     """
 
     bytes: int
@@ -28,10 +28,11 @@ class SavedStorage:
 
 
 class Ledger:
-    """Bytes that autograd keeps for the backward pass, by module.
+    """Bytes that autograd saves for the backward pass, by module.
 
-    Every distinct storage counts once, for the module that kept it first, and is marked as shared when others keep it
-    too. What is shown is the moment at which most was kept, so a backward pass inside the block takes nothing away.
+    Every distinct storage counts once, for the module that saved it first, and is marked as shared if other modules
+    save it too. All figures are those of the moment with the most saved bytes, so a backward pass inside the block,
+    which frees saved tensors, does not lower them.
     """
 
     def __init__(self) -> None:
@@ -42,17 +43,17 @@ class Ledger:
 
     @property
     def storages(self) -> dict[tuple[str, int], SavedStorage]:
-        """(device, address) of every storage kept at the moment of most to what keeps it."""
-        return max(self._live, self._peak, key=lambda kept: sum(entry.bytes for entry in kept.values()))
+        """(device, address) to storage, at the moment with the most saved bytes."""
+        return max(self._live, self._peak, key=lambda saved: sum(entry.bytes for entry in saved.values()))
 
     @property
     def total(self) -> int:
-        """Bytes of all storages kept, parameters and buffers excluded."""
+        """Bytes of all saved storages, parameters and buffers excluded."""
         return sum(entry.bytes for entry in self.storages.values())
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Bytes by the module that keeps them first, in the order of the forward pass; "" is the model itself."""
+        """Bytes by the module that saves them first, in the order of the forward pass; "" is the model itself."""
         result: dict[str, int] = {}
         for entry in self.storages.values():
             result[entry.modules[0]] = result.get(entry.modules[0], 0) + entry.bytes
@@ -60,7 +61,7 @@ class Ledger:
 
     @property
     def shared(self) -> dict[str, int]:
-        """Bytes, of those in ``by_module``, that other modules keep too."""
+        """The part of ``by_module`` that other modules save too, in bytes."""
         result: dict[str, int] = {}
         for entry in self.storages.values():
             if len(entry.modules) > 1:
@@ -76,10 +77,10 @@ class Ledger:
         return {"total": self.total, "by_module": self.by_module, "shared": self.shared}
 
     def table(self) -> str:
-        """Return the ledger as a table, the largest keeper first.
+        """Return the ledger as a table, the module with the most bytes first.
 
         Returns:
-            Text with one row per module: bytes, share of the total, and bytes that others keep too.
+            Text with one row per module: bytes, share of the total, and bytes that other modules save too.
         """
         shared, total = self.shared, max(self.total, 1)
         rows = [
@@ -104,8 +105,8 @@ class Ledger:
             del self._holders[key], self._live[key]
 
 
-class _Kept:
-    """A saved tensor, and an end that the ledger hears of."""
+class _SavedTensor:
+    """A saved tensor that tells the ledger when it is freed."""
 
     def __init__(self, tensor: Tensor, ledger: Ledger | None, key: tuple[str, int] | None) -> None:
         self.tensor = tensor
@@ -115,10 +116,10 @@ class _Kept:
 
 @contextmanager
 def track_saved(model: nn.Module) -> Iterator[Ledger]:
-    """Attribute the bytes that autograd keeps for the backward pass to the modules of a model.
+    """Attribute the bytes that autograd saves for the backward pass to the modules of a model.
 
-    Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``; what other such hooks inside the block
-    keep for themselves (activation checkpointing, ``save_on_cpu``) is not seen. Parameters and buffers do not count.
+    Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``. Tensors that other such hooks inside the
+    block store themselves (activation checkpointing, ``save_on_cpu``) are not counted, nor are parameters and buffers.
 
     Args:
         model: The model that runs inside the block.
@@ -128,20 +129,20 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 3))
-        >>> with track_saved(layer) as kept:
+        >>> with track_saved(layer) as saved:
         ...     _ = layer(torch.ones(10, 4))
-        >>> kept.by_module  # the input, 10 × 4 × 4 bytes
+        >>> saved.by_module  # the input, 10 × 4 × 4 bytes
         {'0': 160}
     """
     own = {(str(t.device), t.untyped_storage().data_ptr()) for t in (*model.parameters(), *model.buffers())}
     ledger = Ledger()
     running: list[str] = []
 
-    def pack(tensor: Tensor) -> _Kept:
+    def pack(tensor: Tensor) -> _SavedTensor:
         storage = tensor.untyped_storage()
         if not storage.nbytes() or (str(storage.device), storage.data_ptr()) in own:
-            return _Kept(tensor, None, None)
-        return _Kept(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
+            return _SavedTensor(tensor, None, None)
+        return _SavedTensor(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
 
     def enter(name: str) -> Callable[..., None]:
         return lambda *_: running.append(name)
@@ -153,5 +154,5 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(enter(name), prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor))
         yield ledger

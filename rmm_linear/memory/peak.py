@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Peak:
-    """What :func:`peak` measured.
+    """The result of :func:`peak`.
 
     Attributes:
-        bytes: The peak.
-        measure: "cuda allocated", or "cpu live tensors".
+        bytes: Peak memory.
+        measure: What was measured: "cuda allocated" or "cpu live tensors".
     """
 
     bytes: int = 0
@@ -28,7 +28,7 @@ class Peak:
 
 
 class _LiveTensors(TorchDispatchMode):
-    """Adds up the storages that operators return, while they live."""
+    """Adds up the bytes of the live storages that operators returned."""
 
     def __init__(self, result: Peak) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class _LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(output):
-            if storage._cdata not in given:  # a view, or a result written into an argument, is nothing new
+            if storage._cdata not in inputs:  # views, and results written into an argument, allocate nothing
                 self._add(storage)
         return output
 
@@ -66,13 +66,13 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 def peak(device: torch.device | str | None = None) -> Iterator[Peak]:
     """Measure the peak memory of a block.
 
-    On CUDA it is the allocator's peak, everything alive before included. On the CPU, which has no such counter, it is
-    the peak of the bytes of tensors made inside the block: neither the interpreter nor the libraries, nor buffers
-    inside an operator, nor what a memory allocator holds back, all of which the resident set size (RSS) of the process
-    counts; RSS hardly ever falls. The CPU's block runs slower, since every operator is watched.
+    On CUDA this is the allocator's peak, including everything that was allocated before. The CPU has no such counter:
+    there it is the peak of the bytes of tensors made inside the block. Unlike the resident set size (RSS) of the
+    process, which hardly ever falls, it excludes the interpreter, the libraries, buffers inside an operator and memory
+    that the allocator holds back. On the CPU the block runs slower, because every operator is intercepted.
 
     Args:
-        device: Where to measure; None is CUDA where there is one, else the CPU.
+        device: The device to measure; None is CUDA if available, else the CPU.
 
     Yields:
         The result, complete when the block has ended.

@@ -1,8 +1,8 @@
-"""Norm estimators: what to expect of ‖yᵢ‖, for the kinds that draw rows by their importance (norm_rows, wta).
+"""Norm estimators: predict ‖yᵢ‖ for the kinds that sample rows by importance (norm_rows, wta).
 
-"none" goes by ‖xᵢ‖ alone. "position", "token" and "position_token" keep running means, need nothing from the user and
-work from the second step on. "sample_cache" and "sequence_cache" remember the last epoch by dataset index. With all of
-them the gradient stays unbiased; what is expected decides the noise alone.
+"none" uses ‖xᵢ‖ alone. "position", "token" and "position_token" are running means; they need nothing from the user and
+work from the second step on. "sample_cache" and "sequence_cache" remember the last epoch by dataset index. The gradient
+is unbiased with all of them; the prediction affects its variance only.
 """
 
 from rmm_linear.norm_estimators.base import LayerCall, NormEstimator

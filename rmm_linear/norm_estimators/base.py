@@ -1,9 +1,9 @@
-"""What a norm estimator is, and the call of a layer that it is asked about.
+"""The interface of norm estimators, and the layer call that they predict and observe.
 
-Row sampling with importance (norm_rows, wta) draws token i with a probability ∝ ‖xᵢ‖·ŷᵢ. The noise of norm_rows is
-least where ŷᵢ² is the mean of ‖yᵢ‖² over all that is not known in the forward pass: Σᵢ ‖xᵢ‖² E‖yᵢ‖²/pᵢ has its least
-value where pᵢ ∝ ‖xᵢ‖ √E‖yᵢ‖². So estimators average squares. A wrong ŷ adds noise and never a bias, because p is fixed
-before the rows are drawn. Sums of squares have one sign, and nothing is subtracted from them: float32 is enough.
+Importance sampling of rows (norm_rows, wta) samples token i with a probability ∝ ‖xᵢ‖·ŷᵢ. The variance of norm_rows,
+Σᵢ ‖xᵢ‖² E‖yᵢ‖²/pᵢ, is smallest for pᵢ ∝ ‖xᵢ‖ √E‖yᵢ‖², so the best ŷᵢ² is the mean of ‖yᵢ‖² over everything that is not
+known in the forward pass, and estimators average squares. A wrong ŷ adds variance but no bias, because p is fixed
+before the rows are sampled. Sums of squares have one sign, and nothing is subtracted from them: float32 is enough.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class LayerCall:
     """One call of one layer, as an estimator sees it.
 
     Attributes:
-        shape: Leading dimensions of the layer's input, (batch, sequence) as a rule; their product is N.
-        device: Where the input is.
-        input_ids: Token ids, integers of shape (N,), on the device; None where they are not known.
-        sample_index: Numbers of the batch's examples in the data set, int64 of shape (batch,), on the CPU; or None.
-        mask: The tokens that count, or None for all.
+        shape: Leading dimensions of the layer's input, usually (batch, sequence); their product is N.
+        device: Device of the input.
+        input_ids: Token ids, integers of shape (N,), on the device; None if they are not known.
+        sample_index: Indices of the batch's examples in the data set, int64 of shape (batch,), on the CPU; or None.
+        mask: The valid tokens, or None for all.
     """
 
     shape: tuple[int, ...]
@@ -43,16 +43,16 @@ class LayerCall:
 
     @property
     def valid(self) -> Tensor:
-        """True for the tokens that count, shape (N,)."""
+        """True for the valid tokens, shape (N,)."""
         if self.mask is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.device)
         return self.mask.valid
 
     def places(self) -> Tensor | None:
-        """Number the tokens of each sequence from 0 on; padding in front does not count.
+        """Number the valid tokens of each sequence from 0 on; padding in front is not counted.
 
         Returns:
-            int64, shape (N,), whatever for tokens that do not count; None where the sequences are not known.
+            int64, shape (N,), arbitrary for masked tokens; None if the sequences are not known.
 
         Example:
             >>> LayerCall((2, 3), torch.device("cpu")).places()
@@ -66,22 +66,23 @@ class LayerCall:
 
 
 class NormEstimator(abc.ABC):
-    """Says in the forward pass what to expect of ‖yᵢ‖, and learns from every backward pass.
+    """Predicts ‖yᵢ‖ in the forward pass and observes it in every backward pass.
 
     One object serves one layer of one process: under distributed training every rank learns from its own batches. It is
-    copied and pickled with the model, and it is no module: parameters and state_dict stay those of the original model.
+    copied and pickled with the model. It is not an ``nn.Module``, so parameters and state_dict stay those of the
+    original model.
     """
 
     @abc.abstractmethod
     def predict(self, call: LayerCall) -> Tensor | None:
-        """Return ŷ. Called once for every sketch; nothing should wait for the device here.
+        """Return ŷ. Called once for every sketch; avoid synchronizing with the device here.
 
         Args:
             call: The call of the layer.
 
         Returns:
-            Not negative, float32, shape (N,), on the call's device; values of tokens that do not count are not looked
-            at. None where nothing is known: then the input's norms alone decide. Only relative values matter, except
+            Not negative, float32, shape (N,), on the call's device; values of masked tokens are ignored. None if
+            nothing is known yet: then the norms of the input alone decide. Only relative values matter, except
             between layers that share one sketch, whose ŷ² are added.
         """
 
@@ -91,85 +92,74 @@ class NormEstimator(abc.ABC):
 
         Args:
             call: The call of the layer.
-            norms: ‖yᵢ‖, float32, shape (N,), finite. All zero where a step shows nothing: above a layer that starts
-                from zero, as LoRA's B does, or when the gradients have overflowed.
+            norms: ‖yᵢ‖, float32, shape (N,), finite. All zero in steps that carry no information: above a layer that
+                starts from zero, as LoRA's B does, or when the gradients have overflowed.
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold.
+        """Return the state that a checkpoint must contain.
 
         Returns:
-            Tensors by name; empty where nothing was learned.
+            Tensors by name; empty if nothing was learned.
         """
         return {}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the place of an estimator whose :meth:`tensors` these are.
+        """Restore the state that :meth:`tensors` returned.
 
         Args:
             tensors: Tensors by name.
 
         Raises:
-            ValueError: If they are not such tensors; then nothing changes.
+            ValueError: If the tensors are not a state of this estimator; then nothing changes.
         """
         if tensors:
             raise ValueError(f"{type(self).__name__} has no tensors to load, got {', '.join(tensors)}.")
 
     @property
     def bytes(self) -> int:
-        """Bytes that the state takes, wherever it is."""
+        """Size of the state in bytes, on any device."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class RelativeEstimator(NormEstimator):
-    """An estimator that learns ‖yᵢ‖² relative to its mean over the step's tokens.
+    """An estimator that learns ‖yᵢ‖² relative to its mean over the tokens of the step.
 
-    Losses shrink during training and loss scaling changes their unit, so absolute norms of different steps do not
-    compare. The layer's own unit, which siblings need, is a running root mean square of its own.
+    Losses shrink during training and loss scaling changes their unit, so absolute norms of different steps cannot be
+    compared. The scale of the layer, which layers that share a sketch need, is a separate running root mean square.
 
     Args:
-        decay: What one step leaves of the weight of those before, in (0, 1]; 1 counts all steps alike.
+        decay: Factor on the weight of earlier steps at every step, in (0, 1]; 1 weights all steps equally.
     """
 
     def __init__(self, decay: float) -> None:
-        """Know nothing."""
+        """Start without any observation."""
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay!r}. Use decay=1 to count all steps alike.")
         self.decay = decay
-        self._unit: Tensor | None = None  # float32: the weighted sum of the steps' mean squares' roots; their weight
+        self._unit: Tensor | None = None  # float32 (2,): weighted sum of the steps' root mean squares; weights
 
     def predict(self, call: LayerCall) -> Tensor | None:
-        """Return what is known, in the layer's unit.
-
-        Args:
-            call: The call of the layer.
-
-        Returns:
-            ŷ, or None.
-        """
+        """Return ŷ in the scale of the layer, or None before the first observation."""
         if self._unit is None or (relative := self._recall(call)) is None:
             return None
         unit = self._unit = self._unit.to(call.device)
-        # Steps that showed nothing leave a tiny unit: alike for all tokens, and nothing beside a sibling that has seen.
+        # If all steps so far had zero gradients, the scale is tiny: equal for all tokens, and negligible beside the
+        # ŷ of other layers that share the sketch.
         return relative.sqrt() * (unit[0] / unit[1].clamp_min(1e-6)).clamp_min(1e-30)
 
     def observe(self, call: LayerCall, norms: Tensor) -> None:
-        """Learn the step's relative squares, unless all are zero.
-
-        Args:
-            call: The call of the layer.
-            norms: ‖yᵢ‖, shape (N,).
-        """
+        """Learn the relative squares of the step, unless all are zero."""
         if not norms.numel():
             return
-        real = call.valid
-        norms = torch.where(real, norms, 0)
+        valid = call.valid
+        norms = torch.where(valid, norms, 0)
         top = norms.amax()
         seen = top > 0
-        squares = (norms / torch.where(seen, top, 1)).square()  # of the largest 1: the squares themselves may overflow
-        mean = squares.sum() / real.sum().clamp_min(1)
+        squares = (norms / torch.where(seen, top, 1)).square()  # divided by the largest: unscaled squares may overflow
+        mean = squares.sum() / valid.sum().clamp_min(1)
         fade = torch.where(seen, self.decay, 1.0)
-        self._learn(call, squares / torch.where(seen, mean, 1), (real & seen).float(), fade)
+        self._learn(call, squares / torch.where(seen, mean, 1), (valid & seen).float(), fade)
         step = torch.stack((top * mean.sqrt(), seen.float()))
         self._unit = step if self._unit is None else self._unit.to(call.device) * fade + step
 
@@ -179,25 +169,14 @@ class RelativeEstimator(NormEstimator):
 
     @abc.abstractmethod
     def _learn(self, call: LayerCall, squares: Tensor, weights: Tensor, fade: Tensor) -> None:
-        """Take the relative squares of a step; weights are 1 for tokens that show something; fade is the decay."""
+        """Learn the relative squares of a step; ``weights`` is 1 for tokens that count, ``fade`` the decay."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold.
-
-        Returns:
-            "unit", and what the estimator adds.
-        """
+        """Return "unit", to which subclasses add their own tensors; empty if nothing was learned."""
         return {} if self._unit is None else {"unit": self._unit}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the place of an estimator whose :meth:`tensors` these are.
-
-        Args:
-            tensors: Tensors by name.
-
-        Raises:
-            ValueError: If they are not such tensors.
-        """
+        """Restore "unit"; raise ValueError if it is missing or malformed."""
         unit = tensors.get("unit")
         if tensors and (unit is None or unit.dtype != torch.float32 or unit.shape != (2,) or not _are_sums(unit)):
             raise ValueError("unit must be two finite float32 numbers of at least 0.")
@@ -205,15 +184,15 @@ class RelativeEstimator(NormEstimator):
 
 
 def check_tensors(estimator: NormEstimator, tensors: dict[str, Tensor], optional: tuple[str, ...]) -> None:
-    """Refuse tensors that an estimator cannot have written: other names, other dtypes, values that are no sums.
+    """Reject tensors that an estimator cannot have saved: unknown names, other dtypes, negative or non-finite values.
 
     Args:
-        estimator: Who loads them.
-        tensors: Tensors by name; none is what an estimator writes that has learned nothing.
-        optional: Names beside "unit", of float32.
+        estimator: The estimator that loads them.
+        tensors: Tensors by name; empty if the saved estimator had learned nothing.
+        optional: Allowed names besides "unit", all float32.
 
     Raises:
-        ValueError: If they are others.
+        ValueError: If a name, a dtype or a value is not allowed.
     """
     kind = type(estimator).__name__
     if unknown := sorted(set(tensors) - {"unit", *optional}):

@@ -1,4 +1,4 @@
-"""The published estimator: what each example's tokens had for gradients when it was last seen, one epoch ago.
+"""The published estimator: the gradient norms of each example's tokens from when it was last seen, one epoch ago.
 
 Source: Liu et al. 2023, arXiv 2305.15265, section 3.3 and algorithm 1.
 """
@@ -15,36 +15,36 @@ from rmm_linear.norm_estimators.base import LayerCall, RelativeEstimator
 
 
 class SampleCache(RelativeEstimator):
-    """Gradient norms by the example's number in the data set, in host memory.
+    """Caches gradient norms in host memory by the index of the example in the data set.
 
-    Nothing is known of an example before its second epoch; in a batch of some that are known, the others have the mean.
-    The batch must carry the numbers, see :func:`rmm_linear.estimators.with_sample_index`.
+    Predictions for an example start in its second epoch. In a batch where only some examples are cached, the others get
+    the mean of these. The batch must contain the indices, see :func:`rmm_linear.estimators.with_sample_index`.
 
-    Memory: 2 bytes (bfloat16) per token of the longest sequence, or per sequence, for each number up to the largest
-    seen; examples beyond ``max_bytes`` are not remembered, and a warning says so. Time: the backward pass waits for the
-    device once per layer. Under distributed training every rank remembers the examples it has seen itself.
+    Memory: 2 bytes (bfloat16) per token of the longest sequence, or per sequence, for each index up to the largest one
+    seen; examples beyond ``max_bytes`` are not cached, with a warning. Time: the backward pass synchronizes with the
+    device once per layer. Under distributed training every rank caches the examples that it has seen itself.
 
     Args:
-        per_token: Remember every token; False remembers one root mean square for each sequence.
-        max_bytes: Most host memory of one layer.
+        per_token: Cache every token; False caches one root mean square per sequence.
+        max_bytes: Upper limit of host memory for one layer.
     """
 
     def __init__(self, per_token: bool = True, max_bytes: int = 2**27) -> None:
-        """Know nothing."""
+        """Start with an empty cache."""
         super().__init__(decay=0.9)
         if not isinstance(per_token, bool):
             raise TypeError(f"per_token must be True or False, got {per_token!r}.")
         check_integer("max_bytes", max_bytes)
         self.per_token, self.max_bytes = per_token, max_bytes
-        self._squares: Tensor | None = None  # (examples, width); NaN where nothing is known
+        self._squares: Tensor | None = None  # (examples, width); NaN where nothing is cached
         self._warned = False
 
     def _recall(self, call: LayerCall) -> Tensor | None:
         index = self._index(call)
         if index is None or self._squares is None or not len(self._squares):
             return None
-        places = (index < 0) | (index >= len(self._squares))
-        found = self._squares[index.masked_fill(places, 0)].masked_fill(places.unsqueeze(1), torch.nan)
+        outside = (index < 0) | (index >= len(self._squares))
+        found = self._squares[index.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(1), torch.nan)
         if bool(found.isnan().all()):
             return None
         found = found.to(call.device, torch.float32).gather(1, self._columns(call).clamp_max(found.shape[1] - 1))
@@ -61,7 +61,7 @@ class SampleCache(RelativeEstimator):
         squares, weights = squares.view(batch, -1), weights.view(batch, -1)
         if self.per_token:
             values = squares.new_full((batch, squares.shape[1] + 1), torch.nan)
-            # Tokens that do not count have no place: they go to one more column.
+            # Masked tokens have no position: they go to an extra column, which is dropped.
             columns = torch.where(weights > 0, self._columns(call), squares.shape[1])
             values = values.scatter_(1, columns, squares)[:, :-1]
         else:
@@ -70,10 +70,10 @@ class SampleCache(RelativeEstimator):
         fits = index >= 0
         if not bool(fits.any()) or bool(values.isnan().all()):
             return
-        kept = self._grow(int(index.max()) + 1, values.shape[1])
-        fits &= index < len(kept)
-        kept[index[fits]] = torch.nan  # where it was longer before
-        kept[index[fits], : values.shape[1]] = values[fits, : kept.shape[1]]
+        cache = self._grow(int(index.max()) + 1, values.shape[1])
+        fits &= index < len(cache)
+        cache[index[fits]] = torch.nan  # the sequence may have been longer before
+        cache[index[fits], : values.shape[1]] = values[fits, : cache.shape[1]]
 
     def _index(self, call: LayerCall) -> Tensor | None:
         return call.sample_index if len(call.shape) > 1 else None
@@ -89,7 +89,7 @@ class SampleCache(RelativeEstimator):
         width = max(width, old.shape[1])
         most = self.max_bytes // (old.element_size() * width)
         if rows > most and not self._warned:
-            self._warned = True  # the largest number grows with every batch, and the text with it
+            self._warned = True  # Python's own filter would not: the index in the message grows with every batch
             warnings.warn(
                 f"The sample cache has {self.max_bytes} bytes for each layer, and sees example {rows - 1}: those from "
                 f"number {most} on are not remembered. Give max_bytes more, remember sequences (per_token=False), or "
@@ -105,22 +105,11 @@ class SampleCache(RelativeEstimator):
         return old
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold.
-
-        Returns:
-            "unit" and "cache", or nothing.
-        """
+        """Return "unit" and "cache"; empty if nothing was learned."""
         return {} if self._squares is None else {**super().tensors(), "cache": self._squares}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the place of an estimator whose :meth:`tensors` these are.
-
-        Args:
-            tensors: Tensors by name.
-
-        Raises:
-            ValueError: If they are not such tensors, or larger than ``max_bytes``.
-        """
+        """Restore the state that :meth:`tensors` returned; raise ValueError if malformed or above ``max_bytes``."""
         cache = tensors.get("cache")
         if cache is None and tensors:
             raise ValueError(f"SampleCache needs the tensors unit and cache, got {', '.join(sorted(tensors))}.")

@@ -22,15 +22,15 @@ _registered: dict[str, Callable[[], NormEstimator]] = {}
 
 
 def register_norm_estimator(name: str, factory: Callable[[], NormEstimator]) -> None:
-    """Give a norm estimator of one's own, or one with other options, a name for ``RMMConfig.norm_estimator``.
+    """Register a custom norm estimator, or one with other options, under a name for ``RMMConfig.norm_estimator``.
 
     Args:
-        name: The name; the library's own cannot be taken, one's own can be given anew.
-        factory: Makes the estimator of one layer; called without arguments once for every layer.
+        name: The name. Built-in names cannot be replaced; a registered one can.
+        factory: Makes the estimator of one layer; called without arguments once per layer.
 
     Raises:
-        TypeError: If the factory cannot be called.
-        ValueError: If the name is empty or the library's own.
+        TypeError: If the factory is not callable.
+        ValueError: If the name is empty or built in.
 
     Example:
         >>> from rmm_linear import RMMConfig
@@ -47,10 +47,10 @@ def register_norm_estimator(name: str, factory: Callable[[], NormEstimator]) -> 
 
 
 def norm_estimators() -> tuple[str, ...]:
-    """List the names that can be used.
+    """List the names of all norm estimators.
 
     Returns:
-        The library's own, then those that were registered.
+        The built-in names, then the registered ones.
     """
     return (*_BUILT_IN, *_registered)
 
@@ -65,8 +65,8 @@ def make_norm_estimator(name: str) -> NormEstimator | None:
         The estimator; None for "none".
 
     Raises:
-        TypeError: If a registered factory made something else.
-        ValueError: If there is no such name.
+        TypeError: If a registered factory returned something other than a NormEstimator.
+        ValueError: If the name is unknown.
     """
     check_norm_estimator(name)
     if name in _BUILT_IN:
@@ -78,7 +78,7 @@ def make_norm_estimator(name: str) -> NormEstimator | None:
 
 
 def check_norm_estimator(name: object) -> None:
-    """Refuse what is no name of an estimator."""
+    """Raise ValueError unless ``name`` is the name of a norm estimator."""
     if name not in norm_estimators():
         raise ValueError(
             f"norm_estimator must be one of {', '.join(norm_estimators())}, got {name!r}. "

@@ -1,8 +1,8 @@
 """Running means of ‖yᵢ‖² by the position of a token in its sequence, by its id, or by both.
 
-They stream: no dataset index, no second epoch, nothing that grows with the data set. By both, ŷ² is a product: the mean
-by position, and the mean by id of what that leaves over, ‖yᵢ‖² divided by the first. A mean for every pair of position
-and id would see each pair too rarely.
+They are updated online: no dataset index, no second epoch, no memory that grows with the data set. With both keys ŷ² is
+a product: the mean by position times the mean by id of the residual, ‖yᵢ‖² divided by the mean by position. A mean for
+every pair of position and id would see each pair too rarely.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ POSITION, TOKEN = "position", "token"
 class RunningNorms(RelativeEstimator):
     """Running means of the relative ‖yᵢ‖² for every value of one key or of several.
 
-    A value's mean is (Σ squares + 1)/(count + 1): the mean of all tokens, which is 1, counts as one more token. So what
-    was never seen has the mean of all, and what was seen once is half believed.
+    The mean of a value is smoothed, (Σ squares + 1)/(count + 1): the mean over all tokens, which is 1, counts as one
+    more observation. A value that was never seen gets the mean over all tokens.
 
-    "position" is counted from the first token that is no padding, and needs inputs of the shape (batch, sequence, I),
-    or an ``attention_mask`` or ``input_ids`` that tell the sequences. "token" needs a model whose forward takes
-    ``input_ids``; ids that are equal modulo ``buckets`` share a mean, so that memory is bounded whatever the
-    vocabulary. Vocabularies are ordered by frequency as a rule: what collides is rare.
+    "position" is counted from the first valid token. It needs inputs of the shape (batch, sequence, I), or an
+    ``attention_mask`` or ``input_ids`` from which the sequences follow. "token" needs a model whose forward takes
+    ``input_ids``; ids that are equal modulo ``buckets`` share a mean, which bounds the memory for any vocabulary.
+    Vocabularies are usually ordered by frequency, so ids that share a mean with a frequent one are rare.
 
-    Memory of a layer, on its device: 8 bytes for every position, and 8 for every bucket, 256 KiB as it is. Time: a few
-    passes over N numbers and one over the means, in each direction.
+    Memory of a layer, on its device: 8 bytes per position and 8 per bucket, 256 KiB by default. Time: a few passes over
+    N numbers and one over the means, in each direction.
 
     Args:
-        by: The keys, "position" or "token"; each of them explains what those before leave over.
-        decay: What one step leaves of the weight of those before, in (0, 1]; 1 is the mean by count.
+        by: The keys, "position" or "token"; each key is fitted to the residual of the keys before it.
+        decay: Factor on the weight of earlier steps at every step, in (0, 1]; 1 weights all tokens equally.
         buckets: Number of means by id.
 
     Raises:
@@ -51,7 +51,7 @@ class RunningNorms(RelativeEstimator):
     """
 
     def __init__(self, by: Sequence[str], decay: float = 0.9, buckets: int = 32_768) -> None:
-        """Know nothing."""
+        """Start without any observation."""
         super().__init__(decay)
         check_integer("buckets", buckets)
         if isinstance(by, str) or not by or len(set(by)) < len(by) or not set(by) <= {POSITION, TOKEN}:
@@ -94,22 +94,11 @@ class RunningNorms(RelativeEstimator):
         return new
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint must hold.
-
-        Returns:
-            "unit", and the sums of each key under its name; empty where nothing was learned.
-        """
+        """Return "unit", and the sums of each key under its name; empty if nothing was learned."""
         return {**super().tensors(), **self._sums}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take the place of an estimator whose :meth:`tensors` these are.
-
-        Args:
-            tensors: Tensors by name.
-
-        Raises:
-            ValueError: If they are not such tensors, or of another number of buckets.
-        """
+        """Restore the state that :meth:`tensors` returned; raise ValueError if malformed or of other ``buckets``."""
         check_tensors(self, tensors, optional=self.by)
         sums = {key: tensors[key].clone() for key in self.by if key in tensors}
         for key, values in sums.items():

@@ -1,6 +1,6 @@
-"""Batches that carry their examples' numbers in the data set, for the norm estimator "sample_cache".
+"""Batches with the data set indices of their examples, for the norm estimator "sample_cache".
 
-A converted model takes ``sample_index`` out of the keyword arguments of its outermost call, before its forward sees it.
+A converted model removes ``sample_index`` from the keyword arguments of its outermost call, before its forward runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ SAMPLE_INDEX = "sample_index"
 
 
 class IndexedDataset(Dataset[dict[str, Any]]):
-    """A map-style data set whose examples also have their number, under ``sample_index``.
+    """A map-style data set that adds to every example its index, as ``sample_index``.
 
     Args:
-        dataset: A data set with a length, whose examples are dictionaries, such as a ``datasets.Dataset``.
+        dataset: A map-style data set with a length and dictionaries as examples, such as a ``datasets.Dataset``.
 
     Raises:
         TypeError: If it has no length or cannot be indexed.
@@ -29,30 +29,26 @@ class IndexedDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Remember the data set."""
+        """Wrap the data set."""
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(f"dataset must have a length and be indexed by numbers, got {type(dataset).__name__}.")
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Return the number of examples.
-
-        Returns:
-            The length of the data set.
-        """
+        """Return the number of examples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an example with its number.
+        """Return an example with its index.
 
         Args:
-            index: The number.
+            index: Index of the example.
 
         Returns:
-            The example's entries, and ``sample_index``.
+            The entries of the example, and ``sample_index``.
 
         Raises:
-            TypeError: If the example is no dictionary.
+            TypeError: If the example is not a dictionary.
         """
         example = self.dataset[index]
         _check_dictionary("An example", example, Mapping)
@@ -60,16 +56,18 @@ class IndexedDataset(Dataset[dict[str, Any]]):
 
 
 def with_sample_index(collator: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Wrap a collator, so that ``sample_index`` passes by it into the batch.
+    """Wrap a collator that does not know ``sample_index``, so that batches contain it.
 
-    With transformers' Trainer, give ``TrainingArguments(remove_unused_columns=False)``: else it drops every column that
-    the model's forward does not name, this one too. Evaluation sets need no numbers: without them nothing is added.
+    With transformers' Trainer, pass ``TrainingArguments(remove_unused_columns=False)``: otherwise it drops every column
+    that is not an argument of the model's forward, this one too. Evaluation sets need no indices: if examples have
+    none, nothing is added.
 
     Args:
-        collator: Makes a batch, a dictionary, of a list of examples.
+        collator: Makes a batch, a dictionary, from a list of examples.
 
     Returns:
-        A collator that hides the numbers from the first one and adds them as ``sample_index``, int64 of shape (batch,).
+        A collator that calls the wrapped one without the indices and adds them as ``sample_index``, int64 of shape
+        (batch,).
 
     Example:
         >>> import torch, rmm_linear
@@ -93,7 +91,7 @@ def with_sample_index(collator: Callable[[list[Any]], Any]) -> Callable[[list[An
 
 
 class _Collator:
-    """A class, because workers of a DataLoader get it pickled."""
+    """A class and not a closure, because a DataLoader pickles it for its workers."""
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
         if not callable(collator):

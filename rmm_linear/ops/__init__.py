@@ -1,8 +1,8 @@
 """PyTorch operators of the sketches, with fakes and FLOP formulas, dispatched by device.
 
 Only this folder chooses between plain PyTorch, the C library and the Triton kernels: :mod:`rmm_linear.ops.table` has
-one row per operation. All three make the same S of the same seed. The environment variable RMM_BACKEND overrides the
+one row per operation. All three make the same S from the same seed. The environment variable RMM_BACKEND overrides the
 choice: "torch" is plain PyTorch everywhere, "triton" the kernels, on CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-A seed is a tensor on the device and is never read by the host, so nothing waits for the device.
+A seed is a tensor on the device. The host never reads it, so it never waits for the device.
 """

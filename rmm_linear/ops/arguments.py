@@ -1,6 +1,6 @@
-"""A SaveSpec and a token mask as arguments of an operator, whose signature knows only numbers, strings and tensors.
+"""Convert a SaveSpec and a token mask to the arguments of an operator (numbers, strings and tensors) and back.
 
-They are taken apart and put together nowhere else.
+This module is the only place that does so.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SCHEMA = (
 
 
 def to_arguments(spec: SaveSpec, mask: TokenMask | None) -> tuple[Any, ...]:
-    """Take a spec and a mask apart.
+    """Convert a spec and a mask to arguments.
 
     Args:
         spec: How the input is saved.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        The arguments of :data:`SCHEMA`, in order.
+        The arguments of :data:`SCHEMA`, in its order.
     """
     ranks = (None, None) if mask is None else (mask.order, mask.count)
     return spec.kind, spec.rows, spec.block, spec.bits, spec.uniform_mix, *ranks
@@ -40,7 +40,7 @@ def from_arguments(
     order: Tensor | None = None,
     count: Tensor | None = None,
 ) -> tuple[SaveSpec, TokenMask | None]:
-    """Put together what :func:`to_arguments` took apart.
+    """Convert the arguments of :func:`to_arguments` back.
 
     Args:
         kind: See :class:`rmm_linear.spec.SaveSpec`, as the following ones.

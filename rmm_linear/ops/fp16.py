@@ -10,9 +10,9 @@ import torch
 def fp16_scale(dtype: torch.dtype, tokens: int, rows: int) -> float:
     """Return the power of two that keeps sums of a sketch within float16; 1 for all other dtypes.
 
-    SᵀX is stored divided by it, SᵀY is made multiplied by it. Every row of SᵀX is a sum of tokens, √(N/K) times as
-    large as they are on the average and hardly ever four times more. So where one channel is large in all tokens it
-    would be infinite where X is not, in every step, and no loss scale would help: that is in Y alone.
+    SᵀX is divided by it before it is stored, SᵀY multiplied by it. Every row of SᵀX is a sum of tokens: on average
+    √(N/K) times as large as a token, and hardly ever four times more than that. So where one channel is large in all
+    tokens, SᵀX would be infinite in every step although X is finite. A loss scale would not help: it scales Y alone.
 
     Args:
         dtype: Of X and Y.

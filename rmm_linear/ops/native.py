@@ -1,4 +1,4 @@
-"""The operations with the C library, on CPU: its random words everywhere, its loops where it has some."""
+"""The operations with the C library, on CPU: its random numbers always, its loops for float32 and packing."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def sketch(
 ) -> Tensor:
     """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
     matrix, tokens = matrix if dtype is None else matrix.to(dtype), matrix.shape[0]
-    kept = sketches.kept_rows(tokens, rows, block)
-    if mask is None and kept >= tokens:
+    sketch_rows = sketches.kept_rows(tokens, rows, block)
+    if mask is None and sketch_rows >= tokens:
         return matrix
     shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
-    if kind in SAMPLERS and kept < tokens:
+    if kind in SAMPLERS and sketch_rows < tokens:
         return sketches.sketch(matrix, **shape, p=p, generator=native.philox)
-    return _sketch_parts(matrix, **shape)(0, kept)
+    return _sketch_parts(matrix, **shape)(0, sketch_rows)
 
 
 def _sketch_parts(
     matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None, mask: TokenMask | None
 ) -> Callable[[int, int], Tensor]:
-    """Do what :func:`rmm_linear.sketches.sketch_parts` does."""
+    """As :func:`rmm_linear.sketches.sketch_parts`."""
     hashed = _hashed(matrix, seed, kind, rows, mask)
     if hashed is None:
         shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
@@ -55,16 +55,16 @@ def _sketch_parts(
 def _hashed(
     matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The tokens that count, their signs and shifts, where the C library makes the sketch; else None."""
+    """The valid tokens with their signs and shifts, if the C library makes the sketch; else None."""
     count = matrix.shape[0] if mask is None else int(mask.count)
     if kind != "countsketch" or matrix.dtype != torch.float32 or count <= rows:
         return None
     matrix = matrix if mask is None else matrix.index_select(0, mask.order[:count])
-    return _side_by_side(matrix), *native.signs_and_shifts(seed, count, rows)
+    return _contiguous_rows(matrix), *native.signs_and_shifts(seed, count, rows)
 
 
-def _side_by_side(matrix: Tensor) -> Tensor:
-    """The elements of each row one after the other, as the C library reads them."""
+def _contiguous_rows(matrix: Tensor) -> Tensor:
+    """The matrix with the elements of every row side by side, as the C library needs them."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
@@ -113,7 +113,7 @@ def _pack_parts(
     codes, qparams = packing.empty_packed(*shape, bits, seed)
     noise = _rounding_noise(seed, *shape)
     for rows in packing.row_parts(*shape, seed.device, _CHUNK):
-        values = _side_by_side(part(rows.start, rows.stop).to(torch.float32))
+        values = _contiguous_rows(part(rows.start, rows.stop).to(torch.float32))
         found = qparams[rows]
         if not native.pack(values, bits, noise.signs, noise.rows[rows], noise.columns, codes[rows], found):
             packing.mark_infinite(found)
@@ -146,7 +146,7 @@ def unpack(
 
 
 def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
-    """Do what :func:`rmm_linear.packing.unrotate` does, to a matrix that nobody else needs."""
+    """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
     if matrix.dtype != torch.float32 or not matrix.is_contiguous():
         return packing.unrotate(matrix, seed)
     native.unrotate(matrix, _rounding_noise(seed, 0, GROUP).signs)

@@ -1,6 +1,6 @@
-"""The operations in plain PyTorch, made of :mod:`rmm_linear.sketches` and :mod:`rmm_linear.packing`.
+"""The operations in plain PyTorch, composed of :mod:`rmm_linear.sketches` and :mod:`rmm_linear.packing`.
 
-On CPU what is only read once is made and used in parts, so that it never exists as a whole.
+On CPU, intermediate results that are read only once are made a few rows at a time and never exist as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.philox import Generator, philox
 from rmm_linear.spec import SaveSpec
 
-_CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: memory that the allocator has at hand
+_CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: a buffer that the allocator can reuse
 
 
 def sketch(
@@ -37,25 +37,26 @@ def sketch(
         seed: int64 with one element, on the device of ``matrix``.
         rows: K, at least 1.
         block: Tokens per block, or None.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
         p: Probability of every token, for kinds that sample rows by it.
-        dtype: The dtype the sketch is made in; None is that of ``matrix``.
+        dtype: The dtype in which the sketch is made; None is that of ``matrix``.
 
     Returns:
-        Shape (kept rows, D); ``matrix`` itself where all rows are kept in its dtype.
+        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; ``matrix`` itself if every row is kept in
+        its dtype.
     """
     matrix = matrix if dtype is None else matrix.to(dtype)
     return sketches.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
 
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM), made in one go.
+    """Return pack(SᵀM); on CPU, SᵀM never exists as a whole.
 
     Args:
-        matrix: M, shape (N, D), floating point. A sketch of float16 is made in float32, which has room for the sums.
-        seed: int64, shape (1,), on the device of ``matrix``; of S and of the rounding.
+        matrix: M, shape (N, D), floating point. Of float16, sketches are made in float32: the sums may exceed it.
+        seed: int64, shape (1,), on the device of ``matrix``; the seed of S and of the rounding.
         spec: Kind, rows, block and bits.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
 
     Returns:
         Codes and qparams, see :func:`rmm_linear.packing.pack`.
@@ -73,16 +74,16 @@ def unpacked_product(
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z), with float32 accumulation at least.
 
-    The product is made with the groups still rotated, and rotated back afterwards: it has O rows where Z has K.
+    The product is taken with Z still rotated and is unrotated afterwards, since it has O rows where Z has K.
 
     Args:
         y: Y, shape (N, O), floating point.
         codes: uint8, shape (K, ⌈I · bits / 8⌉).
         qparams: bfloat16, shape (K, ⌈I / 64⌉, 2).
         seed: The seed of S and of the rounding, int64, shape (1,).
-        spec: As Z was made.
+        spec: The spec of Z.
         columns: I.
-        mask: As Z was made.
+        mask: The mask of Z.
 
     Returns:
         Shape (O, I), dtype of ``y``.
@@ -103,7 +104,7 @@ def unpacked_product(
 
 
 def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
-    """Cut the rows of Z into those that are unpacked and multiplied at a time on CPU.
+    """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU.
 
     Args:
         rows: K.
@@ -112,7 +113,7 @@ def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> 
         dtype: Of Y.
 
     Yields:
-        The rows: all of them for half types, which would round after every part.
+        The rows of a part. Half types have one part, since they would round the sum after every part.
     """
     step = _CHUNK // max(1, columns, outputs) if dtype in (torch.float32, torch.float64) else rows
     for begin in range(0, rows, max(1, step)):
@@ -127,18 +128,18 @@ def sample_rows(
     mask: TokenMask | None,
     generator: Generator = philox,
 ) -> RowSample:
-    """Sample K rows of an input by what they weigh; :mod:`rmm_linear.sketches.sampling` says how.
+    """Sample K rows of an input by their norms, as described in :mod:`rmm_linear.sketches.sampling`.
 
     Args:
         x: Input X, shape (N, I), floating point.
         seed: int64, shape (1,), on the device of ``x``.
-        spec: Kind, rows (K, less than N), and the part of the probability that all tokens share alike.
-        expected: ŷ, what is expected of ‖yᵢ‖, shape (N,); None where nothing is known.
-        mask: The tokens that count, or None for all.
+        spec: Kind, rows (K, less than N) and uniform_mix.
+        expected: ŷ, the expected norms ‖yᵢ‖, shape (N,); None without a prediction.
+        mask: The valid tokens, or None for all.
         generator: Makes the random words.
 
     Returns:
-        Rows, int32, and their scales, float32, both of shape (K,).
+        Indices of the rows, int32, and their scales, float32, both of shape (K,).
     """
     p = sketches.probabilities(sketches.row_norms(x), spec.uniform_mix, expected, mask)
     keys = sketches.random_keys(seed, spec.rows, generator)
@@ -146,12 +147,12 @@ def sample_rows(
 
 
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) for sampled rows, made in one go.
+    """Return pack(SᵀM) for sampled rows; on CPU, SᵀM never exists as a whole.
 
     Args:
         matrix: M, shape (N, D), floating point.
-        seed: int64, shape (1,), on the device of ``matrix``; of the rounding.
-        sample: Rows and scales, shape (K,).
+        seed: int64, shape (1,), on the device of ``matrix``; the seed of the rounding.
+        sample: Indices and scales of the rows, shape (K,).
         bits: 8, 4 or 2.
 
     Returns:
@@ -161,13 +162,13 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> t
 
 
 def row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
-    """Prepare to make some sampled rows after others.
+    """Return a function that makes the sampled rows a few at a time.
 
     Args:
         matrix: M, shape (N, D).
-        sample: Rows and scales, shape (K,).
+        sample: Indices and scales of the rows, shape (K,).
 
     Returns:
-        A function of the first row and the row after the last, which makes these rows of SᵀM.
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of SᵀM.
     """
     return lambda begin, end: sketches.gather(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))

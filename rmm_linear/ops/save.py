@@ -1,9 +1,9 @@
 """What is saved of an input for the backward pass.
 
-Saved are tensors only (a sketch Z, packed or not, and the seed of S or the sampled rows), because autograd's
-saved-tensor hooks, and with them activation checkpointing, see nothing else. One operator makes all of them: selective
-checkpointing keeps what some operators have returned, and runs the others again. A Z that was kept beside a seed that
-was drawn again would give a gradient of noise, so whoever keeps the one must keep the other.
+Only tensors are saved (a sketch Z, packed or not, and the seed of S or the sampled rows), because autograd's
+saved-tensor hooks, and with them activation checkpointing, handle nothing else. One operator makes all of them, because
+selective checkpointing stores the results of some operators and recomputes the others: a stored Z with a recomputed,
+different seed would make the gradient pure noise. The results of one operator are stored or recomputed together.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def save(
     Args:
         x: Input, shape (N, I).
         spec: How it is saved.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
         seed: Seed of S and of the rounding.
-        expected: ŷ, what is expected of ‖yᵢ‖, float32, shape (N,), for kinds that sample rows of X; None where nothing
-            is known.
+        expected: ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds that sample rows of X; None without a
+            prediction.
 
     Returns:
-        Z and the seed, or codes, qparams and the seed when packed; tensors on the device of ``x``. Where rows are
-        sampled, they and their scales come after Z or the qparams, and without packing in the place of the seed.
+        Tensors on the device of ``x``: (Z, seed), or (codes, qparams, seed) when packed. Where rows are sampled,
+        (Z, index, scale), or (codes, qparams, index, scale, seed) when packed.
     """
     seeds = _on_device(seed, x.device)
     if spec.samples_rows(x.shape[0]):
@@ -53,7 +53,7 @@ def save(
     return scaled_sketch(x, seeds, spec, mask, 1 / scale), seeds
 
 
-# PyTorch 2.6 takes a list, no tuple, from an operator that returns Tensor[].
+# PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
 @torch.library.custom_op(
     "rmm_linear::keep", mutates_args=(), schema=f"(Tensor x, int seed, Tensor? expected, {SCHEMA}) -> Tensor[]"
 )
@@ -71,7 +71,7 @@ def _(x, seed, expected, *arguments, **named):
 def _(x: Sequence[int], seed, expected, *arguments, out_shape=None, **named) -> int:
     (tokens, columns), (spec, _mask) = x, from_arguments(*arguments, **named)
     if spec.samples_rows(tokens):
-        made = 2 * tokens * columns + spec.rows * columns  # the norms that they are sampled by, and the rows
+        made = 2 * tokens * columns + spec.rows * columns  # the norms of all rows, and the sampled rows
     else:
         made = sketch_flops(x, spec.kind, spec.rows, spec.block)
     return made if spec.bits is None else made + 2 * GROUP * spec.kept_rows(tokens) * columns
@@ -80,25 +80,25 @@ def _(x: Sequence[int], seed, expected, *arguments, out_shape=None, **named) -> 
 def save_input(
     x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Make what eager code saves of an input, by one operator.
+    """Make what eager code saves of an input, with one operator.
 
     Args:
         x: Input, shape (N, I).
         spec: How it is saved.
         mask: See :func:`save`.
-        seed: See there.
-        expected: See there.
+        seed: See :func:`save`.
+        expected: See :func:`save`.
 
     Returns:
-        See there.
+        The tensors of :func:`save`.
     """
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
-        return x, _on_device(seed, x.device)  # the seed decides nothing here
+        return x, _on_device(seed, x.device)  # every row, unpacked: the seed is not used
     return tuple(_keep(x, seed, expected, *to_arguments(spec, mask)))
 
 
 def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tuple[Tensor, ...]:
-    """Make room for what :func:`save` makes.
+    """Return uninitialized tensors with the shapes and dtypes of :func:`save`'s result.
 
     Args:
         like: Any tensor of the input's dtype, on its device.
@@ -107,7 +107,7 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
         spec: How the input is saved.
 
     Returns:
-        The tensors, with nothing in them yet.
+        The tensors.
     """
     rows = spec.kept_rows(tokens)
     stored = (like.new_empty(rows, features),)
@@ -123,18 +123,18 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
 def _on_device(seed: int, device: torch.device) -> Tensor:
     seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
     if is_capturing(device):
-        # A number would be the same in every replay of the graph; the device's generator is not.
+        # A Python number would be the same in every replay of the graph; the device's random numbers are not.
         seeds ^= torch.randint(2**63 - 1, (1,), device=device)
     return seeds
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured, when nothing may be read from the device.
+    """Say whether a CUDA graph is being captured, while nothing may be read from the device.
 
     Args:
         device: Any device.
 
     Returns:
-        False on all but CUDA's.
+        Always False for devices other than CUDA.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

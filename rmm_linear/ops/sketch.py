@@ -1,7 +1,7 @@
-"""Sketches of a matrix and their storage in few bits, run by whatever is fastest for its device.
+"""Sketches of a matrix and their packing, with the fastest implementation for its device.
 
-For simulations and predictions, which make thousands of sketches: what :mod:`rmm_linear.sketches` and
-:mod:`rmm_linear.packing` define, with their arguments and results.
+For simulations and predictions, which make thousands of sketches. Arguments and results are those of
+:mod:`rmm_linear.sketches` and :mod:`rmm_linear.packing`.
 """
 
 from __future__ import annotations

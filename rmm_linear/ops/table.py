@@ -1,4 +1,4 @@
-"""One table: the implementations of every operation. Which of them runs follows from device, dtype and RMM_BACKEND."""
+"""The table of operations and their implementations; device, dtype and RMM_BACKEND decide which one runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rmm_linear.ops import native, plain, triton
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation and what carries it out.
+    """An operation and its implementations.
 
     Attributes:
-        plain: Plain PyTorch: the mathematics, and what the others are compared with.
-        native: With the C library, on CPU; None is the plain one.
-        triton: With the Triton kernels; None is the plain one.
+        plain: In plain PyTorch: the definition, with which the tests compare the others.
+        native: With the C library, on CPU; None uses ``plain``.
+        triton: With the Triton kernels; None uses ``plain``.
     """
 
     plain: Callable[..., Any]
@@ -29,7 +29,7 @@ class Operation:
     triton: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the implementation for the tensors among the arguments; the first of them decides.
+        """Run the implementation for the device and dtype of the first tensor among the arguments.
 
         Args:
             *arguments: As ``plain`` takes them.
@@ -45,7 +45,7 @@ class Operation:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether memory holds what the tensor says: no subclass, no lazy sign, not inside of vmap or grad."""
+    """Whether memory holds the tensor's values: it is no subclass, not lazily negated, not inside of vmap or grad."""
     if type(tensor) is not Tensor or tensor.is_neg():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,11 +1,11 @@
-"""What compiled code saves of an input: a sketch with a new seed in every step, one Z for siblings.
+"""What compiled code saves of an input: a sketch with a new seed in every step, shared by the layers that read it.
 
-A compiler runs the Python of a forward pass once and its operators in every step, and it may run operators again in the
-backward pass instead of keeping what they made. So here one operator draws the seed and makes the sketch, and returns
-both in one tensor of bytes: whatever a compiler keeps, recomputes or merges, Z and its S are of one draw. (A seed that
-is drawn by an operator of its own is not safe: compilers have recomputed it in the backward pass beside a Z that they
-had kept, and the gradient was noise.) Layers that read one input in one way call the operator with the same arguments,
-which compilers merge: one Z is kept for them.
+A compiler runs the Python of a forward pass once and its operators in every step, and it may recompute operators in the
+backward pass instead of saving their results. So one operator draws the seed and makes the sketch, and returns both in
+one tensor of bytes: whatever a compiler saves, recomputes or merges, Z belongs to its seed. (A seed that is drawn by a
+separate operator is not safe: compilers have recomputed it in the backward pass while Z was saved, and the gradient was
+noise.) Layers that read one input with one spec and mask call the operator with the same arguments; compilers merge
+these calls, so that one Z is saved for all of them.
 
 Seeds come from PyTorch's global CPU generator, as in eager code, but call by call.
 """
@@ -63,17 +63,17 @@ def _(y, stored, columns, *arguments, **named):
 
 
 def save_traced(x: Tensor, spec: SaveSpec, mask: TokenMask | None) -> Tensor:
-    """Make what compiled code saves of an input, with a seed of its own.
+    """Make what compiled code saves of an input, with a new seed.
 
     Args:
-        x: Input, shape (*, I), as the layer got it: compilers do not merge operators on two views of what is also an
-            output of the model, as the last hidden state of an encoder is.
+        x: Input of the layer itself, shape (*, I), not a view: compilers do not merge operators on two views of a
+            tensor that is also an output of the model, as the last hidden state of an encoder is.
         spec: How it is saved.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        uint8, one dimension: the tensors of :func:`rmm_linear.ops.save.save` one after the other, each beginning at a
-        multiple of 16 bytes.
+        uint8, one dimension: the tensors of :func:`rmm_linear.ops.save.save` one after the other, each aligned to 16
+        bytes.
     """
     return _sketch_with_new_seed(x, *to_arguments(spec, mask))
 
@@ -84,7 +84,7 @@ def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: 
     Args:
         y: Gradient with respect to the layer's output, shape (N, O), dtype of the input.
         stored: The bytes of :func:`save_traced`.
-        spec: The spec they were made by.
+        spec: The spec they were made with.
         features: I.
         mask: The mask they were made with.
 
@@ -95,7 +95,7 @@ def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: 
 
 
 def _places(parts: tuple[Tensor, ...]) -> list[int]:
-    """Where each part begins."""
+    """The byte at which each part begins."""
     places = [0]
     for part in parts[:-1]:
         places.append(places[-1] + _padded(part))

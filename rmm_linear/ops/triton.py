@@ -1,4 +1,4 @@
-"""The operations with the Triton kernels; what has no kernel (dct, dft) is plain PyTorch, here too."""
+"""The operations with the Triton kernels; kinds without a kernel (dct, dft) run in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sketch(
 
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, packed before it is stored."""
+    """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, by a kernel that stores codes only."""
     if spec.kind not in KINDS:
         return plain.packed_sketch(matrix, seed, spec, mask)
     if spec.kept_rows(matrix.shape[0]) < matrix.shape[0]:
@@ -44,7 +44,7 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
 
 
 def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
-    """SᵀM of fewer rows than N, shape (K, D) in the ``dtype`` given, or with ``bits`` codes and qparams."""
+    """SᵀM with K < N: shape (K, D), of the dtype ``dtype``, or with ``bits`` its codes and qparams."""
     tokens, rows = matrix.shape[0], spec.rows
     order, count = (None, None) if mask is None else (mask.order, mask.count)
     if spec.kind == "countsketch":
@@ -60,13 +60,13 @@ def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None
 
 
 def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> Tensor:
-    """The rows that :func:`rmm_linear.sketches.rows.sample` samples."""
+    """As :func:`rmm_linear.sketches.rows.sample`."""
     keys = kernels().random_keys(seed, population, count)
     return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
 
 def _uniform_rows(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Rows of M and their scales; where all n that count fit, these are they, and rows of scale 0."""
+    """Rows of M and their scales; where all n valid rows fit into K, these rows, and others with scale 0."""
     if mask is None:
         return _sample(seed, tokens, rows, None), seed.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
     place = torch.arange(rows, device=seed.device)

@@ -1,6 +1,6 @@
-"""The weight gradient from what was saved of the input, and the operators that make it.
+"""The weight gradient from what was saved of the input, and the operators that compute it.
 
-An operator calls no other one: below it, the same functions run without.
+Operators do not call each other: inside an operator, the plain functions run instead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rmm_linear.spec import SaveSpec
 def scaled_sketch(
     matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Return SᵀM times a number, in memory of its own.
+    """Return SᵀM times a number, in new memory.
 
     Args:
         matrix: M, shape (N, D), floating point.
         seed: int64, shape (1,), on the device of ``matrix``.
         spec: Kind, rows and block.
-        mask: The tokens that count, or None for all.
-        scale: The number, see :func:`rmm_linear.ops.fp16.fp16_scale`. Unless it is 1, the sketch is made in float32.
+        mask: The valid tokens, or None for all.
+        scale: The number, see :func:`rmm_linear.ops.fp16.fp16_scale`. If it is not 1, the sketch is made in float32.
 
     Returns:
-        Shape (kept rows, D), dtype of ``matrix``, contiguous.
+        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; dtype of ``matrix``, contiguous.
     """
     dtype = None if scale == 1 else torch.float32
     shape = {"kind": spec.kind, "rows": spec.rows, "block": spec.block}
@@ -44,7 +44,7 @@ def scaled_sketch(
         return (result * scale).to(matrix.dtype, memory_format=torch.contiguous_format)
     if result is matrix:
         return result.clone(memory_format=torch.contiguous_format)
-    return result.contiguous()  # transforms return other strides
+    return result.contiguous()  # the transforms return other strides
 
 
 @torch.library.custom_op(
@@ -86,7 +86,7 @@ def _(matrix, index, scale):
 
 
 class _Parts(NamedTuple):
-    """What a weight gradient is made of."""
+    """The functions that compute a weight gradient."""
 
     sketch: Callable[..., Tensor]
     gather_rows: Callable[..., Tensor]
@@ -116,11 +116,11 @@ def weight_gradient(
 
     Args:
         y: Gradient with respect to the layer's output, shape (N, O).
-        saved: Result of :func:`save`.
-        spec: The spec it was made by.
+        saved: Result of :func:`rmm_linear.ops.save.save`.
+        spec: The spec it was made with.
         features: I.
         mask: The mask it was made with.
-        in_operator: Whether an operator calls: operators call no others.
+        in_operator: Whether the caller is an operator, which may call no other one.
 
     Returns:
         (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
@@ -144,12 +144,12 @@ def _sampled_gradient(y: Tensor, saved: Sequence[Tensor], spec: SaveSpec, featur
         return use.gather_rows(y, RowSample(index, scale * power)).T @ z
     codes, qparams, index, scale, seeds = saved
     sampled = use.gather_rows(y, RowSample(index, scale * power))
-    # SᵀY has K rows already; K rows are not sketched again.
+    # SᵀY has K rows already, and K rows are not sketched again.
     return use.unpacked_product(sampled, codes, qparams, seeds, spec, features, None)
 
 
 def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) -> int:
-    """Count multiplications and additions, each one, as PyTorch counts a product; of the transforms the fast form.
+    """Count the multiplications and additions of a sketch, as PyTorch counts those of a product.
 
     Args:
         shape: (N, D).
@@ -158,7 +158,7 @@ def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None) 
         block: Tokens per block, or None.
 
     Returns:
-        The operations of SᵀM.
+        The operations of SᵀM, with fast algorithms for the transforms.
     """
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
@@ -177,9 +177,9 @@ def _(matrix, seed, kind, rows, block=None, *arguments, out_shape=None, **named)
 
 @register_flop_formula(torch.ops.rmm_linear.unpacked_product)
 def _(y, codes, qparams, seed, columns, kind, rows, block=None, *arguments, out_shape=None, **named) -> int:
-    kept, outputs = codes[0], y[1]
-    unpacking = 2 * kept * columns + 2 * GROUP * outputs * columns
-    return sketch_flops(y, kind, rows, block) + 2 * kept * outputs * columns + unpacking
+    stored_rows, outputs = codes[0], y[1]
+    unpacking = 2 * stored_rows * columns + 2 * GROUP * outputs * columns
+    return sketch_flops(y, kind, rows, block) + 2 * stored_rows * outputs * columns + unpacking
 
 
 @register_flop_formula(torch.ops.rmm_linear.gather_rows)

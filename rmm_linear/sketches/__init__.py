@@ -1,12 +1,12 @@
 """Families of sketches S (N, K): unbiased, drawn from one seed, with their exact variance.
 
-A sketch is a linear map M (N, D) → SᵀM (K, D). As a rule it follows from its seed alone, through counter-based random
-numbers, so the forward pass can sketch X, the backward pass Y, and a kernel on another device either, all with the same
-S. These kinds are :data:`FAMILIES`. The kinds of :data:`SAMPLERS` draw rows by what X weighs, so that S is drawn once,
-for X, and stored.
+A sketch is a linear map M (N, D) → SᵀM (K, D). For the kinds of :data:`FAMILIES`, S follows from its seed alone, by
+counter-based random numbers: the forward pass can sketch X, the backward pass Y, and a kernel on another device either
+one, all with the same S. The kinds of :data:`SAMPLERS` sample rows by the norms of X's rows, so that S is sampled once,
+for X, and saved.
 
 Source: Bershatsky et al. 2022, arXiv 2201.13195 (gaussian, rademacher, dct, dft), Liu et al. 2023, arXiv 2305.15265
-(norm_rows, wta). The variances are derived in each family's module; they differ from the ones stated by the first.
+(norm_rows, wta). The variances are derived in each family's module; they differ from those stated in the first paper.
 """
 
 from rmm_linear.sketches.apply import sketch, sketch_parts, variance

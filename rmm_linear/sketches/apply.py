@@ -26,9 +26,9 @@ def sketch(
     p: Tensor | None = None,
     generator: Generator = philox,
 ) -> Tensor:
-    """Return SᵀM for the S that ``kind`` draws from ``seed``.
+    """Return SᵀM for the S of a kind and a seed.
 
-    Where K rows hold every token (K ≥ N, or K ≥ n with a mask) they are the tokens' rows themselves.
+    If all tokens fit into K rows (K ≥ N, or K ≥ n valid tokens with a mask), the result is their rows, unchanged.
 
     Args:
         matrix: M, shape (N, D), floating point.
@@ -36,15 +36,15 @@ def sketch(
         seed: int64 with one element, on the device of ``matrix``.
         rows: K, at least 1.
         block: Tokens per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens.
-        mask: The tokens that count; the others are left out of S. None is all.
-        p: Probability of every token, see :func:`probabilities`, by which the kinds of :data:`SAMPLERS` sample rows.
-        generator: Makes the random words.
+        mask: The valid tokens; the others are left out of S. None for all.
+        p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample rows; see :func:`probabilities`.
+        generator: Generates the random words.
 
     Returns:
         Shape (:func:`kept_rows`, D), dtype of ``matrix``.
 
     Raises:
-        ValueError: If the kind is one of :data:`SAMPLERS`, there are rows to draw, and ``p`` is None.
+        ValueError: If the kind is one of :data:`SAMPLERS`, K < N, and ``p`` is None.
 
     Example:
         >>> import torch
@@ -54,25 +54,24 @@ def sketch(
                 [2., 2., 2.]])
     """
     tokens = matrix.shape[0]
-    kept = kept_rows(tokens, rows, block)
-    if mask is None and kept >= tokens:
+    sketch_rows = kept_rows(tokens, rows, block)
+    if mask is None and sketch_rows >= tokens:
         return matrix
-    if kind in SAMPLERS and kept < tokens:
+    if kind in SAMPLERS and sketch_rows < tokens:
         keys = random_keys(seed, rows, generator)
         return gather(matrix, sample_rows(_required(p, kind), keys, SAMPLERS[kind], mask))
     if matrix.device.type == "cpu":
         return sketch_parts(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, generator=generator)(
-            0, kept
+            0, sketch_rows
         )
     if mask is None:
         return FAMILIES[kind].sketch(matrix, seed, rows, block, None, generator)
     compact = mask.compact(matrix)
-    if kept >= tokens:
+    if sketch_rows >= tokens:
         return compact
     family = FAMILIES[kind]
-    return torch.where(
-        mask.count <= kept, compact[:kept], family.sketch(compact, seed, rows, block, mask.count, generator)
-    )
+    sketched = family.sketch(compact, seed, rows, block, mask.count, generator)
+    return torch.where(mask.count <= sketch_rows, compact[:sketch_rows], sketched)
 
 
 def sketch_parts(
@@ -85,7 +84,7 @@ def sketch_parts(
     mask: TokenMask | None = None,
     generator: Generator = philox,
 ) -> Callable[[int, int], Tensor]:
-    """Prepare to make some rows of SᵀM after others, on CPU, so that it need never exist as a whole.
+    """Return a function that makes SᵀM a few rows at a time, on CPU, so that it need never exist as a whole.
 
     Args:
         matrix: M, shape (N, D), floating point, on CPU.
@@ -93,23 +92,23 @@ def sketch_parts(
         seed: int64 with one element.
         rows: K, at least 1.
         block: Tokens per block, or None.
-        mask: The tokens that count, or None.
-        generator: Makes the random words.
+        mask: The valid tokens, or None for all.
+        generator: Generates the random words.
 
     Returns:
-        A function of the first row and the row after the last, which makes these rows of the result of :func:`sketch`.
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the result of :func:`sketch`.
 
     Raises:
-        ValueError: If the kind is one of :data:`SAMPLERS` and there are rows to draw: that is for :func:`sketch`.
+        ValueError: If the kind is one of :data:`SAMPLERS` and K < N; use :func:`sketch`.
     """
     tokens = matrix.shape[0]
-    kept = kept_rows(tokens, rows, block)
-    if mask is None and kept >= tokens:
+    sketch_rows = kept_rows(tokens, rows, block)
+    if mask is None and sketch_rows >= tokens:
         return lambda begin, end: matrix[begin:end]
-    if kind in SAMPLERS and kept < tokens:
+    if kind in SAMPLERS and sketch_rows < tokens:
         _required(None, kind)
     count = tokens if mask is None else int(mask.count)
-    if mask is not None and count <= kept:
+    if mask is not None and count <= sketch_rows:
         order = mask.order[:count]
 
         def valid_rows(begin: int, end: int) -> Tensor:
@@ -152,19 +151,19 @@ def variance(
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer output, shape (N, O); zero where the mask is false.
+        y: Gradient with respect to the layer's output, shape (N, O); zero where the mask is false.
         kind: One of :data:`KINDS`.
         rows: K, at least 1.
         block: Tokens per block, or None.
-        mask: The tokens that count. None is all.
-        p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None is that of ‖x‖ alone.
+        mask: The valid tokens, or None for all.
+        p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None uses ‖xᵢ‖ alone.
 
     Returns:
         float64 scalar.
     """
     tokens = x.shape[0]
-    kept = kept_rows(tokens, rows, block)
-    if kept >= tokens or (mask is not None and int(mask.count) <= kept):
+    sketch_rows = kept_rows(tokens, rows, block)
+    if sketch_rows >= tokens or (mask is not None and int(mask.count) <= sketch_rows):
         return x.new_zeros((), dtype=torch.float64)
     if kind in SAMPLERS:
         p = probabilities(row_norms(x), mask=mask) if p is None else p

@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int]:
-    """Return how a block-diagonal sketch is cut.
+    """Return the sizes of a block-diagonal sketch.
 
     Args:
         tokens: N ≥ 1.
-        rows: Rows asked for, K ≤ N.
+        rows: Rows requested, K ≤ N.
         block: Tokens per block; None is one block.
 
     Returns:
-        Tokens per block, number of blocks, and rows per block K_b; their product with the number of blocks is the
-        number of rows really kept, at least ``rows``.
+        Tokens per block, number of blocks, and rows per block K_b. The sketch has blocks · K_b rows, at least
+        ``rows``.
     """
     block = min(block or tokens, tokens)
     blocks = -(-tokens // block)
@@ -24,13 +24,13 @@ def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int
 
 
 def even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that no block's rows are left without tokens.
+    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that every block has tokens.
 
     Args:
         tokens: N.
-        size: Tokens per block, if all counted.
+        size: Tokens per block if all tokens are valid.
         blocks: Number of blocks.
-        count: n, int64, shape (1,).
+        count: n, the number of valid tokens, int64, shape (1,).
 
     Returns:
         Index of every block's tokens, shape (blocks, size), and which of them are tokens of the block.

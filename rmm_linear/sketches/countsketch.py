@@ -1,14 +1,14 @@
 """Cyclic CountSketch: every token is added, with a random sign, to one row of Z.
 
 Number the tokens 0 … N−1 and cut them into ⌈N/K⌉ segments of K. Segment s has one random shift c_s, uniform in [0, K);
-token s·K + j goes to row (j + c_s) mod K with a random sign. So two tokens of one segment never meet, two of different
-segments meet with probability 1/K, reads are contiguous, and there is no permutation and no index array.
+token s·K + j goes to row (j + c_s) mod K with a random sign. So two tokens of one segment never collide, two of
+different segments collide with probability 1/K, reads are contiguous, and there is no permutation and no index array.
 
-The first segment is not shifted and its signs are +1. That turns the rows of Z and flips some, the same for X and Y,
-and so leaves the estimate as it is; its shift and signs relative to the others' are as random as before. What is
-gained: the first K tokens are copied, and with N ≤ K nothing else is done.
+The first segment is not shifted and its signs are +1. Compared with a random shift and signs, this permutes the rows of
+Z and flips the signs of some, alike for X and Y, so the estimate is the same; the other segments' shifts and signs
+relative to it are as random as before. The first K tokens are just copied, and with N ≤ K nothing else is done.
 
-Random signs give E[S Sᵀ] = 1. Two tokens that meet contribute like two tokens of a dense sketch of signs, hence
+Random signs give E[S Sᵀ] = 1. Two tokens that collide contribute like two tokens of a dense sketch of signs, hence
 
     Var = (1/K) · [ (P + g − 2d) − Σ_s (P_s + g_s − 2d_s) ],
 
@@ -30,14 +30,14 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator 
     """Return the sign of every token and the cyclic shift of every segment, uniform in [0, rows).
 
     The sign of token i is bit i % 32 of the first word of counter i // 32. The shift of segment s comes from the second
-    word of counter s: its product with ``rows``, cut to the high word, is uniform up to rows / 2**32. The first segment
+    word of counter s: the high word of its product with ``rows`` is uniform up to rows / 2**32. The first segment
     has the shift 0 and the signs +1.
 
     Args:
         seed: int64 with one element.
         tokens: N.
         rows: K.
-        generator: Makes the random words.
+        generator: Generates the random words.
 
     Returns:
         Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
@@ -79,17 +79,17 @@ def sketch(
         seed: int64 with one element, on the device of ``matrix``.
         rows: K.
         block: Not used by this family.
-        count: Not used: zero rows at the end change nothing.
-        generator: Makes the random words.
+        count: Not used: zero rows at the end have no effect.
+        generator: Generates the random words.
 
     Returns:
-        Shape (K, D), dtype of ``matrix``; sums are made in float32 at least.
+        Shape (K, D), dtype of ``matrix``; sums are accumulated in float32 at least.
     """
     tokens = matrix.shape[0]
     if matrix.device.type == "cpu":
         return part(matrix, seed, rows, generator)(0, rows)
     if tokens <= rows:
-        return _lengthened(matrix, rows)
+        return _zero_padded(matrix, rows)
     # Reading the shifts on the host would wait for the device.
     dtype = accumulator_dtype(matrix.dtype)
     sign, shifts = signs_and_shifts(seed, tokens, rows, generator)
@@ -99,28 +99,28 @@ def sketch(
 
 
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
-    """Prepare to make some rows of SᵀM after others.
+    """Return a function that makes SᵀM a few rows at a time.
 
     Args:
         matrix: M, shape (N, D), on CPU.
         seed: int64 with one element.
         rows: K.
-        generator: Makes the random words.
+        generator: Generates the random words.
 
     Returns:
-        A function of the first row and the row after the last, which makes these rows in the dtype of ``matrix``.
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1, in the dtype of ``matrix``.
     """
     tokens = matrix.shape[0]
     dtype = accumulator_dtype(matrix.dtype)
     if tokens <= rows:
-        return lambda begin, end: _lengthened(matrix[begin:end], end - begin)
+        return lambda begin, end: _zero_padded(matrix[begin:end], end - begin)
     sign, shifts = signs_and_shifts(seed, tokens, rows, generator)
     sign, others = sign.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
 
     def make(begin: int, end: int) -> Tensor:
         result = matrix[begin:end].to(dtype, copy=True)
         for segment, shift in others:
-            # Row r holds place r − shift of the segment; the rows before the shift hold its end.
+            # Row r gets token r − shift of the segment; the rows before the shift get the segment's last tokens.
             for low, high, place in ((max(begin, shift), end, -shift), (begin, min(end, shift), rows - shift)):
                 first = segment * rows + low + place
                 count = min(high - low, tokens - first)
@@ -132,7 +132,7 @@ def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox)
     return make
 
 
-def _lengthened(matrix: Tensor, rows: int) -> Tensor:
+def _zero_padded(matrix: Tensor, rows: int) -> Tensor:
     return torch.cat((matrix, matrix.new_zeros(rows - matrix.shape[0], matrix.shape[1])))
 
 
@@ -141,10 +141,10 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer output, shape (N, O).
+        y: Gradient with respect to the layer's output, shape (N, O).
         rows: K.
         block: Not used by this family.
-        count: Not used: zero rows at the end change nothing.
+        count: Not used: zero rows at the end have no effect.
 
     Returns:
         float64 scalar.

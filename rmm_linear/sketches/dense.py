@@ -7,7 +7,7 @@ never mix.
 Variance of dŴ = (SᵀY)ᵀ(SᵀX), from the fourth moments of the entries: (P + g)/K for gaussian, (P + g − 2d)/K for
 rademacher; with blocks, the sum over blocks of the same with K_b.
 
-Entry (i, k) is word k of token i: lanes and bits never cross tokens, so a kernel makes any tile of S in registers.
+Entry (i, k) is made from the words of token i alone, so a kernel can make any tile of S in registers.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def _family(
     ) -> Tensor:
         tokens, columns = matrix.shape
         size, blocks, rows_per_block = block_rows(tokens, rows, block)
-        # A power of two is exact in every dtype; the rest of 1/√K goes to the result, or half types would scale dW.
+        # A power of two is exact in every dtype. The result gets the rest of 1/√K: rounded to a half type, it would
+        # scale dW.
         power = 2.0 ** -round(log2(rows_per_block) / 2)
 
-        def made(first: int, length: int) -> Tensor:
+        def scaled_entries(first: int, length: int) -> Tensor:
             return (entries(seed, first, length, rows_per_block, generator) * power).to(matrix.dtype)
 
         def multiply(first: int, times: int, length: int) -> Tensor:
-            s = made(first, times * length).view(times, length, rows_per_block)
+            s = scaled_entries(first, times * length).view(times, length, rows_per_block)
             return torch.bmm(s.transpose(1, 2), matrix[first : first + times * length].view(times, length, columns))
 
         matrix = matrix.contiguous()
@@ -68,8 +69,8 @@ def _family(
                 parts.append(multiply(whole * size, 1, tokens - whole * size))
             result = torch.cat(parts)
         else:
-            index, real = even_blocks(tokens, size, blocks, count)
-            s = torch.where(real.unsqueeze(-1), made(0, tokens)[index], 0)
+            index, valid = even_blocks(tokens, size, blocks, count)
+            s = torch.where(valid.unsqueeze(-1), scaled_entries(0, tokens)[index], 0)
             result = torch.bmm(s.transpose(1, 2), matrix[index])
         return result.view(blocks * rows_per_block, columns).mul_(1 / (power * sqrt(rows_per_block)))
 

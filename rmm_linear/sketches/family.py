@@ -1,4 +1,4 @@
-"""What every family of sketches has: a linear map that follows from a seed, and its exact variance."""
+"""Family: a linear map that follows from a seed, with its exact variance."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Family:
             (K, D). The map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
         variance: ``variance(x, y, rows, block, count)`` is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a
             float64 scalar.
-        blocks: Whether ``block`` means something to the family.
-        local: Whether the entries of S for a token depend on the token alone, not on N, as long as ``block`` is None.
-            Then zero rows at the end can be cut off without a change.
-        part: ``part(matrix, seed, rows, generator)`` returns a function of the first row and the row after the last,
-            which makes these rows of SᵀM, on CPU; None if they can only be made all at once.
-        reads_seed: Whether the map on CPU follows from what its seed is on the host, where ``torch.vmap`` over seeds
-            cannot follow.
+        blocks: Whether the family supports ``block``.
+        local: Whether the entries of S for a token do not depend on N, as long as ``block`` is None. Then zero rows at
+            the end can be cut off without changing the result.
+        part: ``part(matrix, seed, rows, generator)`` returns a function of ``begin`` and ``end`` that makes the rows
+            begin … end − 1 of SᵀM, on CPU; None if the rows can only be made all at once.
+        reads_seed: Whether the map on CPU reads the seed as a Python number, so that ``torch.vmap`` over seeds is
+            impossible.
 
-    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and belong to no
-    token.
+    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and are not
+    tokens.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Moments:
-    """The three numbers every variance is made of.
+    """The three numbers from which every variance is computed.
 
     Attributes:
         p: P = ‖X‖²_F ‖Y‖²_F.
@@ -64,7 +64,7 @@ class Moments:
 
         Args:
             x: Layer input, shape (N, I).
-            y: Gradient by the layer output, shape (N, O).
+            y: Gradient with respect to the layer's output, shape (N, O).
 
         Returns:
             The three moments as float64 scalars.
@@ -80,7 +80,7 @@ class Moments:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype sums are made in: float64 for float64, else float32.
+    """Return the dtype of sums: float64 for float64, else float32.
 
     Args:
         dtype: dtype of the matrix that is sketched.

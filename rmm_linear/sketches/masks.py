@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenMask:
-    """The rows that count, as compact ranks: static shapes, nothing copied to the host.
+    """The valid rows as a permutation and a count: shapes are static, and nothing is copied to the host.
 
     Attributes:
-        order: int64, shape (N,): the rows that count in their order, then the others.
-        count: int64, shape (1,): n, the number of rows that count.
+        order: int64, shape (N,): indices of the valid rows in ascending order, then those of the others.
+        count: int64, shape (1,): n, the number of valid rows.
     """
 
     order: Tensor
@@ -22,7 +22,7 @@ class TokenMask:
 
     @classmethod
     def of(cls, mask: Tensor) -> TokenMask:
-        """Make the ranks of a mask.
+        """Rank the rows of a mask.
 
         Args:
             mask: True or non-zero for tokens that reach the loss, shape (N,).
@@ -39,11 +39,11 @@ class TokenMask:
 
     @classmethod
     def made_of(cls, order: Tensor | None, count: Tensor | None) -> TokenMask | None:
-        """Put a mask together again that travelled as two tensors.
+        """Make a mask from its two tensors.
 
         Args:
             order: See the attributes; None is no mask.
-            count: See there.
+            count: See the attributes.
 
         Returns:
             The mask, or None.
@@ -52,12 +52,12 @@ class TokenMask:
 
     @property
     def valid(self) -> Tensor:
-        """Which rows count, bool, shape (N,)."""
+        """Which rows are valid, bool, shape (N,)."""
         place = torch.arange(len(self.order), device=self.order.device)
         return torch.zeros_like(self.order, dtype=torch.bool).scatter_(0, self.order, place < self.count)
 
     def compact(self, matrix: Tensor) -> Tensor:
-        """Move the rows that count to the front and set the others to zero.
+        """Move the valid rows to the front and set the others to zero.
 
         Args:
             matrix: Shape (N, D).

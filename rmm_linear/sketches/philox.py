@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox 4x32-10 in plain torch.
 
-A counter-based generator maps (seed, counter) to random words with no state, so any element of a sketch can be made
-anywhere, in any order: on CPU here, in registers inside a kernel, again in the backward pass. The words equal those of
-Triton's ``tl.philox(seed, offset_lo, offset_hi, stream, 0)``; with ``stream=0`` they are ``tl.randint4x(seed,
+A counter-based generator maps (seed, counter) to random words without state, so any element of a sketch can be made
+anywhere and in any order: on CPU here, in registers inside a kernel, again in the backward pass. The words equal those
+of Triton's ``tl.philox(seed, offset_lo, offset_hi, stream, 0)``; with ``stream=0`` they are ``tl.randint4x(seed,
 offset)``, and :func:`uniform` and :func:`normal` follow ``tl.rand`` and ``tl.randn4x``.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# (seed, offset, stream) to four words: what makes S may be given a faster generator of the same words than `philox`.
+# Maps (seed, offset, stream) to four words. Callers may pass a faster generator of the same words than `philox`.
 Generator: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _WORD = 0xFFFFFFFF
@@ -33,7 +33,7 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
     Costs about a hundred elementwise integer operations on the shape of ``offset``.
 
     Args:
-        seed: Key of the generator, int64 with one element, any value. It is not copied from a device to the host.
+        seed: Key of the generator, int64 with one element, any value. It is not copied to the host.
         offset: Counters, int64, any shape, on the device of ``seed``.
         stream: Number of an independent stream under the same seed, in [0, 2**32).
 
@@ -81,7 +81,7 @@ def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> 
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Turn 32-bit words into float32 numbers in [0, 1), as Triton's ``tl.rand`` does.
+    """Convert 32-bit words to float32 numbers in [0, 1), as Triton's ``tl.rand`` does.
 
     Args:
         words: Words of :func:`philox`, int64 in [0, 2**32), any shape.
@@ -94,7 +94,7 @@ def uniform(words: Tensor) -> Tensor:
 
 
 def normal(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn two words into two standard normal numbers by Box and Muller, as Triton's ``tl.randn`` does.
+    """Convert two words to two standard normal numbers by the Box-Muller transform, as Triton's ``tl.randn`` does.
 
     Args:
         first: Words that give the radius, int64, any shape.
@@ -115,7 +115,7 @@ def signs(seed: Tensor, count: int, stream: int = 0, generator: Generator = phil
         seed: int64 with one element.
         count: Number of signs.
         stream: Number of the stream.
-        generator: Makes the random words.
+        generator: Generates the random words.
 
     Returns:
         Tensor of +1 and -1, int8, shape (count,).
@@ -125,7 +125,7 @@ def signs(seed: Tensor, count: int, stream: int = 0, generator: Generator = phil
 
 
 def unpack_signs(words: Tensor) -> Tensor:
-    """Turn every 32-bit word into 32 signs, lowest bit first; a set bit is -1.
+    """Convert every 32-bit word to 32 signs, lowest bit first; a set bit is -1.
 
     Args:
         words: int64 in [0, 2**32), shape (*,).

@@ -1,4 +1,4 @@
-"""The kinds of sketches by name, and how many rows they keep."""
+"""The kinds of sketches by name, and how many rows their sketches have."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def has_blocks(kind: str) -> bool:
         kind: One of :data:`KINDS`.
 
     Returns:
-        Whether ``block`` means something to it.
+        Whether it supports ``block``.
     """
     return kind in FAMILIES and FAMILIES[kind].blocks
 
 
 def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
-    """Return the rows a sketch really has: with ``block``, rounded up to a whole number per block.
+    """Return how many rows a sketch has: K, with ``block`` rounded up to a multiple of the number of blocks.
 
     Args:
         tokens: N.
-        rows: K asked for.
+        rows: K requested.
         block: Tokens per block, or None.
 
     Returns:
-        K; N when every row is stored.
+        The number of rows, at most N; N where every row is kept.
     """
     if rows >= tokens or block is None:
         return min(rows, tokens)
@@ -47,10 +47,10 @@ def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
 
 
 def check_kind(kind: object) -> None:
-    """Refuse what is no kind of sketch.
+    """Raise if a value is not a kind of sketch.
 
     Args:
-        kind: What was given.
+        kind: The value.
 
     Raises:
         ValueError: If it is not one of :data:`KINDS`.

@@ -1,10 +1,10 @@
 """Row sampling: K tokens, uniform and without replacement, scaled by √(N/K).
 
-Every token is kept with probability K/N, so E[S Sᵀ] = 1. With the inclusion probabilities of pairs,
+Every token is sampled with probability K/N, so E[S Sᵀ] = 1. With the inclusion probabilities of pairs,
 
     Var = (N−K)/(K(N−1)) · (N·d − g) = ((1−ρ)/ρ) · D²_SGD,   ρ = K/N.
 
-Cost: O(K·D) and N random words; only the rows kept are read.
+Cost: O(K·D) and N random words; only the sampled rows are read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tens
 
     Args:
         seed: int64 with one element.
-        count: How many.
-        generator: Makes the random words.
+        count: Number of keys.
+        generator: Generates the random words.
 
     Returns:
         int64 in [0, 2**63), shape (count,).
@@ -39,16 +39,16 @@ def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tens
 def sample(
     seed: Tensor, population: int, size: int, count: Tensor | None = None, generator: Generator = philox
 ) -> Tensor:
-    """Draw ``size`` of ``population`` indices, uniformly and without replacement.
+    """Sample ``size`` of ``population`` indices, uniformly and without replacement.
 
-    The indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
+    They are the indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
 
     Args:
         seed: int64 with one element.
         population: N.
         size: K ≤ N.
-        count: Draw among the first n indices only, int64, shape (1,); those beyond come last. None is N.
-        generator: Makes the random words.
+        count: n, int64, shape (1,): sample from the first n indices; others are only taken if K > n. None is N.
+        generator: Generates the random words.
 
     Returns:
         int64, shape (K,), ascending.
@@ -75,33 +75,33 @@ def sketch(
         seed: int64 with one element, on the device of ``matrix``.
         rows: K ≤ N.
         block: Not used by this family.
-        count: n; the sample is drawn from the first n rows. None is N.
-        generator: Makes the random words.
+        count: n; only the first n rows are sampled. None is N.
+        generator: Generates the random words.
 
     Returns:
         Shape (K, D), dtype of ``matrix``.
     """
     if count is None:
         return part(matrix, seed, rows, generator)(0, rows)
-    chosen = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count, generator))
-    return (chosen * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
+    sampled = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count, generator))
+    return (sampled * (count.to(accumulator_dtype(matrix.dtype)) / rows).sqrt()).to(matrix.dtype)
 
 
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
-    """Prepare to make some rows of SᵀM after others.
+    """Return a function that makes SᵀM a few rows at a time.
 
     Args:
         matrix: M, shape (N, D).
         seed: int64 with one element.
         rows: K ≤ N.
-        generator: Makes the random words.
+        generator: Generates the random words.
 
     Returns:
-        A function of the first row and the row after the last, which makes these rows.
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
     tokens = matrix.shape[0]
-    chosen = sample(seed, tokens, rows, generator=generator)
-    return lambda begin, end: matrix.index_select(0, chosen[begin:end]).mul_(sqrt(tokens / rows))
+    sampled = sample(seed, tokens, rows, generator=generator)
+    return lambda begin, end: matrix.index_select(0, sampled[begin:end]).mul_(sqrt(tokens / rows))
 
 
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer output, shape (N, O).
+        y: Gradient with respect to the layer's output, shape (N, O).
         rows: K.
         block: Not used by this family.
         count: n; the rows from n on are zero. None is N.
@@ -121,4 +121,4 @@ def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: T
     return (tokens - rows) / (rows * max(tokens - 1, 1)) * (tokens * m.d - m.g)
 
 
-ROWS = Family("rows", "uniform row sampling without replacement: reads only what it keeps", sketch, variance, part=part)
+ROWS = Family("rows", "uniform row sampling without replacement: reads only its sample", sketch, variance, part=part)

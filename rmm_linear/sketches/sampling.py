@@ -1,16 +1,16 @@
 """Row sampling with importance: norm_rows and wta, whose S depends on the input.
 
-Token i is drawn with a probability p_i ∝ ‖xᵢ‖·ŷᵢ, mixed with a little of the uniform distribution so that none is 0. ŷᵢ
-is what is expected of ‖yᵢ‖. It may come from anywhere but Y itself: p and the draws are made before Y, so every
-statement below holds for every Y.
+Token i is sampled with a probability p_i ∝ ‖xᵢ‖·ŷᵢ, mixed with a little of the uniform distribution so that none is 0. ŷᵢ
+is a prediction of ‖yᵢ‖ that must not depend on Y itself: the rows are sampled before Y is known, so every statement
+below holds for every Y.
 
-norm_rows draws K tokens independently, with replacement. Row k of SᵀM is row j of M by 1/√(K p_j), and dŴ is the mean
-of K independent terms yⱼᵀxⱼ/p_j of mean dW. With dᵢ = ‖xᵢ‖²‖yᵢ‖² and g = ‖XᵀY‖²,
+norm_rows samples K tokens independently, with replacement. Row k of SᵀM is row j of M times 1/√(K p_j), and dŴ is the
+mean of K independent terms yⱼᵀxⱼ/p_j of mean dW. With dᵢ = ‖xᵢ‖²‖yᵢ‖² and g = ‖XᵀY‖²,
 
     Var = (Σᵢ dᵢ/pᵢ − g)/K.
 
-wta ("the winner takes it all") keeps the c most probable tokens C as they are, and draws the other K − c rows from the
-rest R, token j with probability p_j/t, t = Σ_R p. Row k is row j of M by √(t/((K−c) p_j)). C adds no noise, hence
+wta ("winner take all") keeps the c most probable tokens C unscaled, and samples the other K − c rows from the rest R,
+token j with probability p_j/t, t = Σ_R p. Row k is row j of M times √(t/((K−c) p_j)). C adds no noise, hence
 
     Var = (t · Σ_R dᵢ/pᵢ − ‖Σ_R xᵢyᵢᵀ‖²)/(K − c),   c = argmin over 0 ≤ c < K of t_c/(K − c).
 
@@ -18,10 +18,10 @@ With one p, wta is never noisier than norm_rows. Let A_C, A_R be the sums of d�
 By Cauchy and Schwarz, g ≤ ‖Σ_C xᵢyᵢᵀ‖²/(1−t) + g_R/t ≤ A_C + g_R/t, so (A_C + A_R − g)/K ≥ (t A_R − g_R)/(K t). That
 is at least (t A_R − g_R)/(K − c) where t ≤ (K − c)/K, and t_c/(K − c) is at most its value for c = 0, 1/K.
 
-Where the n tokens that count fit into K rows, these are the rows, without noise.
+If the n valid tokens fit into K rows, the sample is these tokens, without noise.
 
-Cost: one pass for the norms, a sort of N numbers; of the matrix, only the rows drawn are read. Nothing waits for the
-device. Stored are the rows and their scales, 8 bytes per row, because a seed alone could not tell them without X.
+Cost: one pass for the norms, a sort of N numbers; of the matrix, only the sampled rows are read. Nothing waits for the
+device. The indices and scales of the rows are saved, 8 bytes per row: they do not follow from a seed without X.
 
 Source: Liu et al. 2023, arXiv 2305.15265, eq. 6 and theorem 2. Their code is biased in three branches; this is not.
 """
@@ -42,11 +42,11 @@ UNIFORM_MIX = 0.1
 
 
 class RowSample(NamedTuple):
-    """The rows of a sample: row k of SᵀM is ``scale[k] · M[index[k]]``.
+    """Sampled rows: row k of SᵀM is ``scale[k] · M[index[k]]``.
 
     Attributes:
         index: int32, shape (K,).
-        scale: float32, shape (K,). A row of scale 0 belongs to no token.
+        scale: float32, shape (K,). A row with scale 0 is no token.
     """
 
     index: Tensor
@@ -55,13 +55,13 @@ class RowSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """A kind whose S depends on the input, by the probability of every token.
+    """A kind whose S depends on the input through the probabilities of the tokens.
 
     Attributes:
         name: The ``kind`` users write.
         summary: One line for tables and help texts.
-        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are kept as they are. ``tails[c]``
-            is what the probabilities of all but the c largest sum to.
+        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are kept unscaled. ``tails[c]`` is
+            the sum of all probabilities but the c largest.
     """
 
     name: str
@@ -78,8 +78,8 @@ def _least_chance_per_row(tails: Tensor, rows: int) -> Tensor:
     return (tails[:rows] / left[: len(tails)]).argmin().view(1)
 
 
-NORM_ROWS = Sampler("norm_rows", "rows drawn by their expected share of the gradient", _none)
-WTA = Sampler("wta", "the largest expected shares kept as they are, the rest drawn", _least_chance_per_row)
+NORM_ROWS = Sampler("norm_rows", "rows sampled by their expected share of the gradient", _none)
+WTA = Sampler("wta", "rows with the largest expected shares kept, the rest sampled", _least_chance_per_row)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
@@ -102,15 +102,15 @@ def probabilities(
 ) -> Tensor:
     """Return the probability of every token, p = (1 − u) · w/Σw + u/n with w = ‖x‖·ŷ.
 
-    Rows whose norm is not finite share half of the probability, the others the other half: K draws miss them with a
-    chance of 2⁻ᴷ, so that what is not finite arrives in dW as without a sketch. Where ŷ is negative or not finite, the
-    mean of its other values stands in. Where all weights are 0, p is uniform.
+    Rows whose norm is not finite share half of the probability, the others the other half: K samples miss the former
+    with a probability of 2⁻ᴷ, so that dW is not finite, as it would be without a sketch. Where ŷ is negative or not
+    finite, the mean of its other values replaces it. If all weights are 0, p is uniform.
 
     Args:
         norms: ‖xᵢ‖, shape (N,), N ≥ 1.
         uniform_mix: u in (0, 1].
-        expected: ŷ, shape (N,); None where nothing is known of it.
-        mask: The n tokens that count; the others have probability 0. None is all.
+        expected: ŷ, shape (N,); None without a prediction.
+        mask: The n valid tokens; the others have probability 0. None for all.
 
     Returns:
         float64, shape (N,); its sum is 1.
@@ -129,19 +129,19 @@ def probabilities(
     if expected is not None and expected.shape != norms.shape:
         raise ValueError(f"expected must have one number per token, {tuple(norms.shape)}, got {tuple(expected.shape)}.")
     weights = norms.double()
-    real = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask.valid
+    valid = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask.valid
     if expected is not None:
         known = expected.double()
-        good = real & known.isfinite() & (known >= 0)
+        good = valid & known.isfinite() & (known >= 0)
         mean = torch.where(good, known, 0).sum() / good.sum()
         weights = weights * torch.where(good, known, torch.where(good.any(), mean, 1))
     finite = weights.isfinite()
-    weights = torch.where(real & finite, weights, 0)
+    weights = torch.where(valid & finite, weights, 0)
     top = weights.amax()
-    weights = weights / torch.where(top > 0, top, 1)  # or the sum may be infinite
-    total, uniform = weights.sum(), real.double() / real.sum()
+    weights = weights / torch.where(top > 0, top, 1)  # the sum of unscaled weights may be infinite
+    total, uniform = weights.sum(), valid.double() / valid.sum()
     p = torch.where(total > 0, (1 - uniform_mix) * weights / total + uniform_mix * uniform, uniform)
-    bad = (real & ~finite).double()
+    bad = (valid & ~finite).double()
     return torch.where(bad.any(), (p + bad / bad.sum()) / 2, p)
 
 
@@ -149,13 +149,13 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
     """Sample K rows by the inverse of the cumulative distribution.
 
     Args:
-        p: Probability of every token, float64, shape (N,), N > K; 0 for those that do not count, or are never drawn.
+        p: Probability of every token, float64, shape (N,), N > K; 0 for tokens that are not valid or never sampled.
         keys: 63-bit random keys, int64, shape (..., K): one sample for every vector of K.
         kind: norm_rows or wta.
-        mask: The tokens that count, or None for all.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        Rows and scales, each of the shape of ``keys``. For wta the tokens kept as they are come first.
+        Indices and scales, each of the shape of ``keys``. For wta the c tokens with scale 1 come first.
 
     Raises:
         ValueError: If K is not at least 1 and less than N.
@@ -163,14 +163,14 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
     rows = keys.shape[-1]
     if not 1 <= rows < len(p):
         raise ValueError(f"rows must be at least 1 and less than the {len(p)} tokens, got {rows}. Keep them all.")
-    order, tails, kept = _ranked(p, rows, kind)
-    place, mass = torch.arange(rows, device=p.device), tails[kept]
+    order, tails, winners = _ranked(p, rows, kind)
+    place, mass = torch.arange(rows, device=p.device), tails[winners]
     chance = (keys >> 10).double() * 2.0**-53 * mass
-    # Summed from the smallest on: neither is a small token lost in rounding nor one of probability 0 ever found.
+    # Summed from the smallest probability on: rounding loses no small one, and tokens of probability 0 are never found.
     rank = len(p) - 1 - torch.searchsorted(tails.flip(0), chance, right=True)
-    index = order[torch.where(place < kept, place, torch.maximum(rank, kept))]
-    drawn = torch.where(mass > 0, (mass / ((rows - kept) * p[index])).sqrt(), 0)  # or the winners are all there is
-    scale = torch.where(place < kept, 1, drawn)
+    index = order[torch.where(place < winners, place, torch.maximum(rank, winners))]
+    sampled = torch.where(mass > 0, (mass / ((rows - winners) * p[index])).sqrt(), 0)  # 0: no other tokens
+    scale = torch.where(place < winners, 1, sampled)
     if mask is not None:
         fits = mask.count <= rows
         index = torch.where(fits, mask.order[:rows], index)
@@ -179,21 +179,21 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
 
 
 def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens from the most probable on, what p sums to from each of them on, and c."""
+    """The tokens by descending probability, the sum of p from each of them on, and c."""
     ranked, order = p.sort(descending=True, stable=True)
     tails = ranked.flip(0).cumsum(0).flip(0)
     return order, tails, kind.winners(tails, rows)
 
 
 def gather(matrix: Tensor, sample: RowSample) -> Tensor:
-    """Return SᵀM for a sample.
+    """Return SᵀM for sampled rows.
 
     Args:
         matrix: M, shape (N, D).
-        sample: Rows and scales.
+        sample: Indices and scales of the rows.
 
     Returns:
-        Shape (K, D), dtype of ``matrix``; zero where the scale is 0, whatever the row holds.
+        Shape (K, D), dtype of ``matrix``; zero where the scale is 0, even if the row is not finite.
     """
     scale = sample.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
     return torch.where(scale == 0, 0, matrix.index_select(0, sample.index.long()) * scale).to(matrix.dtype)
@@ -204,20 +204,20 @@ def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tenso
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer output, shape (N, O).
+        y: Gradient with respect to the layer's output, shape (N, O).
         p: Probability of every token, shape (N,).
         rows: K, less than N.
         kind: norm_rows or wta.
 
     Returns:
-        float64 scalar; infinite where a token of probability 0 has a gradient, which would be missing from dW.
+        float64 scalar; infinite if a token of probability 0 has a gradient, which would be missing from dW.
     """
-    order, tails, kept = _ranked(p.double(), rows, kind)
-    rest = order[int(kept) :]
+    order, tails, winners = _ranked(p.double(), rows, kind)
+    rest = order[int(winners) :]
     a, b, p = x[rest].double(), y[rest].double(), p[rest].double()
     d = a.square().sum(1) * b.square().sum(1)
     shares = torch.where(d == 0, d, d / p).sum()
-    weighed = torch.where(tails[kept] > 0, tails[kept] * shares, shares)  # 0 times infinity is what is never drawn
-    drawn = (weighed - (a.T @ b).square().sum()).squeeze()
-    # Where one token is all there is, rounding must not make a variance below zero.
-    return drawn.clamp_min(0) / (rows - kept.squeeze())
+    weighted = torch.where(tails[winners] > 0, tails[winners] * shares, shares)  # not 0 · ∞, if none can be sampled
+    total = (weighted - (a.T @ b).square().sum()).squeeze()
+    # If the rest has a single token, rounding could make the variance negative.
+    return total.clamp_min(0) / (rows - winners.squeeze())

@@ -1,8 +1,8 @@
-"""Seeds: fresh for every step, layer and rank, and reproducible under torch.manual_seed.
+"""Seeds: new for every step, layer and rank, and reproducible with torch.manual_seed.
 
 Seeds come from torch's global CPU generator, so whatever restores that generator (torch.manual_seed, a Trainer that
-resumes) restores the sketches. The rank is folded in, because set_seed gives all ranks one seed and averaging equal
-sketches over ranks would not lower the noise.
+resumes) restores the sketches. The rank is hashed in, because set_seed gives all ranks the same seed and
+averaging equal sketches over ranks would not lower the noise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mix(*parts: int) -> int:
 
 
 def draw_seed() -> int:
-    """Draw a seed from the global CPU generator, which moves on.
+    """Draw a seed from the global CPU generator, advancing it.
 
     Returns:
         A seed that differs between calls and between ranks.
@@ -42,7 +42,7 @@ def draw_seed() -> int:
 
 
 def peek_seed() -> int:
-    """Return the seed that :func:`draw_seed` would give now, without moving the global generator.
+    """Return the seed that :func:`draw_seed` would return now, without advancing the global generator.
 
     Returns:
         A seed that follows from the generator's state and the rank.

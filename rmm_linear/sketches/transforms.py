@@ -1,7 +1,7 @@
 """Subsampled orthogonal transforms: hadamard, dct, dft.
 
 Sᵀ = √(N/K) · R T D: random signs D, an orthonormal real transform T, K of its N rows R, uniform and without
-replacement. D and T are orthogonal and every row is kept with probability K/N, so E[S Sᵀ] = 1.
+replacement. D and T are orthogonal and every row is sampled with probability K/N, so E[S Sᵀ] = 1.
 
 Write q_ac = Σ_k t_ka² t_kc² for two tokens a, c. The fourth moments of the signs give
 
@@ -11,9 +11,9 @@ Hadamard's entries are ±1/√N, so q_ac = 1/N and the last sum vanishes; N is t
 rows are zero). For the cosine transform q_ac − 1/N = ([c=a] + [c=N−1−a])/2N − 1/N², for the Hartley transform
 ([2(a−c)≡0] − [2(a+c)≡0])/2N modulo N: a few mirrored tokens, a relative error of order 1/N if it were left out.
 
-With ``block=b``, hadamard transforms every b consecutive tokens by themselves, and keeps the same K_b = ⌈K·b/N⌉ rows of
-each. Whichever these are, S Sᵀ has ones on its diagonal and the signs decide the rest, so the errors of two blocks are
-uncorrelated, and the variance is the sum over blocks.
+With ``block=b``, hadamard transforms every b consecutive tokens by themselves, and samples the same K_b = ⌈K·b/N⌉ rows
+of each. Whichever these are, S Sᵀ has ones on its diagonal, and each other entry has the random signs of two tokens as
+factors. So the errors of two blocks are uncorrelated, and the variance is the sum over blocks.
 
 dft is the discrete Fourier transform in its real, Hartley form (cos + sin), so that Z stays real.
 
@@ -84,7 +84,7 @@ def _fourier_rows(matrix: Tensor, index: Tensor) -> Tensor:
     tokens = matrix.shape[0]
     mirrored = index > tokens // 2
     spectrum = torch.fft.rfft(matrix, dim=0).index_select(0, torch.where(mirrored, tokens - index, index))
-    # By hand: inside an operator that a compiler calls, a lazy conjugate is never carried out.
+    # Not Tensor.conj: inside an operator that a compiler calls, a lazy conjugate is never resolved.
     sign = torch.where(mirrored, -1, 1).unsqueeze(1)
     parts = torch.view_as_real(spectrum)
     return torch.stack((parts[..., 0], parts[..., 1] * sign), dim=-1)
@@ -102,12 +102,12 @@ def _dct_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
 def _dft_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
     """The tokens c with 2(a−c) ≡ 0 or 2(a+c) ≡ 0 modulo N, each with N times its part of q_ac − 1/N."""
     index = torch.arange(tokens)
-    turns = (0, tokens // 2) if tokens % 2 == 0 else (0,)
-    return [((sign * index + turn) % tokens, 0.5 * sign) for turn in turns for sign in (1, -1)]
+    shifts = (0, tokens // 2) if tokens % 2 == 0 else (0,)
+    return [((sign * index + shift) % tokens, 0.5 * sign) for shift in shifts for sign in (1, -1)]
 
 
 def _mirrored(x: Tensor, y: Tensor, mirror: Tensor) -> Tensor:
-    """Σ_a of the bracket behind q_ac for c = mirror(a)."""
+    """The sum over a of the factor of q_ac in the variance, for c = mirror(a)."""
     x, y, mirror = x.double(), y.double(), mirror.to(x.device)
     x_norms, y_norms = x.square().sum(1), y.square().sum(1)
     products = (x * x[mirror]).sum(1) * (y * y[mirror]).sum(1)
@@ -138,7 +138,7 @@ def _family(
         size, blocks, rows_per_block = block_rows(tokens, rows, block)
         dtype, whole = accumulator_dtype(matrix.dtype), length(size)
         signed = matrix.to(dtype) * signs(seed, tokens, generator=generator).to(dtype).unsqueeze(1)
-        if blocks > 1:  # side by side, so that one transform does all
+        if blocks > 1:  # side by side, so that one transform handles all
             signed = _side_by_side(signed, size, blocks, count)
         result = transform(signed, sample(seed, whole, rows_per_block, generator=generator)) * sqrt(
             whole / rows_per_block
@@ -166,8 +166,8 @@ def _side_by_side(matrix: Tensor, size: int, blocks: int, count: Tensor | None) 
     if count is None:
         parts = torch.nn.functional.pad(matrix, (0, 0, 0, blocks * size - tokens)).view(blocks, size, columns)
     else:
-        index, real = even_blocks(tokens, size, blocks, count)
-        parts = torch.where(real.unsqueeze(-1), matrix[index], 0)
+        index, valid = even_blocks(tokens, size, blocks, count)
+        parts = torch.where(valid.unsqueeze(-1), matrix[index], 0)
     return parts.transpose(0, 1).reshape(size, blocks * columns)
 
 

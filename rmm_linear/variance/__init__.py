@@ -1,4 +1,4 @@
-"""The noise of a weight gradient: what the sketch adds, and what minibatch sampling adds anyway."""
+"""Variance of the weight gradient: that of the sketch, and that of minibatch sampling to compare it with."""
 
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.probe.probe import GradientProbe

@@ -3,19 +3,21 @@
 MODEL is a folder written by save_pretrained, or a model of the hub. BATCH is a text file (one example per line: text,
 tab, label, or two texts and a label) for a sequence classifier, or a .pt file with the keyword arguments of one
 training batch, or a list of such, for any model that returns its loss. The model is trained exactly for a few steps (on
-all but the last batch of a .pt file), and the noise is measured on the next batch.
+all but the last batch of a .pt file), and the noise is measured on the next batch. --size, --steps and --max_seq_length
+are of text files.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import nn
 
 from rmm_linear._support.files import replacing
 from rmm_linear.sketches import KINDS
@@ -49,18 +51,7 @@ def main(argv: list[str] | None = None) -> int:
                 steps=arguments.steps,
                 max_length=arguments.max_seq_length,
             )
-        shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
-        records, choices = train_and_record(
-            model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate, **shape
-        )
-        noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
-        print(describe(records, noises, arguments.itemsize))
-        if arguments.layers:
-            print(f"\n{describe_layers(noises)}")
-        figure: Any = plot_noise_against_memory(noises).figure
-        with replacing(arguments.plot) as file:
-            figure.savefig(file, dpi=150)
-        print(f"\npicture of noise against memory: {arguments.plot}")
+        print_survey(model, batches, arguments, arguments.plot)
     except IndexError as error:
         return _fail(f"a number of a token or a label is none of the model's: {error}")
     except EOFError:
@@ -75,41 +66,83 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS) -> None:
+    """Add what a survey can be told, whatever its model and data.
+
+    Args:
+        parser: The parser of a command that calls :func:`print_survey`.
+        kinds: Kinds of sketches by default.
+    """
+
     def fraction(text: str) -> float:
         value = float(text)
         if not 0 < value <= 1:
             raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
         return value
 
-    def count(least: int) -> Callable[[str], int]:
-        def integer(text: str) -> int:
-            value = int(text)
-            if value < least:
-                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-            return value
-
-        return integer
-
-    usage = (__doc__ or "").split("\n\n", 1)[1]
-    parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
-    parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
-    parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
-    picture = "where to write the picture of noise against memory (noise.png)"
-    parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=picture)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of sketches (all)")
+    parser.add_argument("--kinds", nargs="+", default=list(kinds), choices=KINDS, help="kinds of sketches")
     parser.add_argument("--layers", action="store_true", help="print the quietest kind and width of every layer too")
     memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES), "help": "fractions of the input's bytes"}
     parser.add_argument("--memory", **memory)
     parser.add_argument("--modules", default="all-linear", help="regular expression for the layers' whole names")
     parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
-    parser.add_argument("--size", type=count(1), default=64, help="examples per batch of a text file")
-    parser.add_argument("--steps", type=count(0), default=25, help="training steps before, of a text file")
-    parser.add_argument(
-        "--max_seq_length", type=count(1), default=128, help="tokens per example at most, of a text file"
-    )
+    parser.add_argument("--steps", type=count(0), default=25, help="exact training steps before")
+    parser.add_argument("--max_seq_length", type=count(1), default=128, help="tokens per text at most")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="of the training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
+
+
+def count(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is an integer of at least ``least``."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    return integer
+
+
+def print_survey(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    arguments: argparse.Namespace,
+    picture: Path,
+    title: str = "",
+) -> None:
+    """Train on all batches but the last one, and print and draw the noise on that.
+
+    Args:
+        model: See :func:`rmm_linear.variance.train_and_record`. Its weights change.
+        batches: Training batches.
+        arguments: What :func:`add_arguments` added.
+        picture: File of the picture.
+        title: Printed before the table, and before the name of the picture.
+    """
+    shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
+    records, choices = train_and_record(
+        model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate, **shape
+    )
+    noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
+    print(f"{title}{describe(records, noises, arguments.itemsize)}")
+    if arguments.layers:
+        print(f"\n{describe_layers(noises)}")
+    figure: Any = plot_noise_against_memory(noises).figure
+    with replacing(picture) as file:
+        figure.savefig(file, dpi=150)
+    print(f"\n{title}picture of noise against memory: {picture}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = (__doc__ or "").split("\n\n", 1)[1]
+    parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
+    parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
+    parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
+    file = "where to write the picture of noise against memory (noise.png)"
+    parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=file)
+    parser.add_argument("--size", type=count(1), default=64, help="examples per batch of a text file")
+    add_arguments(parser)
     return parser
 
 

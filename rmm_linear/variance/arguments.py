@@ -1,4 +1,4 @@
-"""What every closed form takes: X and Y of one layer, or of several layers of one shape."""
+"""Checks of the arguments of the closed forms and simulations, and their application to several layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rmm_linear.sketches import SAMPLERS, TokenMask, check_kind, has_blocks, pro
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
-    """Refuse what is not the input and the output gradient of one layer, or of a batch of layers.
+    """Check that two tensors can be the input and the output gradient of one layer, or of L layers.
 
     Args:
         x: Layer input, shape (N, I) or (L, N, I).
-        grad_output: Gradient by the layer's output, shape (N, O) or (L, N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O).
 
     Raises:
-        ValueError: If the shapes do not belong together.
+        ValueError: If the shapes do not fit together.
         TypeError: If one of the two is not floating point.
     """
     if x.dim() not in (2, 3) or x.shape[:-1] != grad_output.shape[:-1]:
@@ -33,53 +33,52 @@ def check_pair(x: Tensor, grad_output: Tensor) -> None:
 
 
 def sampling_probabilities(
-    x: Tensor, kind: str, rows: int, given: Tensor | None, mask: TokenMask | None
+    x: Tensor, kind: str, rows: int, weights: Tensor | None, mask: TokenMask | None
 ) -> Tensor | None:
-    """Return the probabilities by which a kind draws rows of x.
+    """Return the probabilities with which a kind samples the rows of x.
 
     Args:
         x: Layer input, shape (N, I).
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
-        given: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone, mixed as by default.
-        mask: The tokens that count, or None for all.
+        weights: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone with the default ``uniform_mix``.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        float64, shape (N,), of sum 1 and 0 for tokens that do not count; None where no rows are drawn.
+        float64, shape (N,), with sum 1 and 0 for masked tokens; None if no rows are sampled.
 
     Raises:
-        ValueError: If ``given`` is for another kind, has another shape, or no number to draw by.
-        TypeError: If ``given`` is not floating point.
+        ValueError: If ``weights`` is given for a kind that does not sample rows, has another shape, is negative, not
+            finite or 0 for all valid tokens.
+        TypeError: If ``weights`` is not floating point.
     """
-    if given is not None and kind not in SAMPLERS:
+    if weights is not None and kind not in SAMPLERS:
         raise ValueError(f"probabilities are for {' and '.join(SAMPLERS)}, got kind={kind!r}. Use probabilities=None.")
     if kind not in SAMPLERS or rows >= x.shape[0]:
         return None
-    if given is None:
+    if weights is None:
         return probabilities(row_norms(x), mask=mask)
-    if not given.is_floating_point():
-        raise TypeError(f"probabilities must be floating point, got {given.dtype}. Use probabilities.double().")
-    if given.shape != x.shape[:1]:
+    if not weights.is_floating_point():
+        raise TypeError(f"probabilities must be floating point, got {weights.dtype}. Use probabilities.double().")
+    if weights.shape != x.shape[:1]:
         raise ValueError(
-            f"probabilities must have one number for each of the {x.shape[0]} rows of x, got {tuple(given.shape)}."
+            f"probabilities must have one number for each of the {x.shape[0]} rows of x, got {tuple(weights.shape)}."
         )
-    p = given.double() if mask is None else torch.where(mask.valid, given.double(), 0)
+    p = weights.double() if mask is None else torch.where(mask.valid, weights.double(), 0)
     if not bool((p >= 0).all() & p.isfinite().all() & p.any()):
-        raise ValueError(
-            "probabilities must be finite, not negative and not all 0. What is not to be drawn is for mask."
-        )
+        raise ValueError("probabilities must be finite, not negative and not all 0. Use mask to exclude tokens.")
     return p / p.sum()
 
 
 def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Tensor | None) -> None:
-    """Refuse what says no sketch of x: formulas and simulations take the same.
+    """Check the arguments that describe a sketch of x, which closed forms and simulations have in common.
 
     Args:
         x: Layer input, shape (N, I) or (L, N, I).
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
         block: Tokens per block, or None.
-        mask: True for tokens that count, shape (N,), or None.
+        mask: True for valid tokens, shape (N,), or None.
 
     Raises:
         ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, or ``mask`` has another
@@ -95,12 +94,12 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
 
 
 def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:
-    """Apply a closed form to every layer, one after the other: layers share no work, and memory is that of one.
+    """Apply a closed form to one layer after the other, with the memory of one layer.
 
     Args:
-        closed_form: Takes X (N, I) and Y (N, O), and p (N,) where it is given, returns a float64 scalar.
+        closed_form: Takes X (N, I) and Y (N, O), and p (N,) if it is not None; returns a float64 scalar.
         x: Layer input, shape (N, I) or (L, N, I).
-        grad_output: Gradient by the layer's output, shape (N, O) or (L, N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O).
         p: Probabilities of the rows, shape (N,) or (L, N), or None.
 
     Returns:

@@ -2,11 +2,11 @@
 
 D²_SGD is the variance of the minibatch gradient YᵀX as an estimate from n independent samples. With per-sample
 gradients G_s and their sum G, the unbiased estimate of the variance of the sum is n/(n−1) · (Σ_s ‖G_s‖² − ‖G‖²/n).
-Samples are sequences, the noise that SGD really has when a batch is made of sequences, or tokens, as in the paper,
-where it reads N/(N−1) · d − g/(N−1).
+Samples are sequences, which gives the noise of SGD on batches of sequences, or tokens, as in the paper, where the
+estimate is N/(N−1) · d − g/(N−1).
 
-‖G_s‖² = Σ_ij (x_i·x_j)(y_i·y_j) over the T tokens of a sequence costs T²·(I + O), and G_s itself T·I·O. The smaller of
-the two is done, and neither makes more than one matrix of I × O at a time.
+‖G_s‖² = Σ_ij (x_i·x_j)(y_i·y_j) over the T tokens of a sequence costs T²·(I + O), and G_s itself T·I·O. The cheaper of
+the two is computed; neither needs more than one matrix of I × O at a time.
 
 Source of the token form and of α: Bershatsky et al. 2022, arXiv 2201.13195, eq. for D²_SGD.
 """
@@ -23,19 +23,19 @@ from rmm_linear.packing import rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, variance
 from rmm_linear.variance.arguments import check_pair, check_sketch, over_layers, sampling_probabilities
 
-_ELEMENTS = 1 << 22  # float64 numbers that a step over several sequences may make
+_ELEMENTS = 1 << 22  # limit of float64 numbers that a step over several sequences allocates
 
 
 @without_autocast
 def correlation(x: Tensor, grad_output: Tensor) -> Tensor:
     """Return α = ‖XᵀY‖²_F / (‖X‖²_F ‖Y‖²_F), how much the tokens' gradients agree.
 
-    By Cauchy and Schwarz α is in [0, 1]: 1 when one token has the whole gradient, small when tokens cancel. The noise
-    of a dense sketch by the squared gradient is (1/α + 1)/K. Cost: one product of N·I·O in float64.
+    By Cauchy and Schwarz α is in [0, 1]: 1 when one token has the whole gradient, small when tokens cancel. The
+    variance of a dense sketch divided by the squared gradient is (1/α + 1)/K. Cost: one product of N·I·O in float64.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O).
 
     Returns:
         float64, shape () or (L,), without unit. NaN where X or Y is zero.
@@ -57,14 +57,14 @@ def correlation(x: Tensor, grad_output: Tensor) -> Tensor:
 def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | Tensor | None = None) -> Tensor:
     """Return D²_SGD, the variance of the weight gradient that minibatch sampling causes.
 
-    An estimate from the batch itself, unbiased where its samples are independent. Rows without a gradient, as padding
-    has, add nothing to a sequence. Where samples are tokens they are tokens with a gradient of 0, and do count: leave
-    padding out there, ``x[mask]`` and ``grad_output[mask]``.
+    An estimate from the batch itself, unbiased if its samples are independent. Rows with a gradient of 0, such as
+    padding, add nothing to a sequence. If samples are tokens, such rows count as samples: leave padding out then,
+    ``x[mask]`` and ``grad_output[mask]``.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O).
-        samples: What the samples are. (batch, sequence) with batch · sequence = N: sequences of one length. int64 of
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O).
+        samples: Unit of sampling. (batch, sequence) with batch · sequence = N: sequences of one length. int64 of
             shape (N,): the sequence that every row belongs to, any numbers in any order. None: tokens, as in the paper.
 
     Returns:
@@ -90,25 +90,25 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
 
 
 def between_samples(x: Tensor, y: Tensor, groups: list[Tensor], g: Tensor) -> Tensor:
-    """Return D²_SGD from ‖XᵀY‖²_F, which others may have made already.
+    """Return D²_SGD from ‖XᵀY‖²_F, for callers that have computed this already.
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer's output, shape (N, O).
+        y: Gradient with respect to the layer's output, shape (N, O).
         groups: The rows of every sample, see :func:`rows_by_length`.
-        g: ‖XᵀY‖²_F, a scalar of a product in float64: where the samples agree, all but its last digits cancel.
+        g: ‖XᵀY‖²_F, a scalar from a product in float64: if the samples agree, all but its last digits cancel.
 
     Returns:
         float64 scalar.
     """
     count = sum(len(index) for index in groups)
     squares = torch.stack([_squared_gradients(x, y, index.to(x.device)) for index in groups]).sum()
-    # Where all samples have one gradient, rounding must not make a variance below zero.
+    # If all samples have the same gradient, rounding could make the variance negative.
     return ((count * squares - g) / (count - 1)).clamp_min(0)
 
 
 def rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:
-    """Return the rows of every sample, samples of one length together.
+    """Return the rows of every sample, grouped by the length of the samples.
 
     Args:
         samples: As for :func:`sgd_variance`.
@@ -148,7 +148,7 @@ def _sequences(samples: tuple[int, int] | Tensor, rows: int) -> list[Tensor]:
 
 
 def _squared_gradients(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """Σ_s ‖G_s‖² over samples of one length, given by their rows, shape (samples, T)."""
+    """Return Σ_s ‖G_s‖² over samples of one length; ``index`` holds their rows, shape (samples, T)."""
     length, inputs, outputs = index.shape[1], x.shape[1], y.shape[1]
     if length == 1:  # ‖G_s‖² is a product of two norms
         (rows,) = index.unbind(1)
@@ -182,32 +182,34 @@ def sketch_variance(
     """Return D²_sketch = E‖dŴ − dW‖² for one layer and batch, or for several layers.
 
     Exact for ``bits=None``, as derived in each family's module. Packing adds E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖². The
-    inner terms are exact for each S and each turn of the columns, from the rounding fractions; no closed form is known
-    for their outer mean, which is taken over ``draws`` fixed seeds. Each sums over all elements, so on layers of a real
-    size few are enough: 4 came within 4 % of 16 on MiniLM's, in 4 and 2 bits. Take hundreds where K is below 64 or so;
-    :func:`simulate_variance` checks it.
+    inner terms are exact for each S and each rotation of the columns, from the rounding fractions. No closed form is
+    known for the outer mean, which is taken over ``draws`` fixed seeds. Each seed averages over all elements, so few
+    suffice for layers of usual size: on MiniLM's layers, 4 seeds were within 4 % of 16, in 4 and 2 bits. Use hundreds
+    for K below about 64; :func:`simulate_variance` checks the result.
 
-    Cost: two or three products of N·I·O in float64; with ``bits``, ``draws`` sketches of X and Y more.
+    Cost: two or three products of N·I·O in float64; with ``bits``, also ``draws`` sketches of X and Y.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is false.
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is
+            false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
-        mask: True for tokens that count, shape (N,), the same for all layers; None is all.
-        probabilities: By which norm_rows and wta draw rows, up to a factor, shape (N,), or (L, N); see
-            :func:`rmm_linear.sketches.probabilities`. None is ‖x‖ alone, mixed as by default: nothing known of Y.
-        draws: Seeds of S to average the rounding term over.
+        mask: True for valid tokens, shape (N,), the same for all layers; None is all.
+        probabilities: Sampling probabilities of the rows for norm_rows and wta, up to a factor, shape (N,), or (L, N);
+            see :func:`rmm_linear.sketches.probabilities`. None is ‖x‖ alone with the default ``uniform_mix``, as if
+            nothing were known about Y.
+        draws: Number of seeds of S over which the rounding term is averaged.
 
     Returns:
-        float64, shape () or (L,), in squared units of the weight gradient. Infinite where a token has a gradient and
-        the probability 0: it would be missing from dW.
+        float64, shape () or (L,), in squared units of the weight gradient. Infinite if a token with a gradient has
+        probability 0: dŴ would never contain it.
 
     Raises:
         ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, ``probabilities`` to
-            one that draws no rows by them, or ``mask`` has another shape than (N,).
+            one that does not sample rows by them, or ``mask`` has another shape than (N,).
 
     Example:
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [0.5]])
@@ -218,12 +220,12 @@ def sketch_variance(
     check_sketch(x, kind=kind, rows=rows, block=block, mask=mask)
     check_integer("draws", draws)
     if probabilities is not None and probabilities.shape != x.shape[:-1]:
-        rows_of_x, given = tuple(x.shape[:-1]), tuple(probabilities.shape)
-        raise ValueError(f"probabilities must have the shape {rows_of_x} of the rows of x, got {given}.")
+        expected, actual = tuple(x.shape[:-1]), tuple(probabilities.shape)
+        raise ValueError(f"probabilities must have the shape {expected} of the rows of x, got {actual}.")
     if mask is not None and block is None and (kind in SAMPLERS or FAMILIES[kind].local):
-        real = mask.bool()  # the same, and less work
-        x, grad_output, mask = x[..., real, :], grad_output[..., real, :], None
-        probabilities = None if probabilities is None else probabilities[..., real]
+        valid = mask.bool()  # the variance is the same without masked rows, and less work
+        x, grad_output, mask = x[..., valid, :], grad_output[..., valid, :], None
+        probabilities = None if probabilities is None else probabilities[..., valid]
     ranks = None if mask is None else TokenMask.of(mask)
 
     def noise(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:

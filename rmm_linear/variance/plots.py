@@ -1,8 +1,7 @@
-"""Pictures of the noise: over training, by layer, against memory, and beside the published bound.
+"""Plots of the noise: over training, by layer, against memory, and beside the published bound.
 
-Every function draws on the Axes it is given, or on new ones, and returns them; nothing is shown or saved. Lines
-differ by marker and by lightness, so the pictures can be printed in grey. matplotlib is imported when a
-picture is drawn.
+Every function plots on the given Axes, or on new ones, and returns them; nothing is shown or saved. Lines differ by
+marker and by lightness, so the plots can be printed in grey. matplotlib is imported on the first plot.
 """
 
 from __future__ import annotations
@@ -24,54 +23,54 @@ if TYPE_CHECKING:
 
 _NOISE = "sketch noise / minibatch noise"
 _BY_TOKENS = ", by tokens"
-_FLOOR = 1e-3  # no noise at all has no place on a logarithmic axis
+_FLOOR = 1e-3  # 0 cannot be shown on a logarithmic axis
 _MARKERS = dict(zip(KINDS, "osv^D<>P*", strict=True))
 
 
 def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
-    """Draw the median noise over the layers against the training step, with the band of the quartiles.
+    """Plot the median noise over the layers against the training step, with a band between the quartiles.
 
     Args:
-        table: The probe's table: columns step and noise are read, and samples if it is there.
-        ax: Axes to draw on; None makes new ones.
+        table: The probe's table, with the columns step and noise, and optionally samples.
+        ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis. Where noise by sequences is there,
-        noise by tokens, which is another number, is left out.
+        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis. If the table has noise over
+        sequences, rows with noise over tokens, which cannot be compared with it, are left out.
     """
     ax = _axes(ax, table, "step", "noise")
-    table, form = _one_form(table)
+    table, suffix = _comparable(table)
     by_step = table.groupby("step")["noise"]
-    # Of two values in the middle the lower one: between a number and infinity nothing can be interpolated.
+    # "lower" instead of interpolation: noise can be infinite.
     low, middle, high = (by_step.quantile(part, interpolation="lower").clip(lower=_FLOOR) for part in (0.25, 0.5, 0.75))
     ax.fill_between(middle.index, low, high, color="0.8", label="middle half of the layers")
     ax.plot(middle.index, middle, color="black", marker="o", markersize=4, label="median layer")
     _step_axis(ax)
     _noise_axis(ax).legend()
-    ax.set_ylabel(_NOISE + form)
+    ax.set_ylabel(_NOISE + suffix)
     return ax
 
 
 def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
-    """Draw a heat map of the noise, layers by modules, each the median over the steps.
+    """Plot a heat map of the noise, layers by modules, each cell the median over the steps.
 
     The layer is the first number in a module's name: ``encoder.layer.3.output.dense`` is ``output.dense`` of layer 3.
-    Where several parts of a model have numbered layers, as an encoder and a decoder, each has columns of its own.
+    If several parts of a model have numbered layers, such as an encoder and a decoder, each has its own columns.
 
     Args:
-        table: The probe's table: columns module and noise are read, and samples if it is there.
-        ax: Axes to draw on; None makes new ones.
+        table: The probe's table, with the columns module and noise, and optionally samples.
+        ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier. Cells without noise, or without a finite
-        one, say so in words and leave the scale to the others. Where noise by sequences is there, noise by tokens,
-        which is another number unless it is 0, is left out.
+        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier. Cells whose noise is 0, infinite or NaN
+        have a word instead of a colour and do not affect the scale. If the table has noise over sequences, rows with
+        noise over tokens, which cannot be compared with it unless it is 0, are left out.
     """
     _check(table, "module", "noise")
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator
 
-    table, form = _one_form(table, exact_too=True)
+    table, suffix = _comparable(table, with_exact=True)
     noise = {str(name): float(part["noise"].median()) for name, part in table.groupby("module", sort=False)}
     places = _places(list(noise))
     layers = sorted({layer for layer, _ in places.values()})
@@ -101,32 +100,32 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
     ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
     ax.set_xlabel("module")
     ax.set_ylabel("layer")
-    label = _NOISE + form
+    label = _NOISE + suffix
     ax.figure.colorbar(image, ax=ax, label=label, ticks=LogLocator(subs=(1, 2, 5)), format="{x:g}").minorticks_off()
     return ax
 
 
 def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = None) -> Axes:
-    """Draw the median noise over the layers for every kind and width, side by side at equal memory.
+    """Plot the median noise over the layers for every kind and width, side by side at equal memory.
 
     Args:
         noises: See :func:`rmm_linear.variance.noise_at_memory`.
-        ax: Axes to draw on; None makes new ones.
+        ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. From left to right the memory kept, in per cent of the input's bytes, and at each memory the widths,
-        from wide to narrow; a line for each kind. The published method, which has one width, is drawn beside all.
-        Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a line at 1 is the minibatch's own noise.
-        Noise below 0.001, none included, is drawn at 0.001.
+        The Axes. From left to right the saved memory, in per cent of the input's bytes, and at each memory the widths,
+        from wide to narrow; a line for each kind. The published method, which has one width, is repeated at every
+        width. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a line at 1 is the minibatch's own
+        noise. Noise below 0.001, 0 included, is shown at 0.001.
 
     Raises:
-        ValueError: If there is nothing to draw.
+        ValueError: If ``noises`` is empty.
     """
     if not noises:
-        raise ValueError("The picture needs the noise of at least one layer, got none. See noise_at_memory.")
+        raise ValueError("The plot needs the noise of at least one layer, got none. See noise_at_memory.")
     found: dict[str, dict[tuple[float, int], list[float]]] = {}
     for entry in noises:
-        if entry.setting != AUTO:  # it is one of the other points at each memory
+        if entry.setting != AUTO:  # it equals one of the other points at each memory
             found.setdefault(entry.setting, {}).setdefault((entry.memory, entry.bits), []).append(entry.noise)
     memories = sorted({entry.memory for entry in noises})
     widths = sorted({entry.bits for entry in noises}, reverse=True)
@@ -136,7 +135,7 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
         points: list[tuple[float, float]] = []
         for memory, places in zip(memories, groups, strict=True):
             for place, bits in zip(places, widths, strict=True):
-                # The published method has one width; all are compared with it.
+                # The published method has one width; it is repeated beside all others.
                 cell = values.get((memory, max(b for _, b in values) if setting == PAPER else bits), [math.nan])
                 points.append((place, max(median(cell), _FLOOR)))
             points.append((math.nan, math.nan))  # no line from one memory to the next
@@ -147,21 +146,21 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
     )
     ax.set_xticks([sum(places) / len(places) for places in groups], [f"\n{100 * memory:g} %" for memory in memories])
     ax.tick_params(axis="x", which="major", length=0)
-    ax.set_xlabel("bits of an element, and memory kept (% of the input's bytes)")
+    ax.set_xlabel("bits per element, and saved memory (% of the input's bytes)")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return ax
 
 
 def plot_bound(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
-    """Draw the paper's variance study: the exact ratio of the noises, its published formula and its published bound.
+    """Plot the paper's variance study: the exact ratio of the variances, the published formula and the published bound.
 
-    Samples are tokens here, as in the paper. The bound on D²_sketch/D²_SGD is (N−1)/K · (α+1)/α; it is no bound in
+    Samples are tokens here, as in the paper. The bound on D²_sketch/D²_SGD is (N−1)/K · (α+1)/α; it does not hold in
     general, see :func:`rmm_linear.variance.paper_bound`.
 
     Args:
         table: Columns step, rows (K), tokens (N), alpha, sgd_variance (over tokens), sketch_variance (exact) and
             paper_variance, see :func:`rmm_linear.variance.paper_sketch_variance`.
-        ax: Axes to draw on; None makes new ones.
+        ax: Axes to plot on; None makes new ones.
 
     Returns:
         The Axes. Ratios without unit, on a logarithmic axis.
@@ -202,20 +201,20 @@ def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib. pip install 'rmm_linear[glue]'") from error
+        raise ImportError("Plots need matplotlib. pip install 'rmm_linear[glue]'") from error
     return plt
 
 
 def _style(setting: str) -> dict[str, Any]:
     if setting == PAPER:
         return {"color": "black", "linestyle": ":", "marker": "x"}
-    place = 4 * KINDS.index(setting) % len(KINDS)  # kinds that are often drawn together differ the most
+    place = 4 * KINDS.index(setting) % len(KINDS)  # kinds that are often plotted together differ the most
     shade = _pyplot().get_cmap("viridis")(0.85 * place / (len(KINDS) - 1))
     return {"color": shade, "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
 
 
 def _greys() -> Any:
-    """Grey from light, not white, as cells without a value are."""
+    """Return greys from light to dark; white is left to cells without a value."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("greys", ["0.93", "0.05"])
@@ -238,7 +237,7 @@ def _noise_axis(ax: Axes) -> Axes:
     ax.tick_params(axis="y", which="minor", left=False)
     ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
     low, high = ax.get_ylim()
-    if high < 10 * low:  # a decade at least: enough ticks, and small differences look small
+    if high < 10 * low:  # at least a decade, for enough ticks and so that small differences look small
         middle = math.sqrt(low * high)
         ax.set_ylim(middle / math.sqrt(10), middle * math.sqrt(10))
     ax.set_ylabel(_NOISE)
@@ -247,28 +246,28 @@ def _noise_axis(ax: Axes) -> Axes:
     return ax
 
 
-def _one_form(table: pandas.DataFrame, exact_too: bool = False) -> tuple[pandas.DataFrame, str]:
-    """The rows by sequences, or all where there are none such, and what the axis has to say about it."""
+def _comparable(table: pandas.DataFrame, with_exact: bool = False) -> tuple[pandas.DataFrame, str]:
+    """Return the rows over sequences, or all rows if there are none, and a suffix for the label of the axis."""
     if "samples" not in table.columns:
         return table, ""
     by_sequences = table["samples"] == SEQUENCES
     if not by_sequences.any():
         return table, _BY_TOKENS
-    return table.loc[by_sequences | (exact_too & (table["noise"] == 0))], ""
+    return table.loc[by_sequences | (with_exact & (table["noise"] == 0))], ""
 
 
 def _places(names: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """A layer's number, −1 where there is none, and its module: the name's rest, with what tells its stem apart."""
+    """Split each name into the layer's number (−1 if none) and the module, with a prefix if the stems differ."""
     found = {name: re.match(r"(?:(.*?)\.)?(\d+)(?:\.(.+))?$", name) for name in names}
-    short = _told_apart({match[1] or "" for match in found.values() if match})
+    short = _short_stems({match[1] or "" for match in found.values() if match})
     return {
         name: (int(match[2]), ".".join(filter(None, (short[match[1] or ""], match[3])))) if match else (-1, name)
         for name, match in found.items()
     }
 
 
-def _told_apart(stems: set[str]) -> dict[str, str]:
-    """Without the parts that all begin or end with; a single stem needs no name."""
+def _short_stems(stems: set[str]) -> dict[str, str]:
+    """Strip the parts that all stems have in common at either end; a single stem becomes empty."""
     parts = {stem: stem.split(".") for stem in stems}
     for end in (0, -1):
         while len(parts) > 1 and all(map(len, parts.values())) and len({part[end] for part in parts.values()}) == 1:

@@ -1,6 +1,6 @@
-"""The formulas printed with the published method, under their own names, to compare with.
+"""The variance formula and the bound from the paper, for comparison.
 
-Neither is what it is said to be; the docstrings say where it fails. For the variance that a sketch really has, use
+Neither holds in general; the docstrings give counterexamples. For the exact variance of a sketch, use
 :func:`rmm_linear.variance.sketch_variance`.
 
 Source: Bershatsky et al. 2022, arXiv 2201.13195, the lemma on D²_RMM and the theorem on its ratio to D²_SGD.
@@ -21,13 +21,13 @@ from rmm_linear.variance.closed_forms import correlation
 def paper_sketch_variance(x: Tensor, grad_output: Tensor, *, rows: int) -> Tensor:
     """Return (P − g)/K, which the paper states as the variance of the sketched gradient.
 
-    It is the variance of none of the kinds: for independent normal entries, which the paper uses, it is (P + g)/K, for
-    random signs (P + g − 2d)/K. For a single token P = g = d, and the formula gives no noise at all, while a normal
-    sketch of one row has 2P. The formula is too small for ``gaussian`` by the factor (1 − α)/(1 + α).
+    It is not the variance of any kind: for independent normal entries, which the paper uses, the variance is (P + g)/K,
+    for random signs (P + g − 2d)/K. For a single token P = g = d, and the formula gives 0, while a normal sketch of one
+    row has the variance 2P. For ``gaussian`` the formula is too small by the factor (1 − α)/(1 + α).
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O).
         rows: K.
 
     Returns:
@@ -49,16 +49,16 @@ def paper_sketch_variance(x: Tensor, grad_output: Tensor, *, rows: int) -> Tenso
 
 
 def paper_bound(x: Tensor, grad_output: Tensor) -> Tensor:
-    """Return (α + 1)/α, which the paper states as a bound on K/(N−1) · D²_sketch/D²_SGD, samples being tokens.
+    """Return (α + 1)/α, which the paper states as a bound on K/(N−1) · D²_sketch/D²_SGD, with tokens as samples.
 
-    It is no bound. For x = (1, 2) and y = (1, ½) both tokens have the same gradient, so D²_SGD = 0, while K times the
-    paper's own D²_sketch is 2.25: the ratio is infinite and the bound 2.5625. Nothing that depends on α alone can bound
-    the ratio: x = (1, a) and y = (1, 1/a) have D²_SGD = 0 with every α below 1. Where it does hold it says little: α is
-    small in practice, and the bound is hundreds of times the ratio. The authors' notebook draws 1 + α in its place.
+    It is not a bound. For x = (1, 2) and y = (1, ½) both tokens have the same gradient, so D²_SGD = 0, while K times
+    the paper's own D²_sketch is 2.25: the ratio is infinite and the bound 2.5625. No function of α alone can bound the
+    ratio: x = (1, a) and y = (1, 1/a) have D²_SGD = 0 with every α below 1. Where it holds it is loose: α is small in
+    practice, and the bound is hundreds of times the ratio. The authors' notebook plots 1 + α instead.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O).
 
     Returns:
         float64, shape () or (L,), without unit. NaN where X or Y is zero.

@@ -1,11 +1,11 @@
-"""Monte Carlo of the noises, to check a closed form on one's own data.
+"""Monte Carlo simulation of the variances, to check the closed forms on one's own data.
 
-A sketch: K rows of SᵀX and SᵀY are drawn M times and ‖(SᵀY)ᵀ unpack(pack(SᵀX)) − YᵀX‖² is averaged. Minibatches: n
-sequences are drawn with replacement from the n at hand; the squared distance of their gradient to YᵀX has the mean
+For a sketch, S is drawn M times and ‖(SᵀY)ᵀ unpack(pack(SᵀX)) − YᵀX‖² is averaged. For minibatches, n sequences are
+drawn with replacement from the n of the batch; the squared distance of their gradient to YᵀX has the mean
 (n−1)/n · D²_SGD, as in the bootstrap.
 
-Draws are made in groups, of which each has one seed of the rounding for the sketches it holds at a time; groups are
-independent. The interval is that of the mean of the groups' means, by the central limit theorem.
+Draws are made in groups. Sketches of one group that are made at the same time share the seed of the rounding; groups
+are independent. The interval is that of the mean of the group means, by the central limit theorem.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.variance.arguments import check_pair, check_sketch, sampling_probabilities
 from rmm_linear.variance.closed_forms import rows_by_length
 
-_GROUP, _GROUPS = 50, 40  # draws in a group at most, and groups at least: their spread must be known
-_ELEMENTS = 1 << 22  # numbers that sketches made at the same time may take
+_GROUP, _GROUPS = 50, 40  # at most draws per group; at least groups, to estimate their spread
+_ELEMENTS = 1 << 22  # limit of numbers in sketches that are made at the same time
 _READ_THEIR_SEED = {name for name, family in FAMILIES.items() if family.reads_seed}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A variance found by drawing.
+    """A variance estimated by simulation.
 
     Attributes:
         variance: Mean of ‖error‖², in squared units of the weight gradient.
-        standard_error: Of ``variance``, from the spread of the groups of draws.
+        standard_error: Standard error of ``variance``, from the spread of the group means.
         draws: M.
     """
 
@@ -46,7 +46,7 @@ class Simulation:
 
     @classmethod
     def of(cls, squares: Sequence[Tensor]) -> Simulation:
-        """Make the result from ‖error‖² of every draw.
+        """Make the result from the ‖error‖² of all draws.
 
         Args:
             squares: One tensor per group, each of the same length.
@@ -59,10 +59,10 @@ class Simulation:
         return cls(float(means.mean()), float(means.std()) / math.sqrt(len(means)), draws)
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Return the bounds that hold the variance with a probability, as far as the group means are normal.
+        """Return a confidence interval of the variance; the group means are taken as normal.
 
         Args:
-            confidence: The probability, in (0, 1).
+            confidence: Coverage probability, in (0, 1).
 
         Returns:
             Lower and upper bound.
@@ -81,7 +81,7 @@ class Simulation:
         """
         distance = self.variance - float(stated)
         if math.isclose(self.variance, float(stated), rel_tol=1e-7):
-            return 0.0  # every draw may have the same error, as with two tokens and random signs
+            return 0.0  # the standard error may be 0: all draws can have one error, as with two tokens and random signs
         return distance / self.standard_error if self.standard_error else math.copysign(math.inf, distance)
 
 
@@ -101,20 +101,20 @@ def simulate_variance(
 ) -> Simulation:
     """Draw sketches of one layer and batch and average ‖dŴ − dW‖², to check :func:`sketch_variance`.
 
-    Time: ``draws`` sketches of X and Y. Memory: a few million numbers at a time, the transforms of
-    hadamard, dct and dft four times that, or one sketch if it is more.
+    Time: ``draws`` sketches of X and Y. Memory: a few million numbers at a time (four times that for hadamard, dct and
+    dft), or one sketch if that is more.
 
     Args:
         x: Layer input, shape (N, I).
-        grad_output: Gradient by the layer's output, shape (N, O); zero where ``mask`` is false.
+        grad_output: Gradient with respect to the layer's output, shape (N, O); zero where ``mask`` is false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
         bits: 8, 4, 2, or None for the dtype itself.
         block: Tokens per block, or None.
-        mask: True for tokens that count, shape (N,); None is all.
+        mask: True for valid tokens, shape (N,); None is all.
         probabilities: As for :func:`sketch_variance`, shape (N,).
-        draws: M, 40 at least, rounded up to whole groups.
-        seed: Of the first draw; the others follow.
+        draws: M, at least 40, rounded up to whole groups.
+        seed: Seed of the first draw; the following draws use the following integers.
 
     Returns:
         The mean, with its standard error and interval.
@@ -173,11 +173,11 @@ def draw_sketches(
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
         block: Tokens per block, or None.
-        mask: The tokens that count, or None.
-        p: Probabilities of the rows, for kinds that draw them.
+        mask: The valid tokens, or None for all.
+        p: Sampling probabilities of the rows, for kinds that sample them.
 
     Returns:
-        Shape (M, K, D), held as a whole.
+        Shape (M, K, D); all sketches are in memory at once.
     """
 
     def one(seed: Tensor) -> Tensor:
@@ -197,16 +197,16 @@ def simulate_sgd_variance(
     draws: int = 2_000,
     seed: int = 0,
 ) -> Simulation:
-    """Draw minibatches from the sequences at hand and average their noise, to check :func:`sgd_variance`.
+    """Draw minibatches from the sequences of a batch and average ‖error‖², to check :func:`sgd_variance`.
 
     Time: ``draws`` products of N·I·O in float64.
 
     Args:
         x: Layer input, shape (N, I).
-        grad_output: Gradient by the layer's output, shape (N, O).
+        grad_output: Gradient with respect to the layer's output, shape (N, O).
         samples: As for :func:`sgd_variance`.
-        draws: M, 40 at least, rounded up to whole groups.
-        seed: Of the drawing.
+        draws: M, at least 40, rounded up to whole groups.
+        seed: Seed of the random generator.
 
     Returns:
         The mean, with its standard error and interval.
@@ -229,8 +229,8 @@ def simulate_sgd_variance(
     x, y = x.detach().double(), grad_output.detach().double()
 
     def square() -> Tensor:
-        drawn = torch.randint(count, (count,), generator=generator).bincount(minlength=count)
-        weight = (drawn - 1)[owners].to(x)
+        multiplicity = torch.randint(count, (count,), generator=generator).bincount(minlength=count)
+        weight = (multiplicity - 1)[owners].to(x)
         return (y.T @ (x * weight.unsqueeze(1))).square().sum() * count / (count - 1)
 
     size, groups = _groups(draws)
@@ -238,7 +238,7 @@ def simulate_sgd_variance(
 
 
 def _groups(draws: int) -> tuple[int, int]:
-    """Size and number of the groups."""
+    """Return the size and the number of the groups."""
     size = min(_GROUP, max(1, draws // _GROUPS))
     return size, max(_GROUPS, -(-draws // size))
 

@@ -1,4 +1,4 @@
-"""From noise to settings: the ratio that a noise target asks for, and the batch that a noise amounts to."""
+"""Turn noise into settings: the ratio that reaches a noise target, and the batch size that a noise is equivalent to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rmm_linear._support.autocast import without_autocast
 from rmm_linear.variance.arguments import over_layers
 from rmm_linear.variance.closed_forms import sgd_variance, sketch_variance
 
-_LOOKS = 16
+_GRID = 16
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -32,29 +32,30 @@ def required_ratio(
 ) -> Tensor:
     """Return the smallest ratio K/N with D²_sketch ≤ target · D²_SGD on this batch.
 
-    K is found by bisection over the exact variances: K rows are quiet enough and K − 1 are not. Without ``bits`` the
-    variance falls with K for all kinds; for countsketch and wta it falls but for small steps, where the segments move
-    or one token more is kept as it is, so that a little smaller K may do by luck. With ``bits`` it falls until all
-    tokens are stored, and may be larger there: the rounding of a token that is stored by itself meets its own gradient,
-    where a mixture of many spreads it. So where storing all tokens is not quiet enough, 16 evenly spaced K below are
-    looked at too. :func:`sketch_variance` says how its rounding term is computed.
+    K is found by bisection over the exact variances: K rows meet the target and K − 1 do not. Without ``bits`` the
+    variance falls with K for all kinds. For countsketch and wta there are small exceptions, where the segments move or
+    one more token is kept exactly, so a slightly smaller K may meet the target too. With ``bits`` the variance falls
+    until all tokens are stored, and may be larger there: the rounding error of a token that is stored by itself is
+    multiplied by its own gradient, while a mixture of many tokens spreads it. So if storing all tokens does not meet
+    the target, 16 evenly spaced smaller K are tried too. See :func:`sketch_variance` for the rounding term.
 
     Cost: log₂ N evaluations of :func:`sketch_variance`, and at most 16 more.
 
     Args:
         x: Layer input, shape (N, I), or (L, N, I) for L layers.
-        grad_output: Gradient by the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is false.
+        grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is
+            false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         bits: 8, 4, 2, or None for the dtype itself.
-        target: Noise of the sketch by noise of the minibatch: 1 doubles the variance of the gradient.
+        target: Variance of the sketch divided by that of the minibatch: 1 doubles the variance of the gradient.
         samples: As for :func:`sgd_variance`.
         block: Tokens per block, or None.
-        mask: True for tokens that count, shape (N,); None is all.
+        mask: True for valid tokens, shape (N,); None is all.
         probabilities: As for :func:`sketch_variance`.
 
     Returns:
-        float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf where no K that was looked at is
-        quiet enough, which rounding alone can cause: take more bits. NaN where X or Y has a NaN.
+        float64, shape () or (L,). A ratio in (0, 1], for ``RMMConfig(ratio=...)``; inf if none of the K that were tried
+        meets the target, which only rounding can cause: use more bits. NaN where X or Y has a NaN.
 
     Raises:
         ValueError: If ``target`` is not positive.
@@ -70,32 +71,32 @@ def required_ratio(
     def smallest(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
         limit = target * sgd_variance(a, b, samples=samples)
 
-        def is_quiet(rows: int) -> bool:
+        def meets_target(rows: int) -> bool:
             noise = sketch_variance(a, b, kind=kind, rows=rows, bits=bits, block=block, mask=mask, probabilities=p)
             return bool(noise <= limit)
 
         if limit.isnan():
             return limit
         too_few, enough = 0, a.shape[0]
-        if not is_quiet(enough):
-            tokens = enough if mask is None else int(mask.bool().sum())  # from here on, K makes no difference
-            grid = sorted({max(1, tokens * part // _LOOKS) for part in range(1, _LOOKS)} | {max(1, tokens - 1)})
-            enough = next(filter(is_quiet, grid), 0)
+        if not meets_target(enough):
+            tokens = enough if mask is None else int(mask.bool().sum())  # a larger K makes no difference
+            grid = sorted({max(1, tokens * part // _GRID) for part in range(1, _GRID)} | {max(1, tokens - 1)})
+            enough = next(filter(meets_target, grid), 0)
             if not enough:
                 return torch.full_like(limit, math.inf)
             too_few = max((rows for rows in grid if rows < enough), default=0)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            too_few, enough = (too_few, middle) if is_quiet(middle) else (middle, enough)
+            too_few, enough = (too_few, middle) if meets_target(middle) else (middle, enough)
         return torch.full_like(limit, enough / a.shape[0])
 
     return over_layers(smallest, x, grad_output, probabilities)
 
 
 def effective_batch(batch: int, noise: Number) -> Number:
-    """Return the batch whose minibatch noise alone equals that of the minibatch and the sketch together.
+    """Return the batch size whose minibatch variance alone equals that of the minibatch and the sketch together.
 
-    Given the batch, the sketch is unbiased, so the two variances add up. That of the minibatch falls like 1/batch:
+    The sketch is unbiased for every batch, so the two variances add up. That of the minibatch falls like 1/batch:
     D²_SGD · batch/B = D²_SGD + D²_sketch gives B = batch/(1 + noise).
 
     Args:
@@ -103,7 +104,7 @@ def effective_batch(batch: int, noise: Number) -> Number:
         noise: D²_sketch / D²_SGD of this batch, a number or a tensor.
 
     Returns:
-        Samples, of the type and shape of ``noise``; not rounded.
+        Batch size in samples, of the type and shape of ``noise``; not rounded.
 
     Raises:
         ValueError: If ``batch`` is not positive.

@@ -31,8 +31,8 @@ def test_the_prediction_is_the_exact_noise_of_random_signs():
     x = torch.randn(300, 70)
     y = torch.randint(0, 2, (300, 8)).float() * 2 - 1
     for bits in (8, 4, 2):
-        recipe = config().recipe(300, 70, 4, bits)
-        exact = sketch_variance(x, y, kind=recipe.kind, rows=recipe.rows, bits=bits) / y.square().sum()
+        spec = config().spec(300, 70, 4, bits)
+        exact = sketch_variance(x, y, kind=spec.kind, rows=spec.rows, bits=bits) / y.square().sum()
         # Both are functions of random signs: they agree to about 1/√(300 · 8) and the mean over few S.
         assert predicted_noise(x, config(), 4, bits, None) == pytest.approx(float(exact), rel=0.1)
 

@@ -188,14 +188,14 @@ def test_few_forward_passes_are_remembered():
     """None after its backward pass, and no more than 64 of those that have none."""
     model = Tagger(False)
     convert(model, **ROUGH)
-    waiting = model.layer.rmm_context._waiting
+    pending = model.layer.rmm_context._pending
     for number in range(3):
         model(*tagged(number)).backward()
-        assert [len(each.calls) for each in waiting._passes] == [1]
+        assert [len(each.calls) for each in pending._passes] == [1]
     losses = [model(*tagged(number)) for number in range(70)]
     assert len(losses) == 70
-    assert len(waiting._passes) == 64
-    assert not any(each.calls for each in waiting._over)
+    assert len(pending._passes) == 64
+    assert not any(each.calls for each in pending._over)
 
 
 # The width of bits="auto"

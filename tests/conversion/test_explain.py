@@ -53,7 +53,7 @@ def test_explain_says_what_changes_and_why_not():
     assert (found.layers["inner"].before, found.layers["inner"].after) == (size, sketch)
     assert (found.layers["left"].before, found.layers["left"].after) == (size, sketch)
     assert (found.layers["right"].before, found.layers["right"].after) == (0, 0)
-    assert found.layers["after"].reason == "Tanh keeps this tensor anyway"
+    assert found.layers["after"].reason == "Tanh saves this tensor anyway"
     assert found.layers["after"].after == sketch
     assert found.before == 5 * size
     assert found.after == 3 * size + 3 * sketch
@@ -89,7 +89,7 @@ def test_the_attention_output_is_skipped_where_attention_keeps_it(attention):
     outputs = [name for name in report.skipped if name.endswith("attention.output.dense")]
     if attention == "sdpa":
         assert len(outputs) == 2
-        assert report.skipped[outputs[0]] == "scaled_dot_product_attention keeps this tensor anyway"
+        assert report.skipped[outputs[0]] == "scaled_dot_product_attention saves this tensor anyway"
     else:
         assert outputs == []
     assert sum("query" in name for name in report.converted) == 2
@@ -112,7 +112,7 @@ def test_an_example_never_adds_bytes():
 
 def test_an_example_on_which_nothing_is_saved_is_an_error():
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    with pytest.raises(ValueError, match=r"on this example none does .*Tanh keeps this tensor anyway"):
+    with pytest.raises(ValueError, match=r"on this example none does .*Tanh saves this tensor anyway"):
         convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
     assert type(model[2]) is nn.Linear
 

@@ -20,8 +20,9 @@ from glue_finetune import trainer as trainers
 from glue_finetune.cli import main
 from glue_finetune.complete import complete_checkpoints, mark_complete, read_settings
 from glue_finetune.files import claimed, write_json
-from glue_finetune.trainer import SKETCH_FILE, CheckpointFiles, GlueTrainer, StepTimer
+from glue_finetune.trainer import CheckpointFiles, GlueTrainer, StepTimer
 from rmm_linear import RMMConfig
+from rmm_linear.integrations.checkpoints import STATE_FILE
 from rmm_linear.integrations.pretrained import save_conversion
 
 STEPS = 6  # per epoch
@@ -219,11 +220,11 @@ def test_a_damaged_sketch_state_is_named(
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     (run / "results.json").unlink()
     (checkpoint,) = complete_checkpoints(run)
-    (checkpoint / SKETCH_FILE).write_text(damage((checkpoint / SKETCH_FILE).read_text()))
+    (checkpoint / STATE_FILE).write_text(damage((checkpoint / STATE_FILE).read_text()))
     mark_complete(checkpoint, read_settings(checkpoint))  # as if it had been written so
     line = fails(capsys, [*flags(model, cola, run, **SKETCH), "--resume_from_checkpoint", "last"])
     assert "Cannot resume: " in line
-    assert str(checkpoint / SKETCH_FILE) in line
+    assert str(checkpoint / STATE_FILE) in line
 
 
 @pytest.mark.parametrize("damage", ['{"ratio": 0.', "[]", '{"ratio": 7}', '{"who": 1}', "\x80"])

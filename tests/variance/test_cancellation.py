@@ -64,9 +64,9 @@ def test_the_probe():
 
 def test_the_prediction_of_bits(monkeypatch):
     """With one Y for all tokens instead of random signs, and without the rounding's term, which is a sum."""
-    ones = lambda seed, count, stream: torch.ones(count, dtype=torch.int8)  # noqa: E731
-    monkeypatch.setattr("rmm_linear.context.auto_bits.signs", ones)
-    monkeypatch.setattr("rmm_linear.context.auto_bits.rounding_variance", lambda z, bits, seed: z.new_zeros(len(z)))
+    of_bits = "rmm_linear.context.auto_bits"
+    monkeypatch.setattr(f"{of_bits}.signs", lambda seed, count, stream: torch.ones(count, dtype=torch.int8))
+    monkeypatch.setattr(f"{of_bits}.rounding_variance", lambda z, bits, seed: z.new_zeros(len(z)))
     x, _ = nearly_one_gradient()
     d, g, _ = moments()
     config = RMMConfig(kind="rows", ratio=ROWS / TOKENS, bits="auto", min_rows=1)
@@ -87,7 +87,7 @@ def test_rows_drawn_by_what_an_estimator_expects(kind):
     shares = [Fraction(chance) for chance in p.tolist()]
     stated = (sum(shares) * sum(map(Fraction.__truediv__, d, shares)) - g) / ROWS
     assert float(stated) / float(g) * ROWS < 2**-25
-    recipe = SaveSpec(kind, ROWS, uniform_mix=0.1)
-    found = noises(x, y, recipe, (BATCH, LENGTH), None, expected=expected)
+    spec = SaveSpec(kind, ROWS, uniform_mix=0.1)
+    found = noises(x, y, spec, (BATCH, LENGTH), None, expected=expected)
     for noise in (found.sketch, float(sketch_variance(x, y, kind=kind, rows=ROWS, probabilities=p))):
         assert noise == pytest.approx(float(stated), abs=TOLERANCE * LOST * float(g) / ROWS)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import normals, parity, signs, wide, words
+from .draws import as_int64, normals, parity, signs, words
 from .launch import on_device, precision, upcast
 from .packing import empty_sketch, store_tile
 
@@ -34,7 +34,7 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
 
 @triton.jit
 def _dense_sketch_kernel(
-    p_m, p_seed, p_order, p_count, p_index, p_z, p_ranges,
+    p_m, p_seed, p_order, p_count, p_index, p_z, p_qparams,
     n_tokens, n_blocks, block, n_rows, n_columns, stride, factor,
     KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
@@ -42,7 +42,7 @@ def _dense_sketch_kernel(
     """One tile of one block's rows, (B_R, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), rows that count first. p_count: int64
-    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_ranges: see
+    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_qparams: see
     store_packed. block: tokens per block. factor: 1/√n_rows.
     """
     i_b = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def _dense_sketch_kernel(
     o_k = i_b * n_rows + o_r
     seed = tl.load(p_seed)
     count = tl.load(p_count) if MASKED else n_tokens
-    length = wide(block)
+    length = as_int64(block)
     if MASKED and n_blocks > 1:
         length = (count + n_blocks - 1) // n_blocks
     first = i_b * length
@@ -85,7 +85,7 @@ def _dense_sketch_kernel(
                 b_s, b_m = b_s.to(tl.float32), b_m.to(tl.float32)
             b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
         b_z = b_z * factor
-    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_ranges, BITS, PRECISION, B_D)
+    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_qparams, BITS, PRECISION, B_D)
 
 
 def dense_sketch(
@@ -116,19 +116,19 @@ def dense_sketch(
         dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (⌈N/block⌉ · rows, D); or codes and ranges, see :func:`rmm_kernels.pack`.
+        Shape (⌈N/block⌉ · rows, D); or codes and qparams, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
     blocks = triton.cdiv(tokens, block)
-    z, ranges = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
+    z, qparams = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
     if z.numel():
         grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
         with on_device(matrix):
             _dense_sketch_kernel[grid](
-                matrix, seed, order, count, index, z, ranges,
+                matrix, seed, order, count, index, z, qparams,
                 tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
                 KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
             )  # fmt: skip
-    return z if ranges is None else (z, ranges)
+    return z if qparams is None else (z, qparams)

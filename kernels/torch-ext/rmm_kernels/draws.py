@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def wide(number):
+def as_int64(number):
     """An int64 scalar, whether the number is a loop's, an argument's or a constant 1 that was specialised."""
     return tl.full([], 0, tl.int64) + number
 

@@ -28,19 +28,19 @@ def _hadamard():
 
 
 @triton.jit
-def _turn_signs(seed):
-    """The signs of a group's columns before they are turned, float32 (64,)."""
+def _rotation_signs(seed):
+    """The signs of a group's columns before they are rotated, float32 (64,)."""
     o_j = tl.arange(0, 64)
     _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
     return 1.0 - 2.0 * ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.float32)
 
 
 @triton.jit
-def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: tl.constexpr, PRECISION: tl.constexpr):
+def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """Round one group of a tile and store its codes and range.
 
     b_z: float32 (B_K, 64). seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. m_k: rows that exist.
-    i_g: number of the group. p_codes: uint8 (K, ⌈I·BITS/8⌉). p_ranges: bfloat16 (K, ⌈I/64⌉, 2).
+    i_g: number of the group. p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2).
     """
     SHARE: tl.constexpr = (1 + 2**-18) / (2**BITS - 1)
     BYTES: tl.constexpr = 8 * BITS
@@ -48,7 +48,7 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
     m_j = o_j < size
     if size == 64:
-        b_z = tl.dot(b_z, _turn_signs(seed)[:, None] * _hadamard(), input_precision=PRECISION)
+        b_z = tl.dot(b_z, _rotation_signs(seed)[:, None] * _hadamard(), input_precision=PRECISION)
     b_nan = tl.max(((b_z != b_z) & m_j[None, :]).to(tl.int32), axis=1) > 0
     b_low = tl.min(tl.where(m_j[None, :], b_z, float("inf")), axis=1)
     b_high = tl.max(tl.where(m_j[None, :], b_z, float("-inf")), axis=1)
@@ -56,8 +56,8 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
     b_offset = _round_down(b_low)
     b_scale = -_round_down((b_offset - b_high) * SHARE)
     o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
-    tl.store(p_ranges + o_range, b_offset.to(tl.bfloat16), mask=m_k)
-    tl.store(p_ranges + o_range + 1, b_scale.to(tl.bfloat16), mask=m_k)
+    tl.store(p_qparams + o_range, b_offset.to(tl.bfloat16), mask=m_k)
+    tl.store(p_qparams + o_range + 1, b_scale.to(tl.bfloat16), mask=m_k)
 
     b_flat = b_scale < 1.1754943508222875e-38  # the reciprocal of a smaller number may be infinite
     b_inverse = tl.where(b_flat, 0.0, tl.math.div_rn(b_scale * 0 + 1, tl.where(b_flat, 1.0, b_scale)))
@@ -81,30 +81,30 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS: t
 
 @triton.jit
 def store_tile(
-    b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges,
+    b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_qparams,
     BITS: tl.constexpr, PRECISION: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of a sketch, packed if BITS is not 0.
 
     b_z: float32 (B_K, B_D). o_k: int64 (B_K,). m_k: rows that exist. i_d: int64, number of the tile among the columns.
-    p_z: (K, n_columns), or codes. p_ranges: see store_packed.
+    p_z: (K, n_columns), or codes. p_qparams: see store_packed.
     """
     if BITS == 0:
         o_d = i_d * B_D + tl.arange(0, B_D)
         p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
         tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_d < n_columns)[None, :])
     else:
-        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION)
+        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_qparams, BITS, PRECISION)
 
 
 @triton.jit
 def _pack_kernel(
-    p_z, p_seed, p_codes, p_ranges, n_rows, n_columns, stride,
+    p_z, p_seed, p_codes, p_qparams, n_rows, n_columns, stride,
     BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). p_codes, p_ranges: see store_packed.
+    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). p_codes, p_qparams: see store_packed.
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -112,16 +112,16 @@ def _pack_kernel(
     m_k = o_k < n_rows
     m_z = m_k[:, None] & (o_j < n_columns)[None, :]
     b_z = tl.load(p_z + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    store_packed(b_z, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_ranges, BITS, PRECISION)
+    store_packed(b_z, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
 
 
 @triton.jit
 def _unpack_kernel(
-    p_codes, p_ranges, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
+    p_codes, p_qparams, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
 ):  # fmt: skip
-    """One tile of B_K rows and one group, left turned.
+    """One tile of B_K rows and one group, left rotated.
 
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_ranges: bfloat16 (K, ⌈I/64⌉, 2). p_z: (K, I), contiguous.
+    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). p_z: (K, I), contiguous.
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -134,15 +134,15 @@ def _unpack_kernel(
     b_bytes = tl.load(p_codes + o_bytes, mask=m_z, other=0).to(tl.int32)
     b_codes = (b_bytes >> (o_j // h * BITS)[None, :]) & (2**BITS - 1)
     o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
-    b_offset = tl.load(p_ranges + o_range, mask=m_k, other=0.0).to(tl.float32)
-    b_scale = tl.load(p_ranges + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
+    b_offset = tl.load(p_qparams + o_range, mask=m_k, other=0.0).to(tl.float32)
+    b_scale = tl.load(p_qparams + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
     b_z = b_codes.to(tl.float32) * b_scale[:, None] + b_offset[:, None]
     o_z = o_k[:, None] * n_columns + i_g * 64 + o_j[None, :]
     tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
 @triton.jit
-def _turn_back_kernel(
+def _unrotate_kernel(
     p_m, p_seed, p_z, n_rows, n_columns, stride, PRECISION: tl.constexpr, B_K: tl.constexpr
 ):  # fmt: skip
     """One tile of B_K rows and one group.
@@ -155,14 +155,14 @@ def _turn_back_kernel(
     m_z = (o_k < n_rows)[:, None] & (o_j < n_columns)[None, :]
     b_z = tl.load(p_m + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
     if n_columns - i_g * 64 >= 64:
-        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _turn_signs(tl.load(p_seed))[None, :]
+        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(tl.load(p_seed))[None, :]
     tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
 def empty_sketch(
     rows: int, columns: int, bits: int | None, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A sketch in a dtype, or in that of another tensor, and no ranges; or codes and ranges; not filled."""
+    """A sketch in a dtype, or in that of another tensor, and no qparams; or codes and qparams; not filled."""
     if bits is None:
         return torch.empty(rows, columns, dtype=dtype or like.dtype, device=like.device), None
     codes = torch.empty(rows, -(-columns * bits // 8), dtype=torch.uint8, device=like.device)
@@ -178,27 +178,27 @@ def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Ten
         seed: int64, shape (1,), on the device of ``matrix``.
 
     Returns:
-        Codes, uint8, shape (K, ⌈I·bits/8⌉), and ranges, bfloat16, shape (K, ⌈I/64⌉, 2).
+        Codes, uint8, shape (K, ⌈I·bits/8⌉), and qparams, bfloat16, shape (K, ⌈I/64⌉, 2).
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
-    codes, ranges = empty_sketch(rows, columns, bits, matrix)
+    codes, qparams = empty_sketch(rows, columns, bits, matrix)
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(matrix):
             _pack_kernel[grid](
-                matrix, seed, codes, ranges, rows, columns, matrix.stride(0),
+                matrix, seed, codes, qparams, rows, columns, matrix.stride(0),
                 BITS=bits, PRECISION=precision(), B_K=32, num_warps=4,
             )  # fmt: skip
-    return codes, ranges
+    return codes, qparams
 
 
-def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix that packed storage stands for, its whole groups still turned.
+def unpack(codes: torch.Tensor, qparams: torch.Tensor, bits: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the matrix that packed storage stands for, its whole groups still rotated.
 
     Args:
         codes: uint8, shape (K, ⌈I·bits/8⌉).
-        ranges: bfloat16, shape (K, ⌈I/64⌉, 2).
+        qparams: bfloat16, shape (K, ⌈I/64⌉, 2).
         bits: 8, 4 or 2.
         columns: I.
         dtype: dtype of the result.
@@ -211,12 +211,12 @@ def unpack(codes: torch.Tensor, ranges: torch.Tensor, bits: int, columns: int, d
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(codes):
-            _unpack_kernel[grid](codes, ranges, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
+            _unpack_kernel[grid](codes, qparams, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
     return matrix
 
 
 def unrotate(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """Undo the turn of a matrix's whole groups of 64 columns.
+    """Undo the rotation of a matrix's whole groups of 64 columns.
 
     Args:
         matrix: A result of ``unpack``, or a product of any matrix with it, shape (O, I), any row stride.
@@ -231,7 +231,7 @@ def unrotate(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     if result.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(matrix):
-            _turn_back_kernel[grid](
+            _unrotate_kernel[grid](
                 matrix, seed, result, rows, columns, matrix.stride(0), PRECISION=precision(), B_K=32, num_warps=4
             )
     return result

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import wide, words
+from .draws import as_int64, words
 from .launch import on_device
 
 _STREAM = tl.constexpr(2)
@@ -21,7 +21,7 @@ def _random_keys_kernel(p_seed, p_count, p_keys, n_tokens, MASKED: tl.constexpr,
     first, second, _, _ = words(tl.load(p_seed), o_n, _STREAM)
     b_keys = (first.to(tl.int64) << 31) | (second >> 1).to(tl.int64)
     if MASKED:
-        b_keys = tl.where(o_n < tl.load(p_count), b_keys, o_n - n_tokens + wide(_LAST))
+        b_keys = tl.where(o_n < tl.load(p_count), b_keys, o_n - n_tokens + as_int64(_LAST))
     tl.store(p_keys + o_n, b_keys, mask=o_n < n_tokens)
 
 

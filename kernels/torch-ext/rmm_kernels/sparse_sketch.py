@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import wide, words
+from .draws import as_int64, words
 from .launch import on_device, precision
 from .packing import empty_sketch, store_tile
 
@@ -17,14 +17,14 @@ def _hash_kernel(p_seed, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl
     """
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
     first, second, _, _ = words(tl.load(p_seed), o_n, 0)
-    b_shifts = ((second.to(tl.uint64) * wide(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
+    b_shifts = ((second.to(tl.uint64) * as_int64(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
     tl.store(p_words + o_n, first.to(tl.int32, bitcast=True), mask=o_n < n_words)
     tl.store(p_shifts + o_n, tl.where(o_n == 0, 0, b_shifts), mask=o_n < n_segments)
 
 
 @triton.jit
 def _sparse_sketch_kernel(
-    p_m, p_seed, p_words, p_shifts, p_order, p_count, p_index, p_scale, p_z, p_ranges,
+    p_m, p_seed, p_words, p_shifts, p_order, p_count, p_index, p_scale, p_z, p_qparams,
     n_tokens, n_rows, n_columns, stride,
     HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     B_K: tl.constexpr, B_D: tl.constexpr,
@@ -33,7 +33,7 @@ def _sparse_sketch_kernel(
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_words, p_shifts: see _hash_kernel. p_order: int64 (N,),
     rows that count first. p_count: int64 (1,), how many count. p_index: int32 or int64 (K,), and p_scale:
-    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_ranges: see store_packed.
+    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_qparams: see store_packed.
     """
     i_d = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -45,7 +45,7 @@ def _sparse_sketch_kernel(
         count = tl.load(p_count) if MASKED else n_tokens
         for i_s in range(tl.cdiv(count, n_rows)):
             shift = tl.load(p_shifts + i_s)
-            o_t = tl.where(o_k >= shift, o_k - shift, o_k + n_rows - shift) + wide(i_s) * n_rows
+            o_t = tl.where(o_k >= shift, o_k - shift, o_k + n_rows - shift) + as_int64(i_s) * n_rows
             m_t = m_k & (o_t < count)
             b_word = tl.load(p_words + o_t // 32, mask=m_t, other=0)
             b_sign = tl.where(i_s == 0, 1.0, 1.0 - 2.0 * ((b_word >> (o_t % 32).to(tl.int32)) & 1).to(tl.float32))
@@ -59,7 +59,7 @@ def _sparse_sketch_kernel(
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
         b_z = b_m.to(tl.float32) * b_scale[:, None]
-    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_ranges, BITS, PRECISION, B_D)
+    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_qparams, BITS, PRECISION, B_D)
 
 
 def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,20 +97,20 @@ def sparse_sketch(
         dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (K, D); or codes and ranges, see :func:`rmm_kernels.pack`.
+        Shape (K, D); or codes and qparams, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
-    z, ranges = empty_sketch(rows, columns, bits, matrix, dtype)
+    z, qparams = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
     if z.numel():
         grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
         with on_device(matrix):
             signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
             _sparse_sketch_kernel[grid](
-                matrix, seed, signs, shifts, order, count, index, scale, z, ranges,
+                matrix, seed, signs, shifts, order, count, index, scale, z, qparams,
                 tokens, rows, columns, matrix.stride(0),
                 HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 B_K=tile[0], B_D=tile[1], num_warps=4,
             )  # fmt: skip
-    return z if ranges is None else (z, ranges)
+    return z if qparams is None else (z, qparams)

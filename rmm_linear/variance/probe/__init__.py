@@ -1,1 +1,1 @@
-"""Sketch noise and minibatch noise of the layers of a model while it trains."""
+"""Measure the sketch noise and the minibatch noise of a model's layers while it trains."""

@@ -1,10 +1,10 @@
-"""One call of one layer that a probe looks at: what is remembered of it, and the numbers made of its X and Y.
+"""ProbeCall: one probed call of one layer, from its forward pass to the variances computed from its X and Y.
 
-X and Y meet in the backward pass. As a rule X waits for Y, in the hook on the layer's output, and so no longer than the
-graph of the step lives. Activation checkpointing exists so that X does not wait. There, only a few of X's elements are
-kept, by which the recomputation's X is told from those of other calls: of the same layer in this step, and of forward
-passes that nobody looks at. With the reentrant kind Y then comes to the recomputed output, with the other kind to the
-output of the forward pass, and either before X or after it.
+Both X and Y are needed at the same time, in the backward pass. Usually X is held by the hook on the layer's output
+until Y arrives there, and so no longer than the graph of the step lives. Activation checkpointing is used in order not
+to hold X. There the probe holds only a few elements of X, by which it recognises the recomputed X among those of other
+calls: of the same layer in this step, and of forward passes that are not probed. With reentrant checkpointing Y arrives
+at the recomputed output, with the non-reentrant kind at the output of the forward pass, either before X or after it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _SAMPLE = 64
 
 @dataclass(eq=False)
 class ProbeCall:
-    """A call of a layer.
+    """A probed call of a layer.
 
     Attributes:
         step: Number of the step.
         module: Name of the layer.
         kind: Family of the layer's sketch.
-        spec: How the layer saves X; None where it keeps X itself.
-        mask_padding: Whether what it keeps leaves padding out.
-        bits: Width of what it keeps.
+        spec: How the layer saves X; None if it saves X itself.
+        mask_padding: Whether the sketch leaves padding out.
+        bits: Bits per saved element.
         shape: Shape of X.
         mask: Token mask, shape (batch, sequence), or None.
-        expected: ŷ, what the layer's norm estimator expected of ‖yᵢ‖, shape (N,); None without.
-        missed: Whether the layer was run again with another X of this shape.
-        sample: A few elements of X, where X itself is seen in a recomputation.
+        expected: ŷ, the norm estimator's prediction of ‖yᵢ‖ in this call, shape (N,); None without an estimator.
+        missed: Whether the layer was recomputed with another X of this shape.
+        sample: A few elements of X, if X itself is only available in the recomputation.
         handle: The hook on the output; None while there is no output to hook.
-        x: X, from when it is seen until Y is there.
-        y: Y, from when it is seen until X is there.
-        version: X's version counter when it was seen.
+        x: X, until Y is available.
+        y: Y, until X is available.
+        version: X's version counter when it was stored.
     """
 
     step: int
@@ -79,7 +79,7 @@ class ProbeCall:
         config: RMMConfig,
         bits: int | None,
     ) -> ProbeCall:
-        """Describe a call that has just been made.
+        """Record a call that has just been made.
 
         Args:
             step: Number of the step.
@@ -87,11 +87,11 @@ class ProbeCall:
             module: The layer.
             x: Its input, shape (*, I).
             mask: Token mask, or None.
-            config: How the layer keeps its input, or would.
+            config: How the layer saves its input, or would after a conversion.
             bits: The width chosen by ``bits="auto"``, or None.
 
         Returns:
-            The call, which holds no X yet.
+            The call, without X.
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
@@ -102,7 +102,7 @@ class ProbeCall:
         return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected)
 
     def see(self, x: Tensor) -> None:
-        """Hold X until Y is there.
+        """Hold X until Y is available.
 
         Args:
             x: The layer's input.
@@ -110,15 +110,15 @@ class ProbeCall:
         self.x, self.version = x.detach(), _version(x)
 
     def is_overwritten(self) -> bool:
-        """Say whether X is no longer what the layer was given.
+        """Say whether X has been modified in place since it was stored.
 
         Returns:
-            True if something was written into it since it was seen.
+            True if its version counter has changed.
         """
         return self.x is not None and _version(self.x) != self.version
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Remove the hook and release all tensors."""
         self.x = self.y = self.sample = self.mask = self.expected = None
         if self.handle is not None:
             self.handle.remove()
@@ -130,13 +130,14 @@ class ProbeCall:
             x: An input, shape (*, I).
 
         Returns:
-            Largest difference between the elements looked at by their largest size; infinity if it cannot be this one.
+            Largest difference between the sampled elements, divided by their largest magnitude; infinity if the shapes
+            differ or this call has no sample.
         """
         if self.sample is None or x.shape != self.shape:
             return math.inf
-        now, then = sample(x).double(), self.sample.double()
-        scale = float(then.abs().amax()) if len(then) else 0.0
-        return float((now - then).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(now, then) else math.inf)
+        new, old = sample(x).double(), self.sample.double()
+        scale = float(old.abs().amax()) if len(old) else 0.0
+        return float((new - old).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(new, old) else math.inf)
 
     def measure(self, x: Tensor, y: Tensor) -> ProbeRow:
         """Compute the row from X and Y.
@@ -161,7 +162,7 @@ class ProbeCall:
 
     @property
     def samples(self) -> tuple[int, int] | None:
-        """(batch, sequence) of X, or None where it is not known or a variance over sequences does not exist."""
+        """(batch, sequence) of X; None if it is not known or the batch has only one sequence."""
         shape = self.shape[:-1]
         if len(shape) < 2 and self.mask is not None:
             shape = self.mask.shape
@@ -169,7 +170,7 @@ class ProbeCall:
 
 
 def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
-    """ŷ as the layer had it in the call that has just been made."""
+    """Return the ŷ that the layer used in the call that has just been made."""
     if not isinstance(module, SketchedLayer):
         return None
     shape, context = tuple(x.shape[:-1]), module.rmm_context
@@ -180,7 +181,7 @@ def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Noises:
-    """The numbers of one layer and batch, as in :class:`~rmm_linear.variance.ProbeRow`; NaN for what does not exist."""
+    """α and the variances of one layer and batch, see :class:`~rmm_linear.variance.ProbeRow`; NaN if undefined."""
 
     alpha: float
     sgd: float
@@ -201,40 +202,40 @@ def noises(
 
     Args:
         x: Layer input, shape (N, I).
-        y: Gradient by the layer's output, shape (N, O).
-        spec: How the layer saves X; None where it keeps X itself, without noise.
+        y: Gradient with respect to the layer's output, shape (N, O).
+        spec: How the layer saves X; None if it saves X itself, without noise.
         samples: (batch, sequence), or None for a variance over tokens.
-        mask: Token mask of N elements. One whose masked tokens carry gradient is not used: no layer could.
-        mask_padding: Whether the sketch leaves out what is masked.
-        expected: ŷ, what was expected of ‖yᵢ‖, shape (N,), for kinds that draw rows by it; None where nothing is known.
+        mask: Token mask of N elements; ignored if masked tokens have a gradient, as layers ignore such a mask too.
+        mask_padding: Whether the sketch leaves out masked tokens.
+        expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for kinds that sample rows by it; None if there is none.
 
     Returns:
-        The numbers; NaN where X or Y is not finite, or there are fewer than two samples.
+        The numbers; NaN if X or Y is not finite, or there are fewer than two samples.
     """
     moments = Moments.of(x, y)
     alpha = float(moments.g / moments.p)
     if math.isnan(alpha):
-        # Nothing but zeros, as above LoRA's fresh B, is no noise; what is not finite has no variance.
-        nothing = x.shape[0] > 1 and float(moments.p) == 0
-        return Noises(math.nan, *[0.0 if nothing else math.nan] * 3)
-    real = None if mask is None else mask.reshape(-1).bool()
-    if real is not None and bool(y[real.logical_not()].any()):
-        real = None
-    tokens = _between_tokens(moments, x.shape[0] if real is None else int(real.sum()))
+        # All zeros, as above LoRA's B at its initial value, have no noise; for values not finite it is undefined.
+        is_zero = x.shape[0] > 1 and float(moments.p) == 0
+        return Noises(math.nan, *[0.0 if is_zero else math.nan] * 3)
+    valid = None if mask is None else mask.reshape(-1).bool()
+    if valid is not None and bool(y[valid.logical_not()].any()):
+        valid = None
+    tokens = _between_tokens(moments, x.shape[0] if valid is None else int(valid.sum()))
     sgd = tokens if samples is None else float(between_samples(x, y, rows_by_length(samples, x.shape[0]), moments.g))
     if spec is None:
         return Noises(alpha, sgd, tokens, 0.0)
-    real, p = real if mask_padding else None, None
+    valid, p = valid if mask_padding else None, None
     if spec.samples_rows(x.shape[0]):
-        ranks = None if real is None else TokenMask.of(real)
+        ranks = None if valid is None else TokenMask.of(valid)
         p = probabilities(row_norms(x), spec.uniform_mix, expected, ranks)
     shape: dict[str, Any] = {"kind": spec.kind, "rows": spec.rows, "bits": spec.bits, "block": spec.block}
-    sketched = sketch_variance(x, y, **shape, mask=real, probabilities=p, draws=1)
+    sketched = sketch_variance(x, y, **shape, mask=valid, probabilities=p, draws=1)
     return Noises(alpha, sgd, tokens, float(sketched))
 
 
 def _between_tokens(moments: Moments, count: int) -> float:
-    """D²_SGD over ``count`` tokens, the others having no gradient."""
+    """Return D²_SGD over ``count`` tokens; the remaining tokens must have a gradient of 0."""
     if count < 2:
         return math.nan
     return max(0.0, float(count * moments.d - moments.g)) / (count - 1)
@@ -253,12 +254,12 @@ def sample(x: Tensor) -> Tensor:
     Returns:
         Elements from the whole of it, about 64, or all if there are fewer.
     """
-    stride = max(1, x.numel() // _SAMPLE) | 1  # odd, or one column might be all that is looked at
+    stride = max(1, x.numel() // _SAMPLE) | 1  # odd: an even stride might hit the same column in every row
     return x.detach().reshape(-1)[::stride].clone()
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Say whether a call of a layer leads to a gradient by its weight.
+    """Say whether a call of a layer leads to a gradient with respect to its weight.
 
     Args:
         module: The layer.

@@ -1,4 +1,4 @@
-"""GradientProbe: how much noise the sketches add to minibatch noise, looked at while a model trains."""
+"""GradientProbe: compares the noise of the sketches with minibatch noise while a model trains."""
 
 from __future__ import annotations
 
@@ -26,41 +26,42 @@ from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
 
 logger = logging.getLogger(__name__)
 
-_ALIKE = 0.05  # recomputation repeats X to the bit, or nearly so; other calls' elements are of another size and sign
+_SAME_INPUT = 0.05  # recomputation repeats X exactly or nearly so; elements of other calls differ in size and sign
 
 
 class GradientProbe(ProbeResults):
     """Computes D²_SGD, D²_sketch and α of a model's linear layers on a few steps of its training.
 
-    A context manager around a training loop; both passes of a step must lie inside. Looked at is every n-th forward
-    pass in training mode with gradients, or the next one after :meth:`arm`. On such a pass X is held from the layer's
-    call until its gradient is there (under activation checkpointing from its recomputation), by which the weight
-    gradient is unchanged: nothing is written into tensors and no random number is drawn. On the others, the cost is one
-    hook on the model. What stays after the backward pass are floats, in ``rows``.
+    A context manager around a training loop; both passes of a step must be inside. It probes every n-th forward pass in
+    training mode with gradients, or the next one after :meth:`arm`. On such a pass X is held from the layer's call
+    until its output gradient Y arrives (under activation checkpointing from its recomputation). The weight gradient is
+    unchanged: nothing is written into tensors and no random number is drawn. On other passes, the cost is one hook on
+    the model. After the backward pass only floats remain, in ``rows``.
 
-    For sketched layers the sketch is the layer's own, with its mask and what its norm estimator expects. For other
-    linear layers it is what ``config`` would make of them, with nothing expected, and in 4 bits where that says
-    ``bits="auto"``: the choice needs inputs of several steps. The rounding term of packed sketches is computed for one
-    S instead of a mean over several. Under loss scaling all variances are in units of the scaled gradient.
+    For a sketched layer the sketch is the layer's own, with its mask and its norm estimator's prediction. For other
+    linear layers it is the sketch that ``config`` would give them, without a prediction, and with 4 bits for
+    ``bits="auto"``, because the automatic choice needs inputs of several steps. The rounding term of packed sketches is
+    computed for one S instead of averaged over several. Under loss scaling all variances are in units of the scaled
+    gradient.
 
-    D²_SGD is over sequences where X has the shape (batch, sequence, I) or an ``attention_mask`` says what the sequences
-    are. Elsewhere, and where the batch is one sequence, which has no variance, it is over tokens; ``samples`` says so
-    in every row, and medians keep the two apart. D²_SGD over tokens is there in any case, padding left out.
+    D²_SGD is over sequences if X has the shape (batch, sequence, I) or an ``attention_mask`` defines the sequences.
+    Otherwise, and if the batch has only one sequence, it is over tokens. ``samples`` names the case in every row, and
+    medians never mix the two. D²_SGD over tokens, without padding, is always reported too.
 
-    Time of one look: up to four products like dW in float64 and one sketch, per layer; about as much as a training
-    step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres make products in
-    float64 at 1/32 or 1/64 of their speed in float32: there a look costs many steps, so take fewer of them, or fewer
-    ``modules``. Memory: X of the layers looked at, and copies of one layer's X and Y in float64.
+    Time of a probed step: up to four products like dW in float64 and one sketch, per layer; about as much as a training
+    step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres compute float64
+    products at 1/32 or 1/64 of their float32 speed: there one probed step costs as much as many training steps, so
+    probe fewer steps or fewer ``modules``. Memory: X of the probed layers, and float64 copies of X and Y of one layer.
 
     Args:
-        model: The model that is called: the outermost module, if one wraps another.
+        model: The module that the training loop calls: the outermost one, if one wraps another.
         modules: The layers, by the rule of ``RMMConfig.target_modules``. None is all sketched layers, or in a model
-            without any those that ``config`` would convert.
-        every: Look at every so many forward passes. None looks only after :meth:`arm`.
+            without any, those that ``config`` would convert.
+        every: Probe every n-th forward pass. None probes only after :meth:`arm`.
         config: The sketch for layers that are not converted; None is ``RMMConfig()``.
 
     Attributes:
-        passes: Forward passes seen, in training mode and with gradients.
+        passes: Number of forward passes so far, in training mode and with gradients.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -94,23 +95,23 @@ class GradientProbe(ProbeResults):
         self._modules = _choose(model, modules, self._config)
         self._order = {name: place for place, name in enumerate(self._modules)}
         self._armed: int | None = None
-        self._step: int | None = None  # the number of the pass that is looked at
+        self._step: int | None = None  # number of the probed pass
         self._warned = False
         self._root: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
-        self._context: ModelContext | None = None  # of a model that has none
-        self._calls: weakref.WeakSet[ProbeCall] = weakref.WeakSet()  # they belong to their graphs
-        self._recomputed: list[ProbeCall] = []  # these have no X, and must outlive a first pass without a graph
+        self._context: ModelContext | None = None  # for models without a context of their own
+        self._calls: weakref.WeakSet[ProbeCall] = weakref.WeakSet()  # weak: calls belong to their graphs
+        self._recomputed: list[ProbeCall] = []  # without X yet; reentrant checkpointing makes no graph to own them
 
     def __enter__(self) -> GradientProbe:
-        """Begin to count forward passes."""
+        """Start counting forward passes."""
         if self._root is not None:
             raise RuntimeError("A GradientProbe can be entered once at a time, and this one is. Make another one.")
         self._root = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Remove every hook, and let go of what waits for a backward pass."""
+        """Remove all hooks, and release calls that still wait for a backward pass."""
         if self._root is not None:
             self._root.remove()
             self._root = None
@@ -126,10 +127,10 @@ class GradientProbe(ProbeResults):
             )
 
     def arm(self, step: int) -> None:
-        """Look at the next forward pass, as training loops do that count their steps themselves.
+        """Probe the next forward pass, for training loops that count their own steps.
 
         Args:
-            step: Number of the step, for the rows.
+            step: Number of the step, as written into the rows.
         """
         self._armed = step
 
@@ -137,7 +138,7 @@ class GradientProbe(ProbeResults):
         if in_backward():
             return
         self._step = None
-        for call in self._recomputed:  # half of what an interrupted backward pass has seen
+        for call in self._recomputed:  # left over from an interrupted backward pass
             call.x = call.y = None
         if not self._recomputed:
             self._unwatch()
@@ -170,7 +171,7 @@ class GradientProbe(ProbeResults):
         if missed is not None and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: activation checkpointing ran it again with another input, so it is not looked at. With dropout, "
+                "%s: activation checkpointing ran it again with another input, so it is not probed. With dropout, "
                 "preserve_rng_state must be True.",
                 missed,
             )
@@ -179,10 +180,10 @@ class GradientProbe(ProbeResults):
             self._context = None
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """See X where the recomputation's output gets no gradient; it may even end inside of this layer's call."""
+        """Store the X of a recomputation whose output gets no gradient, or that stops inside this layer's call."""
         if in_backward() and (call := self._find(name, _input(args, kwargs), hooked=True)) is not None:
             call.see(_input(args, kwargs))
-            self._meet(call)
+            self._complete(call)
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         x = _input(args, kwargs)
@@ -190,7 +191,7 @@ class GradientProbe(ProbeResults):
             call = self._find(name, x, hooked=False)
             if call is not None and output.requires_grad:
                 call.see(x)
-                call.handle = output.register_hook(functools.partial(self._arrive, call))
+                call.handle = output.register_hook(functools.partial(self._receive_gradient, call))
             return
         if self._step is None or not is_trained(module):
             return
@@ -202,7 +203,7 @@ class GradientProbe(ProbeResults):
             call.sample = sample(x)
             self._recomputed.append(call)
         if output.requires_grad:
-            call.handle = output.register_hook(functools.partial(self._arrive, call))
+            call.handle = output.register_hook(functools.partial(self._receive_gradient, call))
 
     def _describe(self, name: str, module: nn.Module, x: Tensor) -> ProbeCall:
         if isinstance(module, SketchedLayer):
@@ -213,31 +214,31 @@ class GradientProbe(ProbeResults):
         return ProbeCall.of(self._step or 0, name, module, x, mask, config, bits)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> ProbeCall | None:
-        """The call that is recomputed: the one with the same input, as several may wait."""
-        waiting = [
+        """Return the call that is recomputed; if several are pending, the one with the same input."""
+        pending = [
             call
             for call in self._recomputed
             if call.module == name and call.x is None and (call.handle is not None) == hooked
         ]
-        found = [call.relative_distance(x) for call in waiting]
-        if found and min(found) < _ALIKE:
-            return waiting[found.index(min(found))]
-        for call, distance in zip(waiting, found, strict=True):
+        found = [call.relative_distance(x) for call in pending]
+        if found and min(found) < _SAME_INPUT:
+            return pending[found.index(min(found))]
+        for call, distance in zip(pending, found, strict=True):
             call.missed |= distance < math.inf
         return None
 
-    def _arrive(self, call: ProbeCall, y: Tensor) -> None:
+    def _receive_gradient(self, call: ProbeCall, y: Tensor) -> None:
         call.y = y.detach()
-        self._meet(call)
+        self._complete(call)
 
-    def _meet(self, call: ProbeCall) -> None:
+    def _complete(self, call: ProbeCall) -> None:
         if call.x is None or call.y is None:
             return
         if call.is_overwritten():
-            logger.warning("%s: its input was overwritten after its call, so it is not looked at.", call.module)
+            logger.warning("%s: its input was overwritten after its call, so it is not probed.", call.module)
         else:
             insort_left(self.rows, call.measure(call.x, call.y), key=self._place)
-        call.close()  # also when this graph is walked again
+        call.close()  # so that a second backward pass through this graph adds no row
         if call in self._recomputed:
             self._recomputed.remove(call)
 

@@ -1,4 +1,4 @@
-"""What a probe has found: rows of plain numbers, as a table for pandas, a csv file or the eye."""
+"""The results of a probe: rows of plain numbers, as a pandas table, a csv file or a printed summary."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class ProbeRow:
     """One layer's noise in one forward pass.
 
     Attributes:
-        step: Number of the step that was looked at.
+        step: Number of the probed step.
         module: Dotted name of the layer in the model.
         kind: Family of the sketch.
-        rows: K; N where every row is stored.
+        rows: K; N if every row is stored.
         bits: Width of a stored element; 16 or 32 is the dtype itself.
         tokens: N.
-        samples: What the minibatch is made of in ``sgd_variance`` and ``noise``: :data:`SEQUENCES`, or :data:`TOKENS`
-            where the rows are not known to be tokens of sequences, as in heads, or there is one sequence only.
+        samples: Unit of sampling in ``sgd_variance`` and ``noise``: :data:`SEQUENCES`, or :data:`TOKENS` if the rows
+            are not known to be tokens of sequences, as in heads, or there is only one sequence.
         alpha: g/P of this X and Y, in [0, 1]: how correlated they are.
         sgd_variance: D²_SGD over ``samples``, in squared units of the weight gradient.
-        sgd_variance_tokens: D²_SGD over the tokens that are no padding, as in the paper, in the same units.
+        sgd_variance_tokens: D²_SGD over the valid tokens, as in the paper, in the same units.
         sketch_variance: D²_sketch, in the same units.
-        noise: D²_sketch / D²_SGD over ``samples``; below 1, the sketch is the quieter of the two. NaN for 0/0.
+        noise: D²_sketch / D²_SGD over ``samples``; below 1, the sketch adds less variance than the minibatch has. NaN
+            for 0/0.
     """
 
     step: int
@@ -61,7 +62,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(ProbeRow))
 
 
 class ProbeResults:
-    """Rows, one per layer and probe step, in the order of the steps and then of the model.
+    """Rows, one per layer and probed step, ordered by step and then by position in the model.
 
     Attributes:
         rows: The rows.
@@ -80,15 +81,16 @@ class ProbeResults:
         self.rows: list[ProbeRow] = []
 
     def medians(self, step: int) -> dict[str, float]:
-        """Return the medians over the layers of one step; NaN counts for nothing.
+        """Return the medians over the layers of one step; NaN is ignored.
 
-        The noise by tokens is another number than that by sequences. It counts only where no layer has the latter.
+        Noise over tokens and noise over sequences cannot be compared. Noise over tokens is used only if no layer has
+        noise over sequences.
 
         Args:
             step: Number of the step.
 
         Returns:
-            "noise" and "alpha", each left out if no layer has a value.
+            "noise" and "alpha", each omitted if no layer has a value.
         """
         rows = self.of_step(step)
         rows = [row for row in rows if row.samples == SEQUENCES] or rows
@@ -102,7 +104,7 @@ class ProbeResults:
             step: Number of the step.
 
         Returns:
-            The rows, found by bisection, as they are in the order of the steps.
+            The rows, found by bisection, because they are ordered by step.
         """
         begin, end = (bisect.bisect_left(self.rows, last, key=lambda row: row.step) for last in (step, step + 1))
         return self.rows[begin:end]
@@ -125,7 +127,7 @@ class ProbeResults:
         return pd.DataFrame([dataclasses.asdict(row) for row in self.rows], columns=list(COLUMNS))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as a csv file, atomically; numbers are written so that they read back the same.
+        """Write the rows as a csv file, atomically and without loss of precision.
 
         Args:
             path: File to write.
@@ -137,11 +139,11 @@ class ProbeResults:
         write_text(path, buffer.getvalue())
 
     def summary(self) -> str:
-        """Return a table of medians with quartiles over steps and layers, for each sort of module and over all.
+        """Return a table of medians with quartiles over steps and layers, for each type of module and over all.
 
         Returns:
-            Text; layers that differ in numbers of their names only share a row, noise by tokens and by sequences do
-            not.
+            Text. Layers whose names differ only in numbers share a row; noise over tokens and noise over sequences have
+            separate rows.
         """
         groups: dict[tuple[str, str], list[ProbeRow]] = {}
         for row in self.rows:
@@ -166,7 +168,7 @@ def _spread(values: list[float]) -> str:
     numbers = sorted(_numbers(values))
     if not numbers:
         return "none"
-    if math.isinf(numbers[-1]):  # interpolation between infinities is none
+    if math.isinf(numbers[-1]):  # infinities cannot be interpolated
         return f"{statistics.median_low(numbers):.3g}"
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"

@@ -70,30 +70,34 @@ def load_texts(
     outputs = 1 if labels.is_floating_point() else max(int(labels.max()) + 1, config.num_labels)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=outputs).train()
-    places = torch.cat([torch.randperm(len(rows)) for _ in range(-(-(steps + 1) * batch // len(rows)))])
     texts = [[row[part] for row in rows] for part in range(len(rows[0]) - 1)]
-    chosen = places[: (steps + 1) * batch].split(batch)
-    return model, [make_batch(tokenizer, texts, labels, part, max_length=max_length) for part in chosen]
+    return model, make_batches(tokenizer, texts, labels, batch=batch, steps=steps, max_length=max_length)
 
 
-def make_batch(
-    tokenizer: Any, texts: Sequence[Sequence[str]], labels: Tensor, places: Tensor, *, max_length: int
-) -> dict[str, Any]:
-    """Make a training batch of some examples.
+def make_batches(
+    tokenizer: Any, texts: Sequence[Sequence[str]], labels: Tensor, *, batch: int, steps: int, max_length: int
+) -> list[dict[str, Any]]:
+    """Make training batches of examples in random order.
 
     Args:
         tokenizer: A tokenizer of transformers.
         texts: The first texts of all examples, and their second ones where there are such.
         labels: Of all examples, shape (examples,).
-        places: Which examples, int64.
+        batch: Examples per batch.
+        steps: Batches to train on; one more is returned.
         max_length: Tokens per example at most.
 
     Returns:
-        The model's keyword arguments.
+        The model's keyword arguments. All examples come once before any comes again.
     """
-    chosen = [[part[place] for place in places.tolist()] for part in texts]
-    inputs = tokenizer(*chosen, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
-    return {**inputs, "labels": labels[places]}
+    count = (steps + 1) * batch
+    places = torch.cat([torch.randperm(len(labels)) for _ in range(-(-count // len(labels)))])[:count]
+    batches = []
+    for part in places.split(batch):
+        chosen = [[column[place] for place in part.tolist()] for column in texts]
+        inputs = tokenizer(*chosen, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        batches.append({**inputs, "labels": labels[part]})
+    return batches
 
 
 def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:

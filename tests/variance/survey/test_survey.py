@@ -1,9 +1,8 @@
-"""Sketch noise on real steps: a model's layers recorded, the table, the commands, and MiniLM on generated sentences."""
+"""Sketch noise on real steps: a model's layers recorded, the table, and MiniLM on generated sentences."""
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from helpers import Checkpointed, heavy_tailed, tiny_model, token_ids
 from torch import nn
 
-from benchmarks.noise import load_glue, main
+from benchmarks.noise import load_glue
 from glue_finetune.acceptability import write_corpus
 from rmm_linear import RMMConfig
 from rmm_linear.context.auto_bits import STEPS
@@ -245,19 +244,3 @@ def test_layers_whose_sequences_are_not_known_are_left_out_in_words(caplog: pyte
 def test_medians_are_over_the_layers() -> None:
     noises = [MemoryNoise(str(layer), "rows", 4, 0.1, noise) for layer, noise in enumerate((5.0, 1.0, 2.0))]
     assert medians(noises) == {"rows, 4 bits": {0.1: 2.0}}
-
-
-def test_the_glue_command_prints_a_table_and_draws_it(
-    corpus: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--data_dir", str(corpus), "--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16"]
-    assert main([*argv, "--memory", "0.2", "--model_name_or_path", str(model), "--plot", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "cola: 16 x " in out
-    assert "12 layers, 16-bit input" in out
-    assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
-    assert f"cola: picture of noise against memory: {tmp_path / 'noise-cola.png'}" in out
-    assert (tmp_path / "noise-cola.png").read_bytes().startswith(b"\x89PNG")
-    sys.modules["matplotlib.pyplot"].close("all")
-    assert PAPER in out
-    assert AUTO not in out  # it chooses on more batches

@@ -78,13 +78,17 @@ def test_a_comparison_from_end_to_end(
         assert (row["setting"], row["seed"], row["metric"]) == (label, "3", "matthews_correlation")
         assert float(row["best"]) == results["score"]["best"]
         assert float(row["bytes_kept"]) == results["memory"]["bytes_kept_for_backward"]
+        assert float(row["bytes_kept_by_layers"]) == results["memory"]["bytes_kept_by_layers"]
         assert float(row["peak_bytes"]) == results["memory"]["peak_bytes"]
     share = sketched["memory"]["bytes_kept_for_backward"] / exact["memory"]["bytes_kept_for_backward"]
     assert share < 1
+    layers = sketched["memory"]["bytes_kept_by_layers"] / exact["memory"]["bytes_kept_by_layers"]
+    assert layers < share
     markdown = (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8")
     for text in (first, markdown):
         assert "| countsketch:0.2 |" in text
-        assert f" {share:.1%} |" in text
+        assert f", {1 - share:.1%} saved |" in text
+        assert f", {1 - layers:.1%} saved |" in text
     image = matplotlib.image.imread(tmp_path / "all" / "comparison.png")
     assert image.shape[:2] == (630, 960)
     assert np.ptp(image[..., :3].mean(axis=-1)) > 0.8
@@ -176,11 +180,17 @@ def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def _result(best: float | None, kept: int, seconds: float, peak: int) -> dict[str, Any]:
+def _result(best: float | None, kept: int, layers: int, seconds: float, peak: int) -> dict[str, Any]:
     return {
         "task": "cola",
         "score": {"metric": "matthews_correlation", "best": best, "best_epoch": 1.0, "last": best},
-        "memory": {"bytes_kept_for_backward": kept, "at_step": 10, "peak_bytes": peak, "peak_of": "process RSS"},
+        "memory": {
+            "bytes_kept_for_backward": kept,
+            "bytes_kept_by_layers": layers,
+            "at_step": 10,
+            "peak_bytes": peak,
+            "peak_of": "process RSS",
+        },
         "seconds_per_step": {"median": seconds},
         "versions": {"torch": "2"},
         "commit": None,
@@ -190,24 +200,25 @@ def _result(best: float | None, kept: int, seconds: float, peak: int) -> dict[st
 def test_the_numbers_of_the_table() -> None:
     mib = 2**20
     results = {
-        ("exact", 0): _result(0.5, 100 * mib, 2.0, 900 * mib),
-        ("exact", 1): _result(0.7, 100 * mib, 2.0, 900 * mib),
-        ("rows:0.1", 0): _result(0.4, 25 * mib, 1.0, 800 * mib),
-        ("rows:0.1", 1): _result(0.6, 35 * mib, 1.4, 820 * mib),
+        ("exact", 0): _result(0.5, 100 * mib, 80 * mib, 2.0, 900 * mib),
+        ("exact", 1): _result(0.7, 100 * mib, 80 * mib, 2.0, 900 * mib),
+        ("rows:0.1", 0): _result(0.4, 25 * mib, 5 * mib, 1.0, 800 * mib),
+        ("rows:0.1", 1): _result(0.6, 35 * mib, 15 * mib, 1.4, 820 * mib),
     }
     table = summarize(collect_runs(results)).to_dict("index")
     assert list(table) == ["exact", "rows:0.1"]
     assert table["exact"]["best"] == pytest.approx(0.6)
     assert table["exact"]["best_std"] == pytest.approx(0.1 * 2**0.5)
     assert table["rows:0.1"]["bytes_ratio"] == pytest.approx(0.3)
+    assert table["rows:0.1"]["layers_ratio"] == pytest.approx(0.125)
     assert table["rows:0.1"]["seconds_ratio"] == pytest.approx(0.6)
     text = format_table(summarize(collect_runs(results)))
-    assert text.splitlines()[2].split("|")[2].strip() == "0.6000 ± 0.1414 (2)"
-    assert text.splitlines()[3].split("|")[4:8] == [
-        f" {cell:>{n}} " for cell, n in (("30.0", 9), ("30.0%", 8), ("0.60", 15), ("810", 9))
-    ]
+    exact, rows = ([cell.strip() for cell in line.split("|")[2:8]] for line in text.splitlines()[2:])
+    assert exact == [*["0.6000 ± 0.1414 (2)"] * 2, "80.0 MiB", "100.0 MiB", "1.00", "900 MiB"]
+    assert rows[2:] == ["10.0 MiB, 87.5% saved", "30.0 MiB, 70.0% saved", "0.60", "810 MiB"]
 
 
 def test_without_a_baseline_or_a_score_the_table_has_gaps_instead_of_numbers() -> None:
-    text = format_table(summarize(collect_runs({("rows:0.1", 0): _result(None, 2**20, 1.0, 2**20)})))
-    assert [cell.strip() for cell in text.splitlines()[2].split("|")[2:7]] == ["– (1)", "– (1)", "1.0", "–", "–"]
+    text = format_table(summarize(collect_runs({("rows:0.1", 0): _result(None, 2**20, 2**19, 1.0, 2**20)})))
+    cells = [cell.strip() for cell in text.splitlines()[2].split("|")[2:8]]
+    assert cells == ["–", "–", "0.5 MiB", "1.0 MiB", "–", "1 MiB"]

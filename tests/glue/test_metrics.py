@@ -12,8 +12,8 @@ import pytest
 from transformers import EvalPrediction
 
 from glue_finetune import scoring
-from glue_finetune.metrics import SHIPPED
 from glue_finetune.results import collect_epochs
+from glue_finetune.scoring import SHIPPED
 from glue_finetune.tasks import TASKS
 
 TRUTH, GUESS = [1, 1, 1, 0, 0, 1, 0, 1], [1, 1, 0, 0, 1, 1, 0, 1]

@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gate import relative_error
 from rmm_linear.backends.triton import kernels
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.blocks import block_rows
@@ -33,6 +32,14 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "every second row": lambda m: m[::2, :40],
     "transposed": lambda m: m[:40].T,
 }
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return ‖found − expected‖ / ‖expected‖: infinite where the shapes differ, NaN where ``found`` has one."""
+    if found.shape != expected.shape:
+        return math.inf
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
 @dataclass(frozen=True)
@@ -67,29 +74,12 @@ class Inputs:
         return torch.tensor([SEED], device=self.device)
 
     def matrix(self, tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return normal numbers that follow from the shape.
-
-        Args:
-            tokens: N.
-            columns: D.
-            dtype: dtype of the result.
-
-        Returns:
-            Shape (N, D).
-        """
+        """Return normal numbers that follow from the shape, (N, D)."""
         generator = torch.Generator().manual_seed(tokens + columns)
         return torch.randn(tokens, columns, generator=generator).to(dtype).to(self.device)
 
     def mask(self, name: str, tokens: int) -> tuple[TokenMask | None, dict[str, Tensor]]:
-        """Return a mask, and the keywords that the kernels take it by.
-
-        Args:
-            name: One of :data:`MASKS`.
-            tokens: N.
-
-        Returns:
-            The mask, None for all, and the keywords.
-        """
+        """Return one of :data:`MASKS`, None for all tokens, and the keywords that the kernels take it by."""
         make = MASKS[name]
         if make is None:
             return None, {}
@@ -97,19 +87,7 @@ class Inputs:
         return mask, {"order": mask.order, "count": mask.count}
 
     def dense(self, x: Tensor, kind: str, rows: int, block: int | None, options: dict[str, Any], **more: Any) -> Any:
-        """Call ``dense_sketch`` with the arguments of :func:`rmm_linear.sketches.sketch`.
-
-        Args:
-            x: Shape (N, D).
-            kind: Kind of the sketch.
-            rows: K.
-            block: Tokens per block, or None.
-            options: The mask's keywords.
-            **more: Other keywords.
-
-        Returns:
-            What the kernel returns.
-        """
+        """Call the kernel ``dense_sketch`` with the arguments of :func:`rmm_linear.sketches.sketch`."""
         size, _, rows_per_block = block_rows(x.shape[0], rows, block)
         if kind == "hadamard":
             more["index"] = sample(self.seed, next_power_of_two(size), rows_per_block)
@@ -130,17 +108,7 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> Check:
-    """Compare numbers up to rounding.
-
-    Args:
-        what: What is compared.
-        found: The kernel's result.
-        expected: The reference's.
-        dtype: The dtype that was computed in, which both must have.
-
-    Returns:
-        The check.
-    """
+    """Compare numbers up to the rounding of the dtype that was computed in; both must have the same dtype."""
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     if dtype == torch.bfloat16 and found.device.type == "cpu":
         limit = 1e-2  # the interpreter cuts float32 off to bfloat16 instead of rounding it, which doubles the error
@@ -149,17 +117,7 @@ def close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch
 
 
 def same(what: str, found: Tensor, expected: Tensor, limit: float = 0.0) -> Check:
-    """Compare elements bit for bit.
-
-    Args:
-        what: What is compared.
-        found: The kernel's result.
-        expected: The reference's.
-        limit: Share of elements that may differ.
-
-    Returns:
-        The check; NaN is different from itself.
-    """
+    """Compare elements bit for bit: ``limit`` is the share that may differ. NaN is different from itself."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return Check(what, math.inf, limit)
     return Check(what, float((found != expected).double().mean()) if found.numel() else 0.0, limit)

@@ -14,18 +14,21 @@ from rmm_linear.sketches.blocks import block_rows
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
-from benchmarks import checks, parity
+import rmm_kernels_comparisons as compare
+from rmm_kernels_checks import Inputs, poisoned_outputs
+from rmm_kernels_parity import comparisons, real_sizes
+
 from rmm_linear.backends.triton import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAKE = checks.Inputs(DEVICE)
+MAKE = Inputs(DEVICE)
 SEED = MAKE.seed
-COMPARISONS = parity.comparisons()
+COMPARISONS = comparisons()
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs():
-    with checks.poisoned_outputs():
+    with poisoned_outputs():
         yield
 
 
@@ -45,7 +48,7 @@ def test_every_kernel_is_compared():
         "random_keys",
         "layer",
         "scaled_rows",
-        "drawn",
+        "sampled",
         "packed_as_made",
         "masked_rows_unread",
         "strides",
@@ -61,28 +64,28 @@ def test_a_comparison_sees_a_kernel_that_is_wrong(wrong, monkeypatch):
     sparse = kernels().sparse_sketch
     monkeypatch.setattr(kernels(), "sparse_sketch", lambda *args, **options: wrong(sparse(*args, **options)))
     for comparison in (
-        parity.countsketch(DEVICE, (60, 17, 70), "all", torch.float32),
-        parity.whole_numbers(DEVICE, "some"),
+        compare.countsketch(DEVICE, (60, 17, 70), "all", torch.float32),
+        compare.whole_numbers(DEVICE, "some"),
     ):
         assert not any(check.ok for check in comparison)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("title", parity.real_sizes())
+@pytest.mark.parametrize("title", real_sizes())
 def test_kernel_equals_its_reference_at_real_sizes(title):
-    assert [check for check in parity.real_sizes()[title]("cuda") if not check.ok] == []
+    assert [check for check in real_sizes()[title]("cuda") if not check.ok] == []
 
 
 def test_columns_beyond_the_first_tiles_are_the_same():
-    assert [check for check in parity.long_offsets(DEVICE, 300, 66, 40) if not check.ok] == []
+    assert [check for check in compare.long_offsets(DEVICE, 300, 66, 40) if not check.ok] == []
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
 def test_nan_stays_in_its_group():
     z = MAKE.matrix(5, 130)
     z[3, 70] = math.nan
-    codes, ranges = kernels().pack(z, 4, SEED)
-    restored = kernels().unpack(codes, ranges, 4, 130, z.dtype)
+    codes, qparams = kernels().pack(z, 4, SEED)
+    restored = kernels().unpack(codes, qparams, 4, 130, z.dtype)
     assert restored[3, 64:128].isnan().all()
     restored[3, 64:128] = 0
     assert not restored.isnan().any()

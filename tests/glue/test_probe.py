@@ -4,8 +4,7 @@ import signal
 
 import pandas as pd
 import pytest
-from glue_helpers import fails, flags, results_of, same_weights
-from test_glue_training import _Bomb
+from glue_helpers import SignalTimer, fails, flags, results_of, same_weights
 
 from glue_finetune import compare, training
 from glue_finetune.cli import main
@@ -42,7 +41,7 @@ def test_a_run_writes_its_noise(probed, model, cola, tmp_path):
 
 
 def test_a_resumed_run_has_the_whole_table(probed, model, cola, tmp_path, monkeypatch):
-    bomb = type("Bomb", (_Bomb,), {"step": 3, "evaluation": None, "signum": signal.SIGTERM})
+    bomb = type("Bomb", (SignalTimer,), {"step": 3, "evaluation": None, "signum": signal.SIGTERM})
     argv = flags(model, cola, tmp_path / "run", probe_every=2, **SKETCH)
     with monkeypatch.context() as patch:
         patch.setattr(training, "StepTimer", bomb)

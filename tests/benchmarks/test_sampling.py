@@ -1,4 +1,4 @@
-"""The benchmark of norm estimators: what it computes is what layers would do, and README has its table."""
+"""The benchmark of norm estimators: what it computes is what layers would do, and the table says it."""
 
 import statistics
 
@@ -7,7 +7,8 @@ import torch
 from helpers import tiny_model, token_ids
 
 from benchmarks import sampling
-from benchmarks.readme import README, inserted
+from benchmarks.records import Noise, write_rows
+from benchmarks.tables import sampling as table
 from rmm_linear.estimators import norm_estimators
 
 
@@ -38,18 +39,13 @@ def test_who_knows_the_norms_is_the_quietest_and_winners_help(found):
     assert middle["wta", "position"] < middle["wta", "none"]
 
 
-def test_readme_has_the_table_of_the_results():
-    text = README.read_text("utf-8")
-    assert inserted(text, sampling.markdown(), sampling.BEGIN, sampling.END) == text
-
-
 @pytest.mark.parametrize(("seeds", "said"), [(3, "mean of 3 seeds"), (1, "one seed")])
 def test_a_file_and_a_table_for_a_small_run(tmp_path, seeds, said):
     noises = [
-        sampling.Noise("cola", kind, name, 1.5, 1.0, 2.0, seeds, 36, 0.5)
+        Noise("cola", kind, name, 1.5, 1.0, 2.0, seeds, 36, 0.5, seed="0 1 2", commit="abc")
         for kind, name in [("rows", ""), ("countsketch", ""), ("wta", "none"), ("norm_rows", "none")]
     ]
-    sampling.write_noises(tmp_path / "s.csv", noises, {"commit": "abc", "seed": "0 1 2"})
-    lines = sampling.markdown(tmp_path / "s.csv").splitlines()
+    write_rows(tmp_path / "sampling.csv", noises)
+    lines = table(tmp_path).splitlines()
     assert lines[0] == f"36 layers, {said}, commit `abc`:"
-    assert lines[-1] == "| for comparison, `countsketch` | 1.50 | 1.50 |"
+    assert [cell.strip() for cell in lines[-1].split("|")] == ["", "for comparison, `countsketch`", "1.50", "1.50", ""]

@@ -14,16 +14,6 @@ _ACCURACY = ("sst2", "mnli", "mnli_matched", "mnli_mismatched", "qnli", "rte", "
 _ACCURACY_AND_F1 = ("mrpc", "qqp")
 CONFIGS = ("cola", "stsb", *_ACCURACY_AND_F1, *_ACCURACY)
 
-_INPUTS = """
-Args:
-    predictions: Class numbers; scores for stsb.
-    references: The true ones, as many.
-
-Returns:
-    A dict: matthews_correlation for cola; pearson and spearmanr for stsb; accuracy and f1 for mrpc and qqp; accuracy
-    for all others.
-"""
-
 
 class GlueScores(evaluate.Metric):
     """The official metric of one GLUE task; the configuration name is the task."""
@@ -35,7 +25,7 @@ class GlueScores(evaluate.Metric):
         return evaluate.MetricInfo(
             description="The official metrics of the GLUE benchmark.",
             citation="Wang et al. 2019, GLUE, https://openreview.net/forum?id=rJ4km2R5t7",
-            inputs_description=_INPUTS,
+            inputs_description="predictions and references: as many class numbers each; scores for stsb.",
             features=datasets.Features({"predictions": value, "references": value}),
             format="numpy",
         )

@@ -18,7 +18,7 @@ import torch
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "torch-ext" / "rmm_kernels"
 
 
@@ -91,7 +91,7 @@ def test_the_wheel_ships_the_kernels_inside_the_library(tmp_path: Path) -> None:
     packages = setuptools.find_packages(str(ROOT), include=["rmm_linear*", "glue_finetune*"])
     for package in packages:
         assert f"{package.replace('.', '/')}/__init__.py" in names, package
-    code = "import sys; sys.path.insert(0, '.'); import rmm_linear._triton as t; print(t.kernels().__file__)"
+    code = "import sys; sys.path.insert(0, '.'); import rmm_linear.backends.triton as t; print(t.kernels().__file__)"
     assert run(code, tmp_path / "installed") == str(tmp_path / "installed" / "rmm_linear" / "kernels" / "__init__.py")
 
 
@@ -100,7 +100,7 @@ def test_a_checkout_that_is_not_installed_finds_its_kernels(tmp_path: Path) -> N
     shutil.copytree(SOURCE, tmp_path / "kernels" / "torch-ext" / "rmm_kernels")
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
-        "sys.path.insert(0, '.'); import rmm_linear._triton as t\n"
+        "sys.path.insert(0, '.'); import rmm_linear.backends.triton as t\n"
         "print(t.kernels().__file__); import rmm_linear.kernels as k; print(k is t.kernels())"
     )
     found = run(code, tmp_path).splitlines()

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from glue_helpers import fails, flags, results_of, same_weights, write_cola, write_pairs
+from glue_helpers import SignalTimer, fails, flags, results_of, same_weights, write_cola, write_pairs
 
 from glue_finetune import interrupt, training
 from glue_finetune.cli import main
 from glue_finetune.complete import SETTINGS_FILE
 from glue_finetune.interrupt import InterruptCallback
-from glue_finetune.trainer import GlueTrainer, StepTimer
+from glue_finetune.trainer import GlueTrainer
 from rmm_linear import RMMConfig, RMMLinear
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
@@ -123,6 +123,11 @@ def test_a_sketch_keeps_less_and_another_seed_gives_other_weights(
     assert exact["converted"] == []
     assert exact["memory"]["batch_shape"] == sketched["memory"]["batch_shape"]
     assert sketched["memory"]["bytes_kept_for_backward"] < 0.9 * exact["memory"]["bytes_kept_for_backward"]
+    assert exact["memory"]["bytes_kept_by_layers"] < exact["memory"]["bytes_kept_for_backward"]
+    kept_by_others = [
+        run["memory"]["bytes_kept_for_backward"] - run["memory"]["bytes_kept_by_layers"] for run in (exact, sketched)
+    ]
+    assert kept_by_others[0] == kept_by_others[1]
     assert not same_weights(tmp_path / "exact", uninterrupted)
     assert not same_weights(tmp_path / "seed", uninterrupted)
 
@@ -148,28 +153,6 @@ def test_stsb_is_a_regression(model: Path, tmp_path: Path) -> None:
     assert config["problem_type"] == "regression"
 
 
-class _Bomb(StepTimer):
-    """Sends this process a signal at the begin of a step, or in the middle of an evaluation."""
-
-    step: int
-    evaluation: int | None
-    signum: signal.Signals
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.evaluations = 0
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        super().on_step_begin(*args, **kwargs)
-        if args[1].global_step == self.step - 1:
-            os.kill(os.getpid(), self.signum)
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        if args[1].global_step == self.evaluation:
-            self.evaluation = None
-            os.kill(os.getpid(), self.signum)
-
-
 @pytest.mark.parametrize(
     ("step", "evaluation", "signum", "save_strategy"),
     [
@@ -192,7 +175,7 @@ def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
     signum: signal.Signals,
     save_strategy: str,
 ) -> None:
-    bomb = type("Bomb", (_Bomb,), {"step": step, "evaluation": evaluation, "signum": signum})
+    bomb = type("Bomb", (SignalTimer,), {"step": step, "evaluation": evaluation, "signum": signum})
     argv = flags(model, cola, tmp_path / "run", save_strategy=save_strategy, **SKETCH)
     with monkeypatch.context() as patch:
         patch.setattr(training, "StepTimer", bomb)
@@ -221,7 +204,7 @@ def test_what_the_sketches_have_learned_is_resumed_too(
     assert main(flags(model, cola, tmp_path / "whole", **options)) == 0
     for step in (2, 4, 8):
         argv = flags(model, cola, tmp_path / f"run-{step}", **options)
-        bomb = type("Bomb", (_Bomb,), {"step": step, "evaluation": None, "signum": signal.SIGINT})
+        bomb = type("Bomb", (SignalTimer,), {"step": step, "evaluation": None, "signum": signal.SIGINT})
         with monkeypatch.context() as patch:
             patch.setattr(training, "StepTimer", bomb)
             assert main(argv) == 130
@@ -236,7 +219,7 @@ def test_a_signal_in_the_last_step_still_writes_the_results(
     model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = {"step": EPOCHS * STEPS, "evaluation": None, "signum": signal.SIGTERM}
-    monkeypatch.setattr(training, "StepTimer", type("Bomb", (_Bomb,), last))
+    monkeypatch.setattr(training, "StepTimer", type("Bomb", (SignalTimer,), last))
     assert main(flags(model, cola, tmp_path / "run", **SKETCH)) == 143
     assert results_of(tmp_path / "run")["score"] == results_of(uninterrupted)["score"]
     assert same_weights(tmp_path / "run", uninterrupted)
@@ -305,7 +288,7 @@ def test_a_real_process_stops_on_a_real_signal_and_resumes(
 @pytest.fixture(scope="module")
 def interrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("half") / "run"
-    bomb = type("Bomb", (_Bomb,), {"step": 2, "evaluation": None, "signum": signal.SIGINT})
+    bomb = type("Bomb", (SignalTimer,), {"step": 2, "evaluation": None, "signum": signal.SIGINT})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "StepTimer", bomb)
         assert main(flags(model, cola, output, **SKETCH)) == 130

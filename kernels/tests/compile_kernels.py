@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_linear.backends.triton import kernels
 
 TARGETS = {
@@ -35,7 +35,7 @@ TYPES = {
     "p_scale": "*fp32",
     "p_words": "*i32",
 }
-TYPES |= {"p_shifts": "*i64", "p_ranges": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 
 
 def cases() -> Any:
@@ -47,7 +47,7 @@ def cases() -> Any:
     hashed, gathered = {"p_index": None, "p_scale": None}, {"p_order": None, "p_count": None}
     unhashed = {"p_words": None, "p_shifts": None}
     for dtype in ("*bf16", "*fp32"):
-        tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_ranges": None}
+        tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_qparams": None}
         yield f"sparse_sketch masked {dtype}", sparse, dtype, {"HASHED": True, "MASKED": True, **tile, **hashed}
         yield (
             f"sparse_sketch gathered {dtype}",
@@ -75,7 +75,7 @@ def cases() -> Any:
         (1, 0, "*fp16 *fp32", True),
     ):  # fmt: skip
         tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": is_masked}
-        absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_ranges": None})
+        absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_qparams": None})
         absent |= {} if is_masked else gathered
         name = f"dense_sketch {kind} {bits} {dtype}{' masked' if is_masked else ''}"
         yield name, dense, dtype, {"KIND": kind, "BITS": bits, **tile, **absent}
@@ -112,7 +112,7 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
         elif name == "p_z" and constants.get("BITS") and "p_codes" not in names:
             signature[name] = "*u8"
         elif name == "p_index" and "HASHED" in constants:
-            signature[name] = "*i32"  # rows that were drawn are stored in as few bytes
+            signature[name] = "*i32"  # sampled rows are stored in as few bytes
         elif name == "p_z":
             signature[name] = made
         else:

@@ -1,0 +1,58 @@
+"""The generated tables in docs/, from the csv files: ``python -m benchmarks table``, or ``--check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import tables
+from benchmarks.records import RESULTS, ROOT
+
+DOCS = ROOT / "docs"
+# Page, the command that its markers name, and what makes the text between them of a folder of results.
+GENERATED = (
+    ("benchmarks.md", "python -m benchmarks table", tables.performance),
+    ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
+)
+
+
+def update(*, check: bool = False, docs: Path = DOCS, results: Path = RESULTS) -> bool:
+    """Write the tables into their pages.
+
+    Args:
+        check: Only say whether they are there already.
+        docs: Folder of the pages.
+        results: Folder of the csv files.
+
+    Returns:
+        Whether the pages have the tables of the results.
+
+    Raises:
+        ValueError: If a page or its markers are not there.
+    """
+    texts = {docs / name: inserted(docs / name, make(results), command) for name, command, make in GENERATED}
+    stale = [page for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
+    for page in () if check else stale:
+        page.write_text(texts[page], encoding="utf-8")
+    return not (check and stale)
+
+
+def inserted(page: Path, content: str, command: str) -> str:
+    """Put content between the markers of a page.
+
+    Args:
+        page: The page.
+        content: What goes between the markers.
+        command: The command that the markers name.
+
+    Returns:
+        The new text of the page.
+
+    Raises:
+        ValueError: If the page is not there, or does not have the markers once each, in order.
+    """
+    begin, end = (f"<!-- {command}: {word} -->" for word in ("begin", "end"))
+    before, opened, rest = page.read_text(encoding="utf-8").partition(begin) if page.is_file() else ("", "", "")
+    _, closed, after = rest.partition(end)
+    if not opened or not closed or begin in rest or end in after:
+        raise ValueError(f"{page} must have the lines {begin} and {end} once each, in this order. Put them back.")
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"

@@ -1,0 +1,142 @@
+"""Rows of results as tables: of a run for the terminal, and of the committed results for the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import linear, models
+from benchmarks.records import RATIO, Noise, Row, read_rows
+from rmm_linear._support.tables import table
+from rmm_linear.sketches import SAMPLERS
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+_TITLES = {
+    "paper": "the published dense Gaussian",
+    "none": '"none": nothing else',
+    "oracle": "the true ‖y‖",
+}
+
+
+def measured(rows: Sequence[Row]) -> str:
+    """Return a table of all that a run found, one line per row."""
+    header = ("case", "dtype", "ratio", "provider", "median, ms", "quartiles", "GB/s", "of reference", "kept", "peak")
+    lines = []
+    for row in rows:
+        share = row.relative if row.relative is not None else row.copy_share
+        times = ("", "")
+        if row.median is not None and row.lower is not None and row.upper is not None:
+            times = (f"{row.median * 1e3:.4g}", f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}")
+        of_reference = "" if share is None else f"{share:.3f}"
+        memory = ("" if count is None else f"{count:,}" for count in (row.kept_bytes, row.peak_bytes))
+        what = (row.case, row.dtype, f"{row.ratio:g}", row.provider)
+        lines.append((*what, *times, _speed(row), of_reference, *memory, row.status))
+    return table((*header, "status"), lines)
+
+
+def performance(results: Path) -> str:
+    """Return the tables of all suites and devices that have results in a folder, each below where it comes from."""
+    parts = []
+    for device in ("cpu", "cuda"):
+        for suite, make in (("linear", _layers), ("model", _steps), ("kernels", _kernels)):
+            path = results / f"{suite}-{device}.csv"
+            rows = [row for row in read_rows(path, Row) if row.ratio == RATIO] if path.is_file() else []
+            if rows:
+                parts += [_source(rows[0]), make(rows)]
+    return "\n\n".join(parts) or "Nothing is measured yet: run `python -m benchmarks run`."
+
+
+def sampling(results: Path) -> str:
+    """Return the table of the norm estimators' noise: settings down, tasks across."""
+    path = results / "sampling.csv"
+    rows = read_rows(path, Noise) if path.is_file() else []
+    if not rows:
+        return "Nothing is measured yet: run `python -m benchmarks.sampling`."
+    tasks = dict.fromkeys(row.task for row in rows)
+    cells = {(row.kind, row.norm_estimator, row.task): f"{row.noise:.2f}" for row in rows}
+    header = ("rows drawn by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS))
+    lines = []
+    for name in dict.fromkeys(row.norm_estimator for row in rows if row.norm_estimator):
+        title = _TITLES.get(name, f'"{name}"')
+        lines.append((title, *(cells[kind, name, task] for task in tasks for kind in SAMPLERS)))
+    for kind in ("rows", "countsketch"):
+        lines.append((f"for comparison, `{kind}`", *(cells[kind, "", task] for task in tasks for _ in SAMPLERS)))
+    first = rows[0]
+    seeds = "one seed" if first.seeds == 1 else f"mean of {first.seeds} seeds"
+    return f"{first.layers} layers, {seeds}, commit `{_short(first.commit)}`:\n\n{table(header, lines)}"
+
+
+def _source(row: Row) -> str:
+    what = {
+        "linear": "Forward and backward pass of a layer (N x I -> O) by nn.Linear's time, and bytes kept by its bytes, "
+        "a tenth kept",
+        "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and what the whole "
+        "model keeps for the backward pass, sketched layers a tenth of their inputs",
+        "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix, a tenth kept",
+    }[row.suite]
+    threads = f", {row.threads} threads" if row.device == "cpu" else ""
+    triton = f", Triton {row.triton}" if row.device == "cuda" else ""
+    return (
+        f"{what}; {row.machine}{threads}, PyTorch {row.torch}{triton}, commit `{_short(row.commit)}`, "
+        f"{row.date[:10]}, by\n`python -m benchmarks run --device {row.device} --suite {row.suite}`:"
+    )
+
+
+def _short(commit: str) -> str:
+    digits, dirty, _ = commit.partition("-dirty")
+    return digits[:12] + dirty
+
+
+def _pivot(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """Providers down, cases across."""
+    cells = {(row.provider, _case(row)): "failed" if row.median is None else cell(row) for row in rows}
+    cases = dict.fromkeys(_case(row) for row in rows)
+    providers = dict.fromkeys(row.provider for row in rows)
+    lines = [(_TITLES.get(name, name), *(cells.get((name, case), "") for case in cases)) for name in providers]
+    return table(("", *cases), lines)
+
+
+def _case(row: Row) -> str:
+    return f"{row.case}, {_SHORT.get(row.dtype, row.dtype)}"
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    bases = {_case(row): row.kept_bytes for row in rows if row.provider == linear.REFERENCE}
+
+    def cell(row: Row) -> str:
+        if row.provider == linear.REFERENCE:
+            return f"{(row.median or 0) * 1e3:.3g} ms"
+        return "" if row.relative is None else f"{row.relative:.2f}{_share(row.kept_bytes, bases[_case(row)])}"
+
+    return _pivot(rows, cell)
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    header, lines = ("", "step", "of exact", "kept", "peak"), []
+    bases = {_case(row): row.kept_bytes for row in rows if row.provider == models.REFERENCE}
+    for row in rows:
+        title = f"{_case(row)}: {row.provider}{', all linear layers' if row.provider == models.SKETCHED else ''}"
+        values = ("failed", "", "", "")
+        if row.median is not None and row.relative is not None:
+            kept = _mib(row.kept_bytes) + _share(row.kept_bytes, bases[_case(row)])
+            values = (f"{row.median:.3g} s", f"{row.relative:.2f}", kept, _mib(row.peak_bytes))
+        lines.append((title, *values))
+    if rows[0].device == "cpu":  # where a peak leaves out what lives inside of an operator
+        header, lines = header[:-1], [line[:-1] for line in lines]
+    return table(header, lines)
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    return _pivot(rows, lambda row: f"{_speed(row)} GB/s" if row.provider == "copy" else f"{row.copy_share or 0:.0%}")
+
+
+def _speed(row: Row) -> str:
+    return f"{row.moved_bytes / row.median / 1e9:.3g}" if row.moved_bytes and row.median else ""
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def _share(count: int | None, base: int | None) -> str:
+    return f" ({count / base:.0%})" if count and base else ""

@@ -1,0 +1,100 @@
+"""All comparisons of the kernels with plain PyTorch: for test_parity.py, and for ``python -m benchmarks gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import rmm_kernels_comparisons as compare
+import torch
+from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
+
+from rmm_linear import packing
+from rmm_linear.sketches import SAMPLERS
+
+Comparison = Callable[[str], list[Check]]
+
+
+def comparisons() -> dict[str, Comparison]:
+    """Return the comparisons on small odd shapes."""
+    found: dict[str, Comparison] = {}
+
+    def add(function: Callable[..., list[Check]], *arguments: Any) -> None:
+        words = (str(a).removeprefix("torch.").replace(", ", "x").strip("()") for a in arguments)
+        found[" ".join((function.__name__, *words))] = lambda device: function(device, *arguments)
+
+    half = DTYPES[1:]
+    for mask in MASKS:
+        for shape in SHAPES:
+            add(compare.countsketch, shape, mask, torch.float32)
+        for dtype in half:
+            add(compare.countsketch, SHAPES[0], mask, dtype)
+        add(compare.whole_numbers, mask)
+    for shape in SHAPES[:2]:
+        for mask in ("all", "some", "few"):
+            add(compare.gathered, shape, mask)
+    blocks = [("gaussian", 16), ("rademacher", 9), ("hadamard", 9)]
+    for kind, block in [(kind, None) for kind, _ in blocks] + blocks:
+        for mask in MASKS:
+            add(compare.dense_sketch, kind, block, mask)
+        for dtype in half:
+            add(compare.dense_sketch, kind, block, "some", dtype)
+    for kind, rows in (("gaussian", 37), ("rademacher", 65), ("hadamard", 65)):  # more rows than a tile
+        add(compare.dense_sketch, kind, None, "all", torch.float32, (130, rows, 5))
+    for bits in packing.WIDTHS:
+        for columns in (64, 130, 5, 191):
+            add(compare.pack_and_unpack, bits, columns)
+        add(compare.pack_and_unpack, bits, 65, torch.float32, 150)
+        add(compare.short_group, bits)
+        add(compare.scaled_rows, bits)
+        for dtype in half:
+            add(compare.pack_and_unpack, bits, 70, dtype)
+        for kind in ("countsketch", "gaussian", "rademacher", "hadamard"):
+            for mask in ("all", "some"):
+                add(compare.packed_as_made, kind, bits, mask)
+        for kind in ("gaussian", "hadamard"):
+            add(compare.packed_as_made, kind, bits, "few", 16)
+        for kind, mask in (("countsketch", "none"), ("rademacher", "none"), ("hadamard", "few")):
+            add(compare.packed_as_made, kind, bits, mask)
+    for kind in ("countsketch", "rademacher"):
+        add(compare.masked_rows_unread, kind)
+    for view in VIEWS:
+        add(compare.strides, view)
+    for shape in ((1, 1), (17, 300), (40, 256)):
+        for dtype in DTYPES:
+            add(compare.row_norms, shape, dtype)
+    for columns in (64, 130, 5):
+        for dtype in DTYPES:
+            add(compare.unrotate, columns, dtype)
+    for kind in SAMPLERS:
+        for mask in MASKS:
+            add(compare.sampled, kind, mask, None)
+        for bits in packing.WIDTHS:
+            add(compare.sampled, kind, "some", bits)
+        for dtype in half:
+            add(compare.sampled, kind, "some", None, dtype)
+    for count in (None, 0, 3, 1100, 1500):
+        add(compare.random_keys, count)
+    for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
+        for mask in ("all", "some", "few"):
+            for bits in (None, 4):
+                add(compare.layer, kind, bits, mask)
+        for bits in (8, 2):
+            add(compare.layer, kind, bits, "some")
+    return found
+
+
+def real_sizes() -> dict[str, Comparison]:
+    """Return comparisons at the sizes of real layers, for devices that are fast enough."""
+    shape = (16384, 1638, 4096)
+    return {
+        "countsketch, real size": lambda device: compare.countsketch(device, shape, "some", torch.bfloat16),
+        "gathered, real size": lambda device: compare.gathered(device, shape, "some"),
+        "rademacher, real size": lambda d: compare.dense_sketch(d, "rademacher", 128, "all", torch.bfloat16, shape),
+        "gaussian, real size": lambda d: compare.dense_sketch(
+            d, "gaussian", 512, "some", torch.bfloat16, (4096, 410, 3072)
+        ),
+        "pack, real size": lambda device: compare.pack_and_unpack(device, 4, 4096, torch.bfloat16, 1638),
+        "row norms, real size": lambda device: compare.row_norms(device, (16384, 4096), torch.bfloat16),
+        "offsets beyond 2**31": lambda device: compare.long_offsets(device, 2**19 + 5, 4104),
+    }

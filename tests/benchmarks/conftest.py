@@ -1,0 +1,14 @@
+"""Settings of the benchmarks' tests."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _only_where_triton_is() -> None:
+    """On Linux the test extra has Triton, and a failing import of it is a failure."""
+    if sys.platform != "linux":
+        pytest.skip("Triton has no build for this platform")

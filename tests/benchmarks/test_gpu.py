@@ -1,0 +1,52 @@
+"""``python -m benchmarks gpu``: what fails costs nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, parity
+from benchmarks.processes import ProcessError
+from benchmarks.records import Parity, read_rows
+
+
+def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def crash(function, *arguments, timeout):
+        if arguments[0] == "linear":
+            raise ProcessError("suite_section ended its process with status -6")
+        return ["16 x 4, rows, float32, 0.1: output is off"] if arguments[0] == "model" else []
+
+    monkeypatch.setattr(gpu, "call", crash)
+    monkeypatch.setattr(gpu, "run_parity", lambda *arguments, **options: [])
+    assert gpu.gpu(tmp_path, device="cpu", tiny=True) == 1
+    expected = "linear: suite_section ended its process with status -6\n16 x 4, rows, float32, 0.1: output is off\n"
+    assert (tmp_path / "failures-cpu.txt").read_text() == expected
+    out = capsys.readouterr().out
+    assert all(f"{name}: 0 s" in out for name in gpu.SHARES)
+    assert out.rstrip().endswith("FAILED 16 x 4, rows, float32, 0.1: output is off")
+
+
+def test_a_comparison_that_fails_or_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str) -> list:
+        raise RuntimeError("device-side assert")
+
+    wrong = {"wrong": lambda device: [parity.rmm_kernels_parity.Check("SᵀX", float("nan"), 1.0)], "broken": broken}
+    monkeypatch.setattr(parity.rmm_kernels_parity, "comparisons", lambda: wrong)
+    found = parity.compare("cpu", ["wrong", "broken"])
+    assert [row.status for row in found] == ["failed", "RuntimeError: device-side assert"]
+
+
+def test_a_process_of_comparisons_that_ends_is_a_row_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(function, *arguments, timeout):
+        raise ProcessError("compare ended its process with status -6")
+
+    monkeypatch.setattr(parity, "call", crash)
+    monkeypatch.setattr(gpu, "call", lambda *arguments, **options: [])
+    assert gpu.gpu(tmp_path, device="cpu", tiny=True, commit="abc") == 1
+    rows = read_rows(tmp_path / "parity-cpu.csv", Parity)
+    assert len(rows) == len(list(parity.rmm_kernels_parity.comparisons())[::16])
+    assert {row.status for row in rows} == {"compare ended its process with status -6"}
+    assert capsys.readouterr().out.count("FAILED parity: ") == len(rows)

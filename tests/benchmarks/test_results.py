@@ -1,0 +1,173 @@
+"""One tiny run of every suite: what is measured is right, pictures, tables and the summary follow from it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_helpers import empty_pages
+
+from benchmarks import gpu, pages
+from benchmarks.__main__ import main
+from benchmarks.parity import rmm_kernels_parity
+from benchmarks.plots import plot_all
+from benchmarks.records import Parity, Row, read_rows, write_rows
+from benchmarks.suites import SUITES
+
+ALONE = """
+import sys
+
+EXTRAS = "datasets evaluate pandas matplotlib rich scipy sklearn kernels peft accelerate".split()
+FINDERS = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", str(finder))]
+
+class Alone:
+    def find_spec(self, name, path=None, target=None):
+        if name not in EXTRAS:
+            return next((s for finder in FINDERS if (s := finder.find_spec(name, path, target)) is not None), None)
+
+    def find_distributions(self, context):
+        for finder in FINDERS if context.name not in EXTRAS else ():
+            yield from getattr(finder, "find_distributions", lambda context: ())(context)
+
+sys.meta_path[:] = [Alone()]
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one `gpu` run on the CPU, kernels in Triton's interpreter, with `run`'s layers.
+
+    It runs as it must on a machine with torch, Triton and transformers alone: in a copy of the checkout that is not
+    installed, where no process finds any other of the extras.
+    """
+    out, checkout = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("checkout")
+    root = Path(__file__).resolve().parents[2]
+    for package in ("rmm_linear", "kernels", "benchmarks"):
+        shutil.copytree(root / package, checkout / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (checkout / "sitecustomize.py").write_text(ALONE, encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--tiny", "--commit", "abc"]
+    paths = {"PYTHONPATH": str(checkout), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=checkout, env=os.environ | paths, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["run", "--tiny", "--suite", "linear", "--out", str(out), "--commit", "abc", "--seed", "5"]) == 0
+    return out
+
+
+def rows_of(results: Path, suite: str) -> list[Row]:
+    return read_rows(results / f"{suite}-cpu.csv", Row)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> None:
+    rows = rows_of(results, suite)
+    cases = SUITES[suite].cases("cpu", tiny=True)
+    expected = [(case.name, provider) for case in cases for provider in SUITES[suite].providers(case)]
+    assert [(row.case, row.provider) for row in rows] == expected
+    for row in rows:
+        assert row.status == "ok"
+        assert row.median is not None
+        assert 0 < row.lower <= row.median <= row.upper
+        assert row.samples >= 1
+        assert row.commit == "abc"
+        assert row.torch == torch.__version__
+        assert row.machine
+        assert row.threads == torch.get_num_threads()
+
+
+def test_columns_name_what_was_asked_for(results: Path) -> None:
+    with (results / "linear-cpu.csv").open(newline="") as file:
+        header = next(csv.reader(file))
+    wanted = "suite case provider dtype median lower upper unit relative kept_bytes machine threads torch triton"
+    assert set(header) >= set(f"{wanted} transformers python rmm_linear commit seed date".split())
+    assert len(header) == len(dataclasses.fields(Row))
+    assert {row.seed for row in rows_of(results, "linear")} == {5}
+
+
+@pytest.mark.parametrize("suite", ["linear", "model"])
+def test_ratios_are_of_medians_of_the_same_case(results: Path, suite: str) -> None:
+    rows = rows_of(results, suite)
+    for row in rows:
+        (base,) = [r for r in rows if r.case == row.case and r.provider == SUITES[suite].REFERENCE]
+        assert row.relative == pytest.approx(row.median / base.median, rel=1e-4)
+
+
+def test_shares_of_bandwidth_are_of_the_copys(results: Path) -> None:
+    rows = rows_of(results, "kernels")
+    copy = rows[0]
+    assert copy.moved_bytes == 2 * 96 * 64 * 4
+    for row in rows:
+        share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
+        assert row.copy_share == pytest.approx(share, rel=1e-4)
+    by_name = {row.provider: row.moved_bytes for row in rows}
+    assert by_name["countsketch"] == (96 + 10) * 64 * 4
+    assert by_name["rows"] == (10 + 10) * 64 * 4
+    assert by_name["row norms"] == 96 * 64 * 4 + 96 * 4
+    assert by_name["pack 4 bits"] == by_name["unpack 4 bits"] == 96 * 64 * 4 + 96 * (32 + 4)
+    assert by_name["countsketch 4 bits"] == 96 * 64 * 4 + 10 * (32 + 4)
+
+
+def test_kept_bytes_of_a_layer_are_those_of_the_formula(results: Path) -> None:
+    kept = {row.provider: row.kept_bytes for row in run_rows(results)}
+    assert kept["nn.Linear"] == 512 * 64 * 4
+    assert kept["paper"] == 51 * 64 * 4
+    assert kept["countsketch"] == kept["rows"] == 64 * 64 * 4 + 8  # min_rows
+    assert kept["countsketch 4 bits"] == 364 * (32 + 4) + 8
+
+
+def run_rows(results: Path) -> list[Row]:
+    return rows_of(results, "linear")
+
+
+def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pictures = plot_all(results)
+    assert [path.name for path in pictures] == ["linear-cpu.png", "model-cpu.png", "kernels-cpu.png"]
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 20_000
+
+
+def test_the_tables_follow_from_the_csv(results: Path, tmp_path: Path) -> None:
+    docs = empty_pages(tmp_path)
+    assert not pages.update(check=True, docs=docs, results=results)
+    pages.update(docs=docs, results=results)
+    assert pages.update(check=True, docs=docs, results=results)
+    text = (docs / "benchmarks.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    layer = {row.provider: row for row in run_rows(results)}
+    countsketch = layer["countsketch"]
+    cells = {tuple(cell.strip() for cell in line.split("|")) for line in text.splitlines()}
+    relative = f"{countsketch.relative:.2f} ({countsketch.kept_bytes / (512 * 64 * 4):.0%})"
+    assert ("", "countsketch", relative, "") in cells
+    assert ("", "nn.Linear", f"{layer['nn.Linear'].median * 1e3:.3g} ms", "") in cells
+    assert text.count("torch checkpoint") >= 2
+    rows = run_rows(results)
+    write_rows(tmp_path / "linear-cpu.csv", [dataclasses.replace(row, relative=0.123) for row in rows])
+    assert not pages.update(check=True, docs=docs, results=tmp_path)
+
+
+def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {f"{name}-cpu.csv" for name in ("parity", "kernels", "linear", "model")}
+    assert {path.name for path in results.glob("*.csv")} == names
+    assert (results / "failures-cpu.txt").read_text() == ""
+    parity_rows = read_rows(results / "parity-cpu.csv", Parity)
+    assert len({row.comparison for row in parity_rows}) == len(list(rmm_kernels_parity.comparisons())[::16])
+    assert {row.status for row in parity_rows} == {"ok"}
+    assert {row.commit for row in parity_rows} == {"abc"}
+    print(gpu._summary(results, "cpu", []))
+    out = capsys.readouterr().out
+    assert f"{len(parity_rows)} of {len(parity_rows)} within their limits" in out
+    assert all(provider in out for provider in ("countsketch 4 bits", "nn.Linear", "torch checkpoint 4 of 4", "copy"))
+    assert out.rstrip().endswith("nothing failed")

@@ -1,0 +1,57 @@
+"""The parts import those below them only, as the contracts in pyproject.toml say."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def lint(folder):
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package and its contracts; the working folder comes before what is installed."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "rmm_linear", tmp_path / "rmm_linear", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def test_the_contracts_are_kept(copied):
+    found = lint(copied)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "Contracts: 2 kept, 0 broken." in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("sketches/rows.py", "rmm_linear.packing"),
+        ("memory/inputs.py", "rmm_linear.conversion.convert"),
+        ("packing/pack.py", "rmm_linear.backends.native"),
+        ("config.py", "rmm_linear.ops.table"),
+        ("context/frames.py", "rmm_linear.layers.linear"),
+    ],
+)
+def test_an_import_upward_is_found(module, imported, copied):
+    with (copied / "rmm_linear" / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n\ndef late():\n    import {imported}\n")
+    found = lint(copied)
+    assert found.returncode == 1
+    assert imported in found.stdout
+
+
+def test_a_part_without_a_place_in_the_list_is_found(copied):
+    (copied / "rmm_linear" / "misplaced.py").write_text("", encoding="utf-8")
+    assert lint(copied).returncode == 1
+
+
+def test_files_stay_short():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "rmm_linear").rglob("*.py")}
+    assert {path.name: length for path, length in lengths.items() if length > 300} == {}
