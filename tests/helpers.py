@@ -88,6 +88,18 @@ class Mlp(nn.Module):
         return self.second(self.dropout(torch.relu(self.first(x))))
 
 
+class Shapes(nn.Module):
+    """Linears whose inputs are kept by nobody else, by a sibling, and by an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.left, self.right, self.after = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        return self.after(torch.tanh(self.left(hidden) * self.right(hidden)))
+
+
 def tiny_model(architecture, dropout=0.1, layers=2, width=16):
     """A Hugging Face model small enough for a test, with fresh weights that follow from a fixed seed."""
     import transformers as hf

@@ -1,49 +1,13 @@
-"""The ledger by module, explain, example-driven conversion, and peak memory."""
-
-import gc
+"""explain and conversion by example: what changes, what does not and why, and that nothing is disturbed."""
 
 import pytest
 import torch
 from cases import ROUGH
-from helpers import tiny_model
+from helpers import Shapes, tiny_model
 from torch import nn
 
 from rmm_linear import RMMLinear, convert
-from rmm_linear.memory import explain, peak, track_saved
-
-
-class Shapes(nn.Module):
-    """Linears whose inputs are kept by nobody else, by a sibling, and by an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.left, self.right, self.after = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        hidden = self.inner(x)
-        return self.after(torch.tanh(self.left(hidden) * self.right(hidden)))
-
-
-def test_the_ledger_names_keepers_and_marks_shared_storages():
-    model = Shapes()
-    with track_saved(model) as kept:
-        output = model(torch.randn(100, 16))
-    size = 100 * 16 * 4
-    # left and right each give the product an operand, tanh keeps its output, which `after` reads.
-    assert kept.by_module == {"inner": size, "left": size, "": 3 * size}
-    assert kept.shared == {"left": size, "": size}
-    assert kept.total == 5 * size
-    assert kept.to_dict() == {"total": kept.total, "by_module": kept.by_module, "shared": kept.shared}
-    assert "left" in kept.table()
-    assert "(model)" in kept.table()
-    del output
-
-
-def test_the_ledger_leaves_no_hooks():
-    model = Shapes()
-    with pytest.raises(RuntimeError), track_saved(model):
-        model(torch.randn(3, 5))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+from rmm_linear.memory import explain, track_saved
 
 
 def test_explain_says_what_changes_and_why_not():
@@ -115,27 +79,3 @@ def test_an_example_on_which_nothing_is_saved_is_an_error():
     with pytest.raises(ValueError, match=r"on this example none does .*Tanh saves this tensor anyway"):
         convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
     assert type(model[2]) is nn.Linear
-
-
-def test_peak_counts_what_lives_at_once():
-    gc.collect()
-    with peak("cpu") as measured:
-        a = torch.ones(1000)
-        b = a + 1
-        del a
-        c = b.view(10, 100) * 2
-        del b, c
-        torch.ones(10)
-    assert measured.bytes == 2 * 4000
-    assert measured.measure == "cpu live tensors"
-
-
-def test_peak_sees_the_backward_pass():
-    layer, x = nn.Linear(64, 64), torch.randn(1000, 64)
-    with peak("cpu") as forward:
-        output = layer(x)
-    with peak("cpu") as both:
-        layer(x).square().sum().backward()
-    assert forward.bytes == 1000 * 64 * 4
-    assert both.bytes >= 2 * 1000 * 64 * 4
-    del output

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import ROUGH_BODY, architectures
 from helpers import Mlp, gradients, loss_of, tiny_model, token_ids
+from state_helpers import learned
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, sketch_state
@@ -151,15 +152,6 @@ def test_what_is_not_converted_has_nothing_to_save(tmp_path):
         save_conversion(Mlp(), tmp_path)
     with pytest.raises(FileNotFoundError):
         convert_as_saved(Mlp(), tmp_path)
-
-
-def learned(**changes):
-    """A small model whose sketches have learned what both files are for."""
-    model = Mlp()
-    convert(model, kind="wta", memory=0.5, min_rows=1, norm_estimator="position", **changes)
-    for _ in range(4):
-        model(torch.randn(4, 10, 12)).square().sum().backward()
-    return model
 
 
 FILES = ["rmm_config.json", "tensors"]

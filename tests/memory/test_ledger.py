@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from cases import ROUGH
-from helpers import SEED_BYTES, Mlp, bytes_kept, tiny_model, token_ids
+from helpers import SEED_BYTES, Mlp, Shapes, bytes_kept, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
@@ -62,6 +62,28 @@ def test_gradients_are_the_same_under_the_counter():
     layer.weight.grad = None
     layer(x).square().sum().backward()
     assert torch.equal(counted, layer.weight.grad)
+
+
+def test_the_ledger_names_keepers_and_marks_shared_storages():
+    model = Shapes()
+    with track_saved(model) as kept:
+        output = model(torch.randn(100, 16))
+    size = 100 * 16 * 4
+    # left and right each give the product an operand, tanh keeps its output, which `after` reads.
+    assert kept.by_module == {"inner": size, "left": size, "": 3 * size}
+    assert kept.shared == {"left": size, "": size}
+    assert kept.total == 5 * size
+    assert kept.to_dict() == {"total": kept.total, "by_module": kept.by_module, "shared": kept.shared}
+    assert "left" in kept.table()
+    assert "(model)" in kept.table()
+    del output
+
+
+def test_the_ledger_leaves_no_hooks():
+    model = Shapes()
+    with pytest.raises(RuntimeError), track_saved(model):
+        model(torch.randn(3, 5))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 # Models
