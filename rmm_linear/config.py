@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rmm_linear._support.files import write_text
-from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, read_names
+from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, is_newer_version, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import WIDTHS, packed_bytes
-from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_kind, has_blocks
+from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_block, check_kind
 from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
 STATE_KEY = "sketch_state"
@@ -124,11 +124,7 @@ class RMMConfig:
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
-        if self.block is not None and not has_blocks(self.kind):
-            able = ", ".join(name for name in KINDS if has_blocks(name))
-            raise ValueError(
-                f"block is for {able} only, got block={self.block} with kind={self.kind!r}. Use block=None."
-            )
+        check_block(self.kind, self.block)
         object.__setattr__(self, "target_modules", read_names("target_modules", self.target_modules))
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", read_names("exclude_modules", self.exclude_modules))
@@ -260,7 +256,7 @@ class RMMConfig:
         unknown = sorted(set(values) - {*known, _VERSION_KEY, STATE_KEY})
         if unknown:
             written = values.get(_VERSION_KEY)
-            if not _is_newer(written):
+            if not is_newer_version(written, __version__):
                 raise ValueError(
                     f"Unknown keys {', '.join(unknown)}. A configuration has the fields {', '.join(known)}."
                 )
@@ -304,10 +300,3 @@ class RMMConfig:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (RecursionError, TypeError, ValueError) as error:  # RecursionError: very deeply nested brackets
             raise ValueError(f"{os.fspath(path)} is not a valid RMMConfig: {error}") from error
-
-
-def _is_newer(version: object) -> bool:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", text)[:3]]
-
-    return isinstance(version, str) and numbers(version) > numbers(__version__)

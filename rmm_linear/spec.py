@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rmm_linear.packing.pack import packed_bytes
-from rmm_linear.sketches import SAMPLERS, has_blocks, kept_rows
+from rmm_linear.sketches import SAMPLERS, check_block, kept_rows
 
 ROW_SAMPLE_BYTES = 8  # the index of a sampled row, int32, and its scale, float32
 _SEED_BYTES = 8
@@ -35,10 +35,7 @@ class SaveSpec:
 
     def __post_init__(self) -> None:
         """Refuse a block for a kind without blocks."""
-        if self.block is not None and not has_blocks(self.kind):
-            raise ValueError(
-                f"block is for kinds with blocks, got block={self.block} with kind={self.kind!r}. Use block=None."
-            )
+        check_block(self.kind, self.block)
 
     def kept_rows(self, tokens: int) -> int:
         """Return how many rows are saved.

@@ -58,6 +58,16 @@ def bytes_kept(module, *inputs):
     return kept.total
 
 
+def product_error(a, b):
+    """How far apart two products a @ b may be whose sums were made in different orders.
+
+    Each of the n additions is off by eps/2 of a partial sum at most, which is no larger than the sum of sizes, and the
+    signs are at random: √n · eps · |a| @ |b| for the difference of the two.
+    """
+    sizes = a.abs().double() @ b.abs().double()
+    return float(torch.finfo(a.dtype).eps * a.shape[1] ** 0.5 * sizes.max())
+
+
 def assert_packed_alike(found, expected, bits):
     """Codes and ranges of one matrix whose groups were turned in another order of summation.
 

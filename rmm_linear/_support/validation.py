@@ -46,3 +46,12 @@ def check_pattern(name: str, pattern: object) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
+
+
+def is_newer_version(version: object, than: str) -> bool:
+    """Say whether a version, as found in a file, is a string that is newer than another one."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text)[:3]]
+
+    return isinstance(version, str) and numbers(version) > numbers(than)

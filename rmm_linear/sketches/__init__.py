@@ -12,7 +12,7 @@ Source: Bershatsky et al. 2022, arXiv 2201.13195 (gaussian, rademacher, dct, dft
 from rmm_linear.sketches.apply import sketch, sketch_parts, variance
 from rmm_linear.sketches.family import Family, Moments
 from rmm_linear.sketches.masks import TokenMask
-from rmm_linear.sketches.registry import FAMILIES, KINDS, SAMPLERS, check_kind, has_blocks, kept_rows
+from rmm_linear.sketches.registry import FAMILIES, KINDS, SAMPLERS, check_block, check_kind, has_blocks, kept_rows
 from rmm_linear.sketches.rows import random_keys
 from rmm_linear.sketches.sampling import UNIFORM_MIX, RowSample, Sampler, gather, probabilities, row_norms, sample_rows
 
@@ -26,6 +26,7 @@ __all__ = [
     "RowSample",
     "Sampler",
     "TokenMask",
+    "check_block",
     "check_kind",
     "gather",
     "has_blocks",

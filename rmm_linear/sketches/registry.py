@@ -57,3 +57,18 @@ def check_kind(kind: object) -> None:
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+
+
+def check_block(kind: str, block: int | None) -> None:
+    """Refuse a block where it means nothing.
+
+    Args:
+        kind: One of :data:`KINDS`.
+        block: Tokens per block, or None.
+
+    Raises:
+        ValueError: If ``block`` is given to a kind that has none.
+    """
+    if block is not None and not has_blocks(kind):
+        able = ", ".join(name for name in KINDS if has_blocks(name))
+        raise ValueError(f"block is for {able} only, got block={block} with kind={kind!r}. Use block=None.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.validation import check_integer
-from rmm_linear.sketches import SAMPLERS, TokenMask, check_kind, has_blocks, probabilities, row_norms
+from rmm_linear.sketches import SAMPLERS, TokenMask, check_block, check_kind, probabilities, row_norms
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
@@ -87,8 +87,7 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
     check_kind(kind)
     check_integer("rows", rows)
     check_integer("block", block, optional=True)
-    if block is not None and not has_blocks(kind):
-        raise ValueError(f"block is for kinds with blocks, got block={block} with kind={kind!r}. Use block=None.")
+    check_block(kind, block)
     if mask is not None and mask.shape != x.shape[-2:-1]:
         raise ValueError(f"mask must have the shape ({x.shape[-2]},) of the rows of x, got {tuple(mask.shape)}.")
 

@@ -161,7 +161,9 @@ def test_help_and_a_bad_flag_in_a_process_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "glue_finetune"]
     run = subprocess.run([*command, "--task_name", "imdb"], cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert re.fullmatch(r"glue_finetune: error: task_name must be one of .*, got 'imdb'\.\n", run.stderr)
+    *others, last = run.stderr.splitlines()  # bitsandbytes says when it loads without a kernel from the network
+    assert re.fullmatch(r"glue_finetune: error: task_name must be one of .*, got 'imdb'\.", last)
+    assert not [line for line in others if "kernel" not in line]
     assert run.stdout == ""
 
 

@@ -65,6 +65,9 @@ def test_architectures_that_save_their_sketches(architecture):
     found = []
     for enabled in (False, True):
         model = tiny_model(architecture, dropout=0.1).train()
+        # As checkpointing has it: a cache lays keys out otherwise, sums are made in another order, and where an element
+        # lies on the edge of a step it has another code.
+        model.config.use_cache = False
         report = convert(model, kind="countsketch", ratio=0.5, min_rows=8, bits=4)
         assert len(report.converted) > 5
         if enabled:

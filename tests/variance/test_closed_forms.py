@@ -135,7 +135,7 @@ def test_nan_is_not_hidden():
         ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
         ({"rows": 2.0}, TypeError, "rows must be a positive integer, got 2.0"),
         ({"bits": 3}, ValueError, "bits must be 8, 4 or 2, got 3"),
-        ({"block": 4}, ValueError, "block is for kinds with blocks, got block=4 with kind='rows'"),
+        ({"block": 4}, ValueError, "block is for rademacher, gaussian, hadamard only, got block=4 with kind='rows'"),
         ({"mask": torch.ones(7)}, ValueError, r"mask must have the shape \(8,\) of the rows of x, got \(7,\)"),
         ({"draws": 0}, ValueError, "draws must be at least 1, got 0"),
     ],

@@ -107,7 +107,7 @@ def test_a_group_that_is_made_in_parts_has_the_same_draws(monkeypatch):
         ({"kind": "fourier"}, ValueError, "kind must be one of countsketch, .*, got 'fourier'"),
         ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
         ({"bits": 3}, ValueError, "bits must be 8, 4 or 2, got 3"),
-        ({"block": 4}, ValueError, "block is for kinds with blocks, got block=4 with kind='rows'"),
+        ({"block": 4}, ValueError, "block is for rademacher, gaussian, hadamard only, got block=4 with kind='rows'"),
         ({"mask": torch.ones(7)}, ValueError, r"mask must have the shape \(8,\) of the rows of x, got \(7,\)"),
         ({"draws": -5}, ValueError, "draws must be at least 1, got -5"),
     ],
