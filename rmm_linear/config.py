@@ -22,8 +22,7 @@ from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
 STATE_KEY = "sketch_state"
 _VERSION_KEY = "rmm_linear_version"
-_DEFAULT_MEMORY = 0.1
-_AUTO_BITS = 4
+_DEFAULT_MEMORY, _AUTO_BITS = 0.1, 4
 _SELECTION = ("target_modules", "exclude_modules", "overrides")
 
 
@@ -102,9 +101,8 @@ class RMMConfig:
         """Validate the fields, and convert lists and mappings to private copies."""
         check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
-            raise ValueError(
-                f"ratio and memory exclude each other, got ratio={self.ratio}, memory={self.memory}. Give one."
-            )
+            got = f"ratio={self.ratio}, memory={self.memory}"
+            raise ValueError(f"ratio and memory exclude each other, got {got}. Give one.")
         if self.ratio is None and self.memory is None:
             object.__setattr__(self, "memory", _DEFAULT_MEMORY)
         check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")

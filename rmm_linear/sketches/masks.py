@@ -37,19 +37,6 @@ class TokenMask:
         mask = mask.bool()
         return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
 
-    @classmethod
-    def made_of(cls, order: Tensor | None, count: Tensor | None) -> TokenMask | None:
-        """Make a mask from its two tensors.
-
-        Args:
-            order: See the attributes; None is no mask.
-            count: See the attributes.
-
-        Returns:
-            The mask, or None.
-        """
-        return None if order is None or count is None else cls(order, count)
-
     @property
     def valid(self) -> Tensor:
         """Which rows are valid, bool, shape (N,)."""

@@ -58,7 +58,7 @@ def test_the_exact_baseline_says_what_the_sketch_of_the_other_flags_would_add(mo
     config = RMMConfig(ratio=0.3, min_rows=4)
     assert set(found.module) == {f"roberta.encoder.layer.{layer}.intermediate.dense" for layer in range(2)}
     assert set(found.kind) == {config.kind}
-    assert (found.rows == [config.recipe(tokens, 32, 4).rows for tokens in found.tokens]).all()
+    assert (found.rows == [config.spec(tokens, 32, 4).rows for tokens in found.tokens]).all()
     assert (found.noise > 0).all()
     assert results_of(tmp_path)["sketch"] == "exact"
 
