@@ -11,7 +11,15 @@ from rmm_linear.memory.peak import Peak, peak
 # These live in conversion, which imports this folder, so they are imported on first access.
 _FROM_CONVERSION = ("Explanation", "LayerMemory", "explain")
 
-__all__ = ["Ledger", "Peak", "peak", "track_saved"]
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "Explanation",  # noqa: F822 - these three by __getattr__
+    "LayerMemory",  # noqa: F822
+    "Ledger",
+    "Peak",
+    "explain",  # noqa: F822
+    "peak",
+    "track_saved",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,10 @@ from torch import Tensor
 from rmm_linear.sketches import TokenMask
 from rmm_linear.spec import SaveSpec
 
+# SymInt: an int would fix the number of tokens that rows follow from in compiled code.
 SCHEMA = (
-    "str kind, int rows, int? block=None, int? bits=None, float uniform_mix=0.0, Tensor? order=None, Tensor? count=None"
+    "str kind, SymInt rows, SymInt? block=None, SymInt? bits=None, float uniform_mix=0.0, "
+    "Tensor? order=None, Tensor? count=None"
 )
 
 

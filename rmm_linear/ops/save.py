@@ -55,7 +55,7 @@ def save(
 
 # PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
 @torch.library.custom_op(
-    "rmm_linear::keep", mutates_args=(), schema=f"(Tensor x, int seed, Tensor? expected, {SCHEMA}) -> Tensor[]"
+    "rmm_linear::keep", mutates_args=(), schema=f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]"
 )
 def _keep(x, seed, expected, *arguments, **named):
     return list(save(x, *from_arguments(*arguments, **named), seed, expected))

@@ -45,7 +45,9 @@ def _(x, *arguments, **named):
 
 
 @torch.library.custom_op(
-    "rmm_linear::stored_product", mutates_args=(), schema=f"(Tensor y, Tensor stored, int columns, {SCHEMA}) -> Tensor"
+    "rmm_linear::stored_product",
+    mutates_args=(),
+    schema=f"(Tensor y, Tensor stored, SymInt columns, {SCHEMA}) -> Tensor",
 )
 def _weight_gradient(y, stored, columns, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)

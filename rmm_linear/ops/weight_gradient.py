@@ -63,7 +63,7 @@ def _(matrix, seed, kind, rows, block=None, *arguments, **named):
 @torch.library.custom_op(
     "rmm_linear::unpacked_product",
     mutates_args=(),
-    schema=f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, int columns, {SCHEMA}) -> Tensor",
+    schema=f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor",
 )
 def _unpacked_product(y, codes, qparams, seed, columns, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
