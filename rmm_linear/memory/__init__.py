@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
+if TYPE_CHECKING:
+    from rmm_linear.conversion.explain import Explanation, LayerMemory, explain
+
 # These live in conversion, which imports this folder, so they are imported on first access.
 _FROM_CONVERSION = ("Explanation", "LayerMemory", "explain")
 
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Explanation", "LayerMemory", "Ledger", "Peak", "explain", "peak", "track_saved"]
     "Explanation",  # noqa: F822 - these three by __getattr__
     "LayerMemory",  # noqa: F822
     "Ledger",
