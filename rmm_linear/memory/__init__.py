@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 _FROM_CONVERSION = ("Explanation", "LayerMemory", "explain")
 
 __all__ = ["Explanation", "LayerMemory", "Ledger", "Peak", "explain", "peak", "track_saved"]
-    "Explanation",  # noqa: F822 - these three by __getattr__
-    "LayerMemory",  # noqa: F822
-    "Ledger",
-    "Peak",
-    "explain",  # noqa: F822
-    "peak",
-    "track_saved",
-]
 
 
 def __getattr__(name: str) -> Any:
