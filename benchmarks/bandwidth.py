@@ -79,7 +79,7 @@ def setup(case: Case, provider: str) -> Setup:
 
 
 def _calls(case: Case) -> Any:
-    """The kernels' functions, or their references in plain PyTorch, by the same names and arguments."""
+    """The kernels' functions, or what runs without them, by the same names and arguments."""
     columns, dtype = case.sizes[1], case.torch_dtype
     if case.backend == "torch":
         return SimpleNamespace(
@@ -100,10 +100,10 @@ def _calls(case: Case) -> Any:
 
 
 def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Tensor], Tensor]:
-    """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is drawn beforehand."""
+    """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is sampled beforehand."""
     rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
     if case.backend == "torch":
-        return lambda x: sketch(x, kind=kind, seed=seed, rows=rows, block=block)
+        return lambda x: table.SKETCH(x, kind=kind, seed=seed, rows=rows, block=block)
     if kind == "countsketch":
         return lambda x: kernels().sparse_sketch(x, seed, rows)
     if kind == "rows":

@@ -49,7 +49,7 @@ class Outcome:
 
     Attributes:
         exact: What every provider must make alike.
-        random: What sketches make a random, unbiased estimate of: gradients by weights.
+        random: What sketches make a random, unbiased estimate of: gradients with respect to the weights.
     """
 
     exact: dict[str, Tensor]

@@ -201,7 +201,7 @@ def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 def _outcome(case: Case, model: nn.Module) -> Outcome:
-    """Exact are the output and the gradients by biases and norms, which only an exact dX gives to every layer."""
+    """Exact: the output, and the gradients with respect to biases and norms, which take an exact dX of every layer."""
     model.zero_grad()
     loss, output = _loss(case, model, _batch(case, case.check))
     loss.backward()
@@ -209,7 +209,7 @@ def _outcome(case: Case, model: nn.Module) -> Outcome:
     model.zero_grad()
     vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
     return Outcome(
-        {"output": output.detach(), "gradients by biases and norms": vectors},
+        {"output": output.detach(), "gradients with respect to biases and norms": vectors},
         [gradient for gradient in gradients if gradient.dim() > 1],
     )
 

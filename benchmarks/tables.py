@@ -54,7 +54,7 @@ def sampling(results: Path) -> str:
         return "Nothing is measured yet: run `python -m benchmarks.sampling`."
     tasks = dict.fromkeys(row.task for row in rows)
     cells = {(row.kind, row.norm_estimator, row.task): f"{row.noise:.2f}" for row in rows}
-    header = ("rows drawn by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS))
+    header = ("rows sampled by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS))
     lines = []
     for name in dict.fromkeys(row.norm_estimator for row in rows if row.norm_estimator):
         title = _TITLES.get(name, f'"{name}"')

@@ -73,21 +73,19 @@ class RMMConfig:
     """
 
     kind: str = _field("countsketch", f"Family of the sketch: {', '.join(KINDS)}.")
-    ratio: float | None = _field(None, "Rows kept by rows seen, in (0, 1].")
-    memory: float | None = _field(None, "Bytes kept by bytes of the input, in (0, 1]; instead of ratio.")
+    ratio: float | None = _field(None, "Saved rows as a fraction of the rows seen, in (0, 1].")
+    memory: float | None = _field(None, "Saved bytes as a fraction of the input's bytes, in (0, 1]; instead of ratio.")
     bits: int | str | None = _field("auto", "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.")
     block: int | None = _field(
         None, "Tokens per block of a block-diagonal gaussian, rademacher or hadamard sketch. Default: one block."
     )
-    uniform_mix: float = _field(
-        UNIFORM_MIX, "For norm_rows and wta: part of the probability that all tokens share alike, in (0, 1]."
-    )
+    uniform_mix: float = _field(UNIFORM_MIX, "For norm_rows and wta: share of the uniform distribution, in (0, 1].")
     norm_estimator: str = _field(
         NONE,
         "For norm_rows and wta: what the size of a token's gradient is expected from: none, position, token, "
         "position_token, sample_cache, sequence_cache, or a registered name.",
     )
-    min_rows: int = _field(64, "Rows that are kept at least, so that heads which see one row per sequence stay exact.")
+    min_rows: int = _field(64, "Rows saved at least, so that heads which see one row per sequence stay exact.")
     mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
     target_modules: str | Sequence[str] = _field(
         "all-linear", "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression."

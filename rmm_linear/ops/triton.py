@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear import sketches
-from rmm_linear.backends.triton import KINDS, kernels
+from rmm_linear import packing, sketches
+from rmm_linear.backends.triton import DTYPES, KINDS, kernels
 from rmm_linear.ops import plain
 from rmm_linear.ops.fp16 import fp16_scale
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
@@ -39,8 +39,8 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
     if spec.kind not in KINDS:
         return plain.packed_sketch(matrix, seed, spec, mask)
     if spec.kept_rows(matrix.shape[0]) < matrix.shape[0]:
-        return _sketch(matrix, seed, spec, mask, bits=spec.bits)
-    return kernels().pack(matrix if mask is None else mask.compact(matrix), spec.bits, seed)
+        return _sketch(matrix, seed, spec, mask, bits=packing.check_bits(spec.bits))
+    return pack(matrix if mask is None else mask.compact(matrix), packing.check_bits(spec.bits), seed)
 
 
 def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
@@ -91,7 +91,7 @@ def unpacked_product(
 
 def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Pack as :func:`rmm_linear.packing.pack` does."""
-    return kernels().pack(matrix, bits, seed)
+    return kernels().pack(matrix, packing.check_bits(bits), seed)
 
 
 def unpack(
@@ -105,6 +105,8 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
+    if dtype not in DTYPES:
+        return packing.unpack(codes, qparams, seed, bits, columns, dtype, rotated=rotated)
     z = kernels().unpack(codes, qparams, bits, columns, dtype)
     return z if rotated else kernels().unrotate(z, seed)
 
@@ -124,4 +126,4 @@ def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
     index, scale = sample
-    return kernels().sparse_sketch(matrix, seed, len(index), index=index, scale=scale, bits=bits)
+    return kernels().sparse_sketch(matrix, seed, len(index), index=index, scale=scale, bits=packing.check_bits(bits))

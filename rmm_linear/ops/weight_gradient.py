@@ -48,10 +48,11 @@ def scaled_sketch(
 
 
 @torch.library.custom_op(
-    "rmm_linear::sketch", mutates_args=(), schema=f"(Tensor matrix, Tensor seed, {SCHEMA}, float scale=1.0) -> Tensor"
+    "rmm_linear::sketch",
+    mutates_args=(),
+    schema=f"(Tensor matrix, Tensor seed, {SCHEMA}, *, float scale=1.0) -> Tensor",
 )
 def _sketch(matrix, seed, *arguments, scale=1.0, **named):
-    *arguments, scale = arguments if len(arguments) == 8 else (*arguments, scale)
     return scaled_sketch(matrix, seed, *from_arguments(*arguments, **named), scale)
 
 
@@ -95,7 +96,7 @@ class _Parts(NamedTuple):
 
 _FUNCTIONS = _Parts(scaled_sketch, table.GATHER_ROWS, table.UNPACKED_PRODUCT)
 _OPERATORS = _Parts(
-    lambda matrix, seed, spec, mask, scale: _sketch(matrix, seed, *to_arguments(spec, mask), scale),
+    lambda matrix, seed, spec, mask, scale: _sketch(matrix, seed, *to_arguments(spec, mask), scale=scale),
     lambda matrix, sample: _gather_rows(matrix, *sample),
     lambda y, codes, qparams, seed, spec, columns, mask: _unpacked_product(
         y, codes, qparams, seed, columns, *to_arguments(spec, mask)
@@ -138,12 +139,12 @@ def weight_gradient(
 
 
 def _sampled_gradient(y: Tensor, saved: Sequence[Tensor], spec: SaveSpec, features: int, use: _Parts) -> Tensor:
-    power = fp16_scale(y.dtype, y.shape[0], spec.rows)
+    power_of_two = fp16_scale(y.dtype, y.shape[0], spec.rows)
     if spec.bits is None:
         z, index, scale = saved
-        return use.gather_rows(y, RowSample(index, scale * power)).T @ z
+        return use.gather_rows(y, RowSample(index, scale * power_of_two)).T @ z
     codes, qparams, index, scale, seeds = saved
-    sampled = use.gather_rows(y, RowSample(index, scale * power))
+    sampled = use.gather_rows(y, RowSample(index, scale * power_of_two))
     # SᵀY has K rows already, and K rows are not sketched again.
     return use.unpacked_product(sampled, codes, qparams, seeds, spec, features, None)
 

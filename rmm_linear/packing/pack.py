@@ -211,17 +211,21 @@ def rounding_variance(matrix: Tensor, bits: int, seed: Tensor, generator: Genera
     return result
 
 
-def check_bits(bits: int) -> None:
-    """Raise if a width cannot be packed.
+def check_bits(bits: int | None) -> int:
+    """Refuse a width that cannot be packed.
 
     Args:
         bits: The width.
+
+    Returns:
+        The same.
 
     Raises:
         ValueError: If it is not one of :data:`WIDTHS`.
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
+    return bits
 
 
 def mark_infinite(qparams: Tensor) -> None:

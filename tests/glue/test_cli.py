@@ -174,7 +174,7 @@ def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for words in ("--task_name", "--compare", "--demo", "--rmm_config", "--kind", "--ratio", "--overwrite_output_dir"):
         assert words in text
-    assert "Rows kept by rows seen, in (0, 1]." in text
+    assert "Saved rows as a fraction of the rows seen, in (0, 1]." in text
 
 
 def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
