@@ -94,7 +94,7 @@ def test_the_demos_output_is_that_of_the_demo():
     assert block.startswith(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
     assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
     seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
-    assert seconds < 300
+    assert seconds < 240
 
 
 def table_row(page, first):
