@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cases import WTA
 from helpers import Mlp, tiny_model, token_ids
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -11,13 +12,13 @@ from torch import nn
 from rmm_linear import convert, load_sketch_state, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
 from rmm_linear.context.auto_bits import STEPS
 
-WTA = {"kind": "wta", "ratio": 0.25, "min_rows": 1, "target_modules": ["query", "key"]}
+ATTENTION = {**WTA, "target_modules": ["query", "key"]}
 ESTIMATORS = ["position", "token", "position_token", "sample_cache", "sequence_cache"]
 
 
 def trained(name, steps=2, seed=0):
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
-    convert(model, norm_estimator=name, **WTA)
+    convert(model, norm_estimator=name, **ATTENTION)
     go_on(model, steps, seed)
     return model
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import WTA
 from fault_helpers import at_write, in_a_child, kill
 from helpers import tiny_model
 from state_helpers import content, learned
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from rmm_linear import RMMConfig, convert
 from rmm_linear.integrations.transformers import RMMCallback, SketchStateCallback
 
-WTA = RMMConfig(kind="wta", ratio=0.25, min_rows=1, norm_estimator="position")
+LEARNING = RMMConfig(norm_estimator="position", **WTA)
 STRATEGIES = {
     "steps": {"save_strategy": "steps", "save_steps": 2},
     "epoch": {"save_strategy": "epoch", "per_device_train_batch_size": 12},
@@ -31,7 +32,7 @@ STRATEGIES = {
 def trained(folder, callback, strategy="steps", resume=None, trainer_class=None):
     """Eight steps, the last checkpoint alone is kept; save after every second step."""
     model = tiny_model("roberta")
-    convert(model, WTA)
+    convert(model, LEARNING)
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=8,
@@ -135,7 +136,7 @@ def test_killed_at_any_moment_while_the_state_goes_into_the_checkpoint(tmp_path,
 def test_a_state_is_kept_as_long_as_its_checkpoint_lacks_it(tmp_path):
     """Both checkpoints stay, and the first of them was completed by nobody."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    made, _, _ = make_trainer(tmp_path, config=WTA, **options)
+    made, _, _ = make_trainer(tmp_path, config=LEARNING, **options)
 
     class Forgets(SketchStateCallback):
         def on_save(self, args, state, control, **kwargs):
@@ -146,7 +147,7 @@ def test_a_state_is_kept_as_long_as_its_checkpoint_lacks_it(tmp_path):
     made.train()
     assert (tmp_path / "sketch_state-2.json").is_file()
     assert not (tmp_path / "sketch_state-4.json").exists()
-    again, _, _ = make_trainer(tmp_path, config=WTA, **options)
+    again, _, _ = make_trainer(tmp_path, config=LEARNING, **options)
     again.add_callback(SketchStateCallback())
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all(torch.equal(a, b) for a, b in zip(weights(made), weights(again), strict=True))
@@ -159,7 +160,7 @@ def test_a_checkpoint_that_nobody_announced_has_its_state_too(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = state.global_step == 3
 
-    made, _, _ = make_trainer(tmp_path, config=WTA, max_steps=4)
+    made, _, _ = make_trainer(tmp_path, config=LEARNING, max_steps=4)
     made.add_callback(SketchStateCallback())
     made.add_callback(Asks())
     made.train()
