@@ -71,7 +71,11 @@ def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reent
 
 @architectures
 def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architecture):
-    """Z, the seed and the mask are saved tensors like others, so hooks move all of them."""
+    """Z, the seed and the mask are saved tensors like others, so hooks move all of them.
+
+    The loss is the same to the bit. What comes back for the backward pass may be laid out otherwise, so that products
+    of it add in another order: that is rounding, where another seed would be seen in the first digit.
+    """
     model = made(architecture)
     convert(model, mask_padding=False, bits=4, **ROUGH_BODY)
     expected = step(model, architecture)
@@ -88,7 +92,8 @@ def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architec
         with hooks:
             loss, found = step(model, architecture)
         assert torch.equal(loss, expected[0])
-        assert all(torch.equal(found[name], expected[1][name]) for name in found)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-6)
     assert {torch.uint8, torch.int64} <= set(copies)  # codes and seeds
 
 
