@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0, help="seed of the sketches in the timed runs")
     run.add_argument("--ratios", type=float, nargs="+", help="only cases of these ratios; all by default")
 
-    plot = commands.add_parser("plot", help="draw the csv files")
+    plot = commands.add_parser("plot", help="plot the csv files")
     plot.set_defaults(command=_plot)
     plot.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv files")
 

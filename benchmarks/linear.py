@@ -41,7 +41,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
             tiny=tiny,
         )
         for shape, dtype in runs
-        # A CPU is slow in half types: there one shape is drawn.
+        # A CPU is slow in half types: there one shape is plotted.
         for ratio in (RATIOS if not tiny and (device == "cuda" or dtype == "float32" or shape == shapes[0]) else [0.1])
     ]
 

@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def plot_all(results: Path = RESULTS) -> list[Path]:
-    """Draw every csv file of a folder.
+    """Plot every csv file of a folder.
 
     Args:
         results: Folder of the csv files; each picture has the name of its file.
@@ -49,12 +49,12 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
             pictures.append(path.with_suffix(".png"))
             figure.savefig(pictures[-1], dpi=150)
     if not pictures:
-        raise ValueError(f"plot draws csv files of {results}, and there are none. Run python -m benchmarks run first.")
+        raise ValueError(f"plot needs csv files in {results}, and there are none. Run python -m benchmarks run first.")
     return pictures
 
 
 def plot_linear(rows: Sequence[Row]) -> Any:
-    """Draw a layer's time against the ratio, with the limit (2 + ratio) / 3 of a free sketch, as a figure."""
+    """Plot a layer's time against the ratio, with the limit (2 + ratio) / 3 of a free sketch, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -84,7 +84,7 @@ def plot_linear(rows: Sequence[Row]) -> Any:
 
 
 def plot_model(rows: Sequence[Row]) -> Any:
-    """Draw the bytes kept for the backward pass against the time of a training step, as a figure."""
+    """Plot the bytes kept for the backward pass against the time of a training step, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
     figure, axes = _figure(1, len(panels), width=6.4, height=4.6)
     for (dtype, case), axis in zip(panels, axes, strict=False):
@@ -110,7 +110,7 @@ def plot_model(rows: Sequence[Row]) -> Any:
 
 
 def plot_kernels(rows: Sequence[Row]) -> Any:
-    """Draw every kernel's bytes per second against the size of its matrix, with the copy's, as a figure."""
+    """Plot every kernel's bytes per second against the size of its matrix, with the copy's, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case.split(" x ")[1]) for row in rows))
     panels = [p for p in panels if len({r.case for r in rows if (r.dtype, r.case.split(" x ")[1]) == p}) > 1] or panels
     figure, axes = _figure(1, len(panels), width=5.4, height=4.4)

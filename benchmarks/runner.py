@@ -1,4 +1,4 @@
-"""Run a suite: gate, times of all providers in turns, memory in processes of their own."""
+"""Run a suite: gate, interleaved times of all providers, memory in processes of their own."""
 
 from __future__ import annotations
 

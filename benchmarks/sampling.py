@@ -2,7 +2,7 @@
 
 MiniLM as RoBERTa is fine-tuned for 25 exact steps on a GLUE task, and the norm estimators learn from them. Then
 D²_sketch / D²_SGD (samples are sequences) is computed in closed form for all encoder linears on the next batch, with
-the probabilities that the layers would draw rows by; K = N/10 rows in the input's own dtype. Padding is left out.
+the probabilities that the layers would sample rows by; K = N/10 rows in the input's own dtype. Padding is left out.
 
 The two caches have seen the next batch once before, halfway, as in an epoch before; to the others it is new.
 "oracle" knows every ‖yᵢ‖ of the batch, which nobody does in a forward pass.

@@ -1,4 +1,4 @@
-"""Times in interleaved rounds: machines drift, so providers take turns, and only ratios within one run count."""
+"""Times in interleaved rounds: machines drift, so providers are interleaved, and only ratios within one run count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WARMUP_MS, _REPEAT_MS = 10, 60
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Time functions in turns, every second round in reverse order.
+    """Time functions interleaved, every second round in reverse order.
 
     Args:
         runs: Title to function, warm already.

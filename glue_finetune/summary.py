@@ -141,7 +141,7 @@ def format_table(table: pd.DataFrame, columns: dict[str, Callable[[dict[str, flo
 
 
 def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
-    """Draw score against memory; markers and labels tell the settings apart, not colours."""
+    """Plot score against memory; markers and labels tell the settings apart, not colours."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
     if BASELINE in table.index:

@@ -24,12 +24,12 @@ def heavy_tailed(tokens, inputs, outputs, dtype=torch.float64):
 
 
 def chances(kind, x, mask=None):
-    """What a kind draws the rows of x by; None for kinds whose S follows from the seed alone."""
+    """What a kind samples the rows of x by; None for kinds whose S follows from the seed alone."""
     return probabilities(row_norms(x), mask=mask) if kind in SAMPLERS else None
 
 
 def sketch_matrix(kind, tokens, rows, seed, block=None, p=None):
-    """Sᵀ (K, N) in float64: the sketch of the identity. Without p, kinds that draw by one have a heavy-tailed one."""
+    """Sᵀ (K, N) in float64: the sketch of the identity. Without p, kinds that sample by one have a heavy-tailed one."""
     if p is None:
         p = chances(kind, heavy_tailed(tokens, 5, 1)[0])
     eye = torch.eye(tokens, dtype=torch.float64)

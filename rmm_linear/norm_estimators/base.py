@@ -169,7 +169,7 @@ class RelativeEstimator(NormEstimator):
 
     @abc.abstractmethod
     def _learn(self, call: LayerCall, squares: Tensor, weights: Tensor, fade: Tensor) -> None:
-        """Learn the relative squares of a step; ``weights`` is 1 for tokens that count, ``fade`` the decay."""
+        """Learn the relative squares of a step; ``weights`` is 1 for valid tokens, ``fade`` the decay."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return "unit", to which subclasses add their own tensors; empty if nothing was learned."""

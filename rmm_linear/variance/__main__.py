@@ -111,7 +111,7 @@ def print_survey(
     picture: Path,
     title: str = "",
 ) -> None:
-    """Train on all batches but the last one, and print and draw the noise on that.
+    """Train on all batches but the last one, and print and plot the noise on that.
 
     Args:
         model: See :func:`rmm_linear.variance.train_and_record`. Its weights change.

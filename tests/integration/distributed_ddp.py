@@ -130,7 +130,7 @@ def accelerates_plugin(rank):
 
 
 def estimators(rank, folder):
-    """What each rank learns, what a checkpoint has of it, and the gradients that are drawn by it."""
+    """What each rank learns, what a checkpoint has of it, and the gradients that are sampled by it."""
     made, alone = model(True, **WTA), model(True, **WTA)
     exact, sketched = DistributedDataParallel(model(False)), DistributedDataParallel(made)
     numbers = {"sample_index": torch.arange(4) + 4 * rank}

@@ -48,7 +48,7 @@ def test_a_function_is_that_of_eager_code_for_the_same_seed(kind, bits):
     assert len(graphs.counts) == 4  # forward and backward of two graphs
 
 
-def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
+def test_a_layer_draws_a_new_sketch_in_every_step_and_repeats_itself_when_seeded():
     layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH_BODY))
     compiled = Graphs().compile(layer)
     x, y = heavy_tailed(40, 5, 3, torch.float32)
@@ -68,7 +68,7 @@ def test_a_layer_draws_afresh_in_every_step_and_repeats_itself_when_seeded():
 
 
 def test_in_eval_mode_compiled_layers_are_exact():
-    """The compiler asks for the gradient by the weight beforehand, so the error of eager code has no place."""
+    """The compiler asks for the gradient with respect to the weight beforehand, so eager code's error has no place."""
     layer = RMMLinear(5, 3, config=RMMConfig(**ROUGH_BODY)).eval()
     x, y = heavy_tailed(40, 5, 3, torch.float32)
     Graphs().compile(layer)(x).backward(y)
@@ -160,7 +160,7 @@ def test_layers_share_a_sketch_of_what_is_an_output_too(autocast):
 
 
 @pytest.mark.stack
-def test_a_converted_model_draws_afresh_in_every_step():
+def test_a_converted_model_draws_a_new_sketch_in_every_step():
     """And is compiled once, whatever the optimizer and the choice of the width do meanwhile."""
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
     convert(model, min_rows=8)  # the default, bits="auto", which does not look in compiled code

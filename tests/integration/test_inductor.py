@@ -32,7 +32,7 @@ def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
 
 @pytest.mark.stack
 @pytest.mark.parametrize("options", [{}, {"activation_memory_budget": 0.1}], ids=["default", "little memory"])
-def test_inductor_draws_afresh_and_is_unbiased(options, monkeypatch):
+def test_inductor_draws_a_new_sketch_and_is_unbiased(options, monkeypatch):
     """Also where the compiler recomputes all it can."""
     import torch._functorch.config
 
@@ -56,7 +56,7 @@ def test_inductor_draws_afresh_and_is_unbiased(options, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_reduce_overhead_draws_afresh_in_every_replay_and_is_unbiased():
+def test_reduce_overhead_draws_a_new_sketch_in_every_replay_and_is_unbiased():
     device = torch.device("cuda")
     layer = RMMLinear(64, 32, config=RMMConfig(ratio=0.25, min_rows=8), device=device)
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")

@@ -38,7 +38,7 @@ def run(model, context_fn=None):
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_saves_the_sketch_has_the_gradients_of_a_step_without_checkpointing(kind, bits):
-    """To the bit, with dropout: Z, codes, ranges, seeds and drawn rows are those of the forward pass."""
+    """To the bit, with dropout: Z, codes, qparams, seeds and sampled rows are those of the forward pass."""
     model = checkpointed()
     convert(model, kind=kind, ratio=0.25, min_rows=1, bits=bits)
     found = []

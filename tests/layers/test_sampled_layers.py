@@ -1,4 +1,4 @@
-"""Layers that draw rows by their weight: bytes, checkpointing, siblings, autocast, masks, and inputs at the edges."""
+"""Layers that sample rows by their weight: bytes, checkpointing, siblings, autocast, masks, and inputs at the edges."""
 
 import math
 
@@ -240,7 +240,7 @@ def test_an_input_of_zeros_has_a_gradient_of_zeros(kind, bits):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @every_sampler
 def test_a_row_that_is_not_finite_leaves_the_others_their_probabilities(kind, value):
-    """A loss scaler has to see it: it is among the most likely rows. The rows drawn are rows of X."""
+    """A loss scaler has to see it: it is among the most likely rows. The sampled rows are rows of X."""
     x = heavy_tailed(40, 6, 2, torch.float32)[0]
     x[17, 2] = value
     seen = []

@@ -1,4 +1,4 @@
-"""The operators of the kinds that draw rows: PyTorch's rules, the kernels, and what they refuse."""
+"""The operators of the kinds that sample rows: PyTorch's rules, the kernels, and what they refuse."""
 
 import itertools
 import math

@@ -41,7 +41,7 @@ def _dense_sketch_kernel(
 ):  # fmt: skip
     """One tile of one block's rows, (B_R, B_D).
 
-    p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), rows that count first. p_count: int64
+    p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), valid rows first. p_count: int64
     (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_qparams: see
     store_packed. block: tokens per block. factor: 1/√n_rows.
     """
@@ -110,7 +110,7 @@ def dense_sketch(
         block: Tokens per block; N is one block.
         rows: Rows per block.
         index: The rows of the Hadamard matrix that are kept, int64, shape (rows,).
-        order: Rows of M, int64, shape (N,): those that count first; None is all in order.
+        order: Rows of M, int64, shape (N,): the valid ones first; None is all in order.
         count: n, how many rows count, int64, shape (1,). The blocks share them evenly.
         bits: 8, 4 or 2 packs the result as it is made; None does not.
         dtype: Of the result where it is not packed; None is that of ``matrix``.

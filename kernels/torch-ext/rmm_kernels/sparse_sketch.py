@@ -32,7 +32,7 @@ def _sparse_sketch_kernel(
     """One tile of SᵀM, (B_K, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_words, p_shifts: see _hash_kernel. p_order: int64 (N,),
-    rows that count first. p_count: int64 (1,), how many count. p_index: int32 or int64 (K,), and p_scale:
+    valid rows first. p_count: int64 (1,), how many are valid. p_index: int32 or int64 (K,), and p_scale:
     float32 (K,), the gathered rows. p_z: (K, D), or codes. p_qparams: see store_packed.
     """
     i_d = tl.program_id(1).to(tl.int64)
@@ -91,7 +91,7 @@ def sparse_sketch(
         rows: K.
         index: Rows to gather, int32 or int64, shape (K,).
         scale: Their scales, float32, shape (K,). Where it is 0, the row is not read and the result is 0.
-        order: Rows of M, int64, shape (N,): those that count first. For CountSketch; None is all in order.
+        order: Rows of M, int64, shape (N,): the valid ones first. For CountSketch; None is all in order.
         count: n, how many rows count, int64, shape (1,). With n ≤ K the result is the rows themselves.
         bits: 8, 4 or 2 packs the result as it is made; None does not.
         dtype: Of the result where it is not packed; None is that of ``matrix``.

@@ -1,8 +1,8 @@
 """Which kind and width of sketch is the quietest, layer by layer.
 
-Hashing pays for tokens that meet, K · Var ≈ P + g − 2d, whatever the tokens are. Sampling pays for tokens that are left
-out, K · Var = Σ dᵢ/pᵢ − g, which is small where the gradients of the tokens agree or few tokens have most of it, and p
-knows them. Which of the two is less is a matter of the layer and its data; so it is computed for both.
+Hashing adds variance for pairs of tokens that collide, K · Var ≈ P + g − 2d for any data. Sampling adds variance for
+the tokens it leaves out, K · Var = Σ dᵢ/pᵢ − g, which is small if the gradients of the tokens agree, or if a few tokens
+have most of the gradient and a large pᵢ. Which is smaller depends on the layer and its data, so both are computed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class LayerRecord:
         grad_output: Gradient of the loss by the layer's output, shape (N, O).
         samples: (batch, sequence), for :func:`rmm_linear.variance.sgd_variance`; None where the rows are not known to
             be tokens of sequences, as in a head that sees one row per sequence.
-        mask: True for tokens that count, shape (N,); None where nothing is masked, or masked rows have a gradient.
+        mask: True for valid tokens, shape (N,); None where nothing is masked, or masked rows have a gradient.
     """
 
     name: str
