@@ -94,7 +94,7 @@ def _calls(case: Case) -> Any:
     return SimpleNamespace(
         packed_sketch=lambda x, seed, rows: found.sparse_sketch(x, seed, rows, bits=BITS),
         pack=found.pack,
-        unpack=lambda codes, qparams, seed: found.unpack(codes, qparams, BITS, columns, dtype),
+        unpack=lambda codes, qparams, seed: found.unpack(codes, qparams, seed, BITS, columns, dtype),
         row_norms=found.row_norms,
     )
 

@@ -132,7 +132,7 @@ def pack_and_unpack(
     z = make.matrix(rows, columns, dtype)
     codes, qparams = kernels().pack(z, bits, make.seed)
     expected_codes, expected_qparams = packing.pack(z, bits, make.seed)
-    restored = kernels().unpack(expected_codes, expected_qparams, bits, columns, dtype)
+    restored = kernels().unpack(expected_codes, expected_qparams, make.seed, bits, columns, dtype)
     expected = packing.unpack(expected_codes, expected_qparams, make.seed, bits, columns, dtype, rotated=True)
     return [
         same("qparams", qparams, expected_qparams, limit=_QPARAMS),

@@ -85,7 +85,7 @@ def test_nan_stays_in_its_group():
     z = MAKE.matrix(5, 130)
     z[3, 70] = math.nan
     codes, qparams = kernels().pack(z, 4, SEED)
-    restored = kernels().unpack(codes, qparams, 4, 130, z.dtype)
+    restored = kernels().unpack(codes, qparams, SEED, 4, 130, z.dtype)
     assert restored[3, 64:128].isnan().all()
     restored[3, 64:128] = 0
     assert not restored.isnan().any()

@@ -93,10 +93,10 @@ def unpacked_product(
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
     dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
     sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
+    unpacked = _unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
     product = y.new_zeros(y.shape[1], columns)
     for part in plain.product_parts(len(codes), columns, y.shape[1], y.dtype):
-        z = unpack(codes[part], qparams[part], seed, spec.bits or 0, columns, y.dtype, rotated=True)
-        transposed = sketched(part.start, part.stop).T
+        z, transposed = unpacked(part.start, part.stop), sketched(part.start, part.stop).T
         product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
     return _unrotate(product, seed).to(dtype)
 
@@ -137,13 +137,29 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    matrix = torch.empty(len(codes), columns, dtype=dtype)
-    for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
-        values = matrix[rows] if dtype == torch.float32 else torch.empty(matrix[rows].shape, dtype=torch.float32)
-        native.unpack(codes[rows].contiguous(), qparams[rows].contiguous(), bits, values)
-        if dtype != torch.float32:
-            matrix[rows] = values
+    unpacked = _unpack_parts(codes, qparams, seed, bits, columns, dtype)
+    if dtype == torch.float32:
+        matrix = unpacked(0, len(codes))
+    else:
+        matrix = codes.new_empty(len(codes), columns, dtype=dtype)
+        for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
+            matrix[rows] = unpacked(rows.start, rows.stop)
     return matrix if rotated else _unrotate(matrix, seed)
+
+
+def _unpack_parts(
+    codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """As :func:`rmm_linear.packing.unpack_parts`."""
+    noise = _rounding_noise(seed, len(codes), columns)
+
+    def part(begin: int, end: int) -> Tensor:
+        values, rows = codes.new_empty(end - begin, columns, dtype=torch.float32), slice(begin, end)
+        stored = codes[rows].contiguous(), qparams[rows].contiguous()
+        native.unpack(*stored, bits, noise.rows[rows], noise.columns, values)
+        return values.to(dtype)
+
+    return part
 
 
 def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
@@ -162,8 +178,3 @@ def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
     return _pack_parts(plain.row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
-
-
-def rounding_variance(matrix: Tensor, bits: int, seed: Tensor) -> Tensor:
-    """As :func:`rmm_linear.packing.rounding_variance`."""
-    return packing.rounding_variance(matrix, bits, seed, native.philox)

@@ -96,9 +96,9 @@ def unpacked_product(
         z = packing.unpack(codes, qparams, seed, spec.bits or 0, columns, y.dtype, rotated=True)
         return packing.unrotate(y.T @ z, seed).to(dtype)
     sketched, product = sketches.sketch_parts(y, **shape), y.new_zeros(y.shape[1], columns)
+    unpacked = packing.unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
     for part in product_parts(len(codes), columns, y.shape[1], y.dtype):
-        z = packing.unpack(codes[part], qparams[part], seed, spec.bits or 0, columns, y.dtype, rotated=True)
-        transposed = sketched(part.start, part.stop).T
+        z, transposed = unpacked(part.start, part.stop), sketched(part.start, part.stop).T
         product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
     return packing.unrotate(product, seed).to(dtype)
 

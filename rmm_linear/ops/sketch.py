@@ -11,4 +11,3 @@ from rmm_linear.ops import table
 sketch = table.SKETCH
 pack = table.PACK
 unpack = table.UNPACK
-rounding_variance = table.ROUNDING_VARIANCE

@@ -56,7 +56,6 @@ PACKED_SKETCH = Operation(plain.packed_sketch, native.packed_sketch, triton.pack
 UNPACKED_PRODUCT = Operation(plain.unpacked_product, native.unpacked_product, triton.unpacked_product)
 PACK = Operation(packing.pack, native.pack, triton.pack)
 UNPACK = Operation(packing.unpack, native.unpack, triton.unpack)
-ROUNDING_VARIANCE = Operation(packing.rounding_variance, native.rounding_variance)
 SAMPLE_ROWS = Operation(plain.sample_rows, native.sample_rows, triton.sample_rows)
 GATHER_ROWS = Operation(sketches.gather, None, triton.gather_rows)
 PACKED_ROWS = Operation(plain.packed_rows, native.packed_rows, triton.packed_rows)

@@ -84,7 +84,7 @@ def unpacked_product(
     if mask is not None or len(codes) < y.shape[0]:
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
-    z = kernels().unpack(codes, qparams, spec.bits, columns, wide or dtype)
+    z = kernels().unpack(codes, qparams, seed, spec.bits, columns, wide or dtype)
     z = z if scale == 1 else z.mul_(1 / scale).to(dtype)
     return kernels().unrotate(y.T @ z, seed)
 
@@ -107,7 +107,7 @@ def unpack(
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
     if dtype not in DTYPES:
         return packing.unpack(codes, qparams, seed, bits, columns, dtype, rotated=rotated)
-    z = kernels().unpack(codes, qparams, bits, columns, dtype)
+    z = kernels().unpack(codes, qparams, seed, bits, columns, dtype)
     return z if rotated else kernels().unrotate(z, seed)
 
 

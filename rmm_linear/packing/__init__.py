@@ -10,6 +10,7 @@ from rmm_linear.packing.pack import (
     rounding_variance,
     row_parts,
     unpack,
+    unpack_parts,
     unrotate,
 )
 from rmm_linear.packing.rounding import GROUP, ROUNDING_STREAM, WIDTHS, RoundingNoise
@@ -28,5 +29,6 @@ __all__ = [
     "rounding_variance",
     "row_parts",
     "unpack",
+    "unpack_parts",
     "unrotate",
 ]

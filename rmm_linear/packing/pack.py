@@ -1,23 +1,31 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
 Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
-bfloat16 and one code q in {0 … 2^bits − 1} per element, whose value is offset + q · scale. The offset is rounded down
-and the scale up, so every element lies inside its group's range, and stochastic rounding makes E[unpack(pack(z))] = z.
-The variance of an element is scale² · f · (1 − f), f the fraction of a step that it lies above a code.
+bfloat16 and one code in {0 … 2^bits − 1} per element. The offset is rounded down and the scale up, so every element
+lies inside its group's range. Rounding is by subtractive dither: with t = (z − offset) / scale and a random number u,
+uniform on [0, 1),
+
+    code q = ⌊t + u⌋        value = offset + scale · (q + ½ − u)
+
+The u of packing follows from the seed, so unpacking has it too. The error of an element, scale · (½ − frac(t + u)), is
+uniform on ± scale / 2 whatever z is: its mean is 0, so E[unpack(pack(z))] = z, and its variance scale² / 12 is known
+from what is stored, without z. (Stochastic rounding, offset + scale · q with the same codes, has scale² · f · (1 − f),
+f the fraction of a step that t lies above a code: scale² / 6 on average. It is the smaller one only for elements close
+to a code.) A group whose elements are equal and exact in bfloat16, as those of a row of zeros, has scale 0: no error.
 
 Before rounding, a group of 64 is rotated by random signs and the orthonormal Hadamard transform: one large column no
 longer enlarges the scale of the 63 others. The rotation is orthonormal, so the mean stays z and the squared error is
 that of the rotated elements. It costs one product with a 64 × 64 matrix, and can be undone after a product from the
 left, on YᵀZ instead of Z: see ``rotated`` of :func:`unpack` and :func:`unrotate`.
 
-An element in row b and column j is rounded up if a_b xor c_j, a number of 23 bits read as a fraction, lies in the last
-f of [0, 1), with a_b and c_j uniform and independent. Any two of these numbers are independent, and the variance of dW,
-a second moment, depends on no more: it is the same as with one random number per element, with rows + columns random
-numbers instead of rows · columns.
+The u of row b and column j is a_b xor c_j, a number of 23 bits read as a fraction, with a_b and c_j uniform and
+independent. Any two of these numbers are independent, and the variance of dW, a second moment, depends on no more: it
+is the same as with one random number per element, with rows + columns random numbers instead of rows · columns.
 
 Bytes: rows · (⌈columns · bits / 8⌉ + 4 · ⌈columns / 64⌉). Time: one pass.
 
-Source of stochastic rounding per group for stored activations: Chen et al. 2021 (ActNN), arXiv 2104.14129.
+Sources: rounding at random per group for stored activations: Chen et al. 2021 (ActNN), arXiv 2104.14129; subtractive
+dither: Schuchman 1964, "Dither signals and their effect on quantization noise".
 """
 
 from __future__ import annotations
@@ -32,14 +40,10 @@ from rmm_linear.packing.rounding import (
     GROUP,
     WIDTHS,
     RoundingNoise,
-    group_qparams,
-    group_steps,
     pack_rows,
     rotate_groups,
-    rotated_groups,
     unpack_rows,
 )
-from rmm_linear.sketches.philox import Generator, philox
 
 _CHUNK = 1 << 19  # elements that a CPU handles at a time: they fit into its cache, and outweigh the overhead
 
@@ -159,14 +163,36 @@ def unpack(
         True
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
-    for part in row_parts(codes.shape[0], columns, codes.device):
-        values = matrix[part]
-        if dtype != torch.float32:
-            values = torch.empty(values.shape, dtype=torch.float32, device=codes.device)
-        unpack_rows(codes[part], qparams[part], bits, values)
-        if dtype != torch.float32:
-            matrix[part] = values
+    parts = unpack_parts(codes, qparams, seed, bits, columns, dtype)
+    for rows in row_parts(codes.shape[0], columns, codes.device):
+        matrix[rows] = parts(rows.start, rows.stop)
     return matrix if rotated else unrotate(matrix, seed)
+
+
+def unpack_parts(
+    codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Unpack a matrix as :func:`unpack` does, some rows at a time.
+
+    Args:
+        codes: See :func:`unpack`, as the following ones.
+        qparams: Offset and scale of every group.
+        seed: The seed they were packed with.
+        bits: 8, 4 or 2.
+        columns: Columns of the matrix.
+        dtype: dtype of the result.
+
+    Returns:
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1; whole groups stay rotated.
+    """
+    noise = RoundingNoise.of(seed, codes.shape[0], columns)
+
+    def part(begin: int, end: int) -> Tensor:
+        values = torch.empty(end - begin, columns, dtype=torch.float32, device=codes.device)
+        unpack_rows(codes[begin:end], qparams[begin:end], bits, noise, noise.rows[begin:end], values)
+        return values.to(dtype)
+
+    return part
 
 
 def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
@@ -183,32 +209,24 @@ def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
     return rotate_groups(wide, RoundingNoise.of(seed, 0, GROUP).rotation.T).to(matrix.dtype)
 
 
-@without_autocast
-def rounding_variance(matrix: Tensor, bits: int, seed: Tensor, generator: Generator = philox) -> Tensor:
-    """Return the variance that packing adds to every row, exactly.
+def rounding_variance(qparams: Tensor, columns: int) -> Tensor:
+    """Return the variance that packing added to every row, exactly: Σ over its elements of scale² / 12.
 
     Args:
-        matrix: Floating point, shape (rows, columns).
-        bits: 8, 4 or 2.
-        seed: The seed that it is packed with, int64 with one element.
-        generator: Generates the random words.
+        qparams: Offset and scale of every group, as :func:`pack` returns them, shape (rows, ⌈columns / 64⌉, 2).
+        columns: Columns of the matrix.
 
     Returns:
         E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
 
-    Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2.
+    Example:
+        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
+        >>> round(float(rounding_variance(pack(z, 2, seed)[1], 4)), 2)  # four elements, steps of 1
+        0.34
     """
-    check_bits(bits)
-    rows, columns = matrix.shape
-    result = matrix.new_zeros(rows, dtype=torch.float64)
-    rotation = RoundingNoise.of(seed, 0, GROUP, generator).rotation
-    for part in row_parts(rows, columns, matrix.device):
-        for _, _, groups in rotated_groups(matrix[part], rotation):
-            qparams = group_qparams(groups, bits)
-            fraction = group_steps(groups, qparams).frac_().double()
-            result[part] += (qparams[..., 1:].double().square() * fraction * (1 - fraction)).sum((1, 2))
-    return result
+    sizes = torch.full((qparams.shape[1],), GROUP, dtype=torch.float64, device=qparams.device)
+    sizes[-1:] = columns - GROUP * (qparams.shape[1] - 1)
+    return qparams[..., 1].double().square() @ sizes / 12
 
 
 def check_bits(bits: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Packing of a group of columns: rotation, scale and offset, stochastic rounding, and the layout in bytes."""
+"""Packing of a group of columns: rotation, scale and offset, subtractive dither, and the layout in bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoundingNoise:
     Attributes:
         signs: Signs of the rotation, float32, shape (64,).
         rows: a, int32, shape (rows,).
-        columns: c, int32, shape (columns,). The bits of a xor c are those of a float32 in [1, 2).
+        columns: c, int32, shape (columns,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
     """
 
     signs: Tensor
@@ -61,21 +61,25 @@ class RoundingNoise:
 def pack_rows(values: Tensor, bits: int, noise: RoundingNoise, a: Tensor, codes: Tensor, qparams: Tensor) -> None:
     """Write the codes and qparams of some rows; ``a`` is :attr:`RoundingNoise.rows` of these rows."""
     for span, places, groups in rotated_groups(values, noise.rotation):
-        qparams[:, places] = new_qparams = group_qparams(groups, bits)
-        uniform = (a[:, None, None] ^ noise.columns[span].view(groups.shape[1:])).view(torch.float32)
+        qparams[:, places] = new_qparams = _group_qparams(groups, bits)
         # The code of a NaN is arbitrary: its scale is NaN.
-        above = group_steps(groups, new_qparams).add_(uniform).to(torch.int32)
+        above = _steps(groups, new_qparams).add_(_dither(noise, a, span, groups.shape)).to(torch.int32)
         codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
     codes -= _ONES[bits]  # the random numbers lie in [1, 2), so every code was one too high
 
 
-def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, values: Tensor) -> None:
-    """Write the rows, float32, that codes and qparams represent; whole groups stay rotated."""
+def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, noise: RoundingNoise, a: Tensor, values: Tensor) -> None:
+    """Write the rows, float32, that codes and qparams represent; whole groups stay rotated. ``a``: as for packing."""
     for span, places, size in _spans(values.shape[1]):
         offset, scale = qparams[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
         groups = values[:, span].unflatten(1, (-1, size))
         _split(codes[:, _bytes(span, bits)], bits, groups)
-        groups.mul_(scale).add_(offset)
+        groups.sub_(_dither(noise, a, span, groups.shape).sub_(1.5)).mul_(scale).add_(offset)
+
+
+def _dither(noise: RoundingNoise, a: Tensor, span: slice, shape: torch.Size) -> Tensor:
+    """1 + u for some rows and columns, float32, shape (rows, groups, size)."""
+    return (a[:, None, None] ^ noise.columns[span].view(shape[1:])).view(torch.float32)
 
 
 def _hadamard(device: torch.device) -> Tensor:
@@ -118,7 +122,7 @@ def _bytes(span: slice, bits: int) -> slice:
     return slice(span.start * bits // 8, -(-span.stop * bits // 8))
 
 
-def group_qparams(groups: Tensor, bits: int) -> Tensor:
+def _group_qparams(groups: Tensor, bits: int) -> Tensor:
     """Offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
     low, high = groups.amin(-1), groups.amax(-1)
     offset = _round_down(low)
@@ -126,7 +130,7 @@ def group_qparams(groups: Tensor, bits: int) -> Tensor:
     return torch.stack((offset, scale), dim=-1).to(torch.bfloat16)
 
 
-def group_steps(groups: Tensor, qparams: Tensor) -> Tensor:
+def _steps(groups: Tensor, qparams: Tensor) -> Tensor:
     """(element − offset) / scale for every element."""
     offset, scale = qparams.to(torch.float32).unsqueeze(-1).unbind(2)
     return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))

@@ -8,7 +8,7 @@ from statistical import ROWS, TOKENS, assert_moments, padded
 
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.weight_gradient import weight_gradient
-from rmm_linear.packing.pack import rounding_variance
+from rmm_linear.packing import pack, rounding_variance
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, TokenMask, sketch, variance
 from rmm_linear.spec import SaveSpec
 
@@ -36,7 +36,7 @@ def check_statistics(kind, block, bits, masked, count):
         if bits is not None:
             shape = {"kind": kind, "seed": kept[-1], "rows": ROWS, "block": block, "mask": ranks, "p": p}
             weights, z = sketch(y, **shape).square().sum(1), sketch(x, **shape)
-            roundings.append(weights @ rounding_variance(z, bits, kept[-1]))
+            roundings.append(weights @ rounding_variance(pack(z, bits, kept[-1])[1], z.shape[1]))
     roundings = torch.stack(roundings) if roundings else None
     assert_moments(torch.stack(errors), exact, stated, widest=0.25, roundings=roundings)
 

@@ -101,7 +101,9 @@ def errors(x, y, p, rows, kind, mask, bits, first, count):
     rounding = torch.zeros(count, dtype=torch.float64)
     if bits is not None:
         weights = sketched.square().sum(2)
-        rounding = torch.stack([a @ rounding_variance(b, bits, s) for a, b, s in zip(weights, z, seeds, strict=True)])
+        rounding = torch.stack(
+            [a @ rounding_variance(pack(b, bits, s)[1], x.shape[1]) for a, b, s in zip(weights, z, seeds, strict=True)]
+        )
         z = torch.stack(
             [unpack(*pack(b, bits, s), s, bits, x.shape[1], z.dtype) for b, s in zip(z, seeds, strict=True)]
         )

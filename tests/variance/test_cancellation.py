@@ -66,7 +66,9 @@ def test_the_prediction_of_bits(monkeypatch):
     """With one Y for all tokens instead of random signs, and without the rounding's term, which is a sum."""
     of_bits = "rmm_linear.context.auto_bits"
     monkeypatch.setattr(f"{of_bits}.signs", lambda seed, count, stream: torch.ones(count, dtype=torch.int8))
-    monkeypatch.setattr(f"{of_bits}.rounding_variance", lambda z, bits, seed: z.new_zeros(len(z)))
+    monkeypatch.setattr(
+        f"{of_bits}.rounding_variance", lambda qparams, columns: qparams.new_zeros(len(qparams), dtype=torch.float64)
+    )
     x, _ = nearly_one_gradient()
     d, g, _ = moments()
     config = RMMConfig(kind="rows", ratio=ROWS / TOKENS, bits="auto", min_rows=1)

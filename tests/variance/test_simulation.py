@@ -34,7 +34,9 @@ def errors_and_roundings(x, y, bits, seeds, **shape):
     flat = z.reshape(-1, x.shape[1])
     restored = unpack(*pack(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
     errors = (sketched_y.transpose(1, 2) @ restored - y.T @ x).square().sum((1, 2))
-    roundings = sketched_y.square().sum(2) * rounding_variance(flat, bits, seeds[:1]).view(z.shape[:2])
+    roundings = sketched_y.square().sum(2) * rounding_variance(pack(flat, bits, seeds[:1])[1], x.shape[1]).view(
+        z.shape[:2]
+    )
     return errors, roundings.sum(1)
 
 

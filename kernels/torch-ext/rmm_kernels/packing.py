@@ -36,6 +36,17 @@ def _rotation_signs(seed):
 
 
 @triton.jit
+def _dither(seed, o_k, o_j):
+    """u, the number that is added to an element before it is rounded down: float32 (B_K, 64), in [0, 1).
+
+    seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. o_j: int64 (64,), its columns.
+    """
+    b_row, _, _, _ = words(seed, o_k, _STREAM)
+    _, b_column, _, _ = words(seed, o_j, _STREAM)
+    return ((b_row >> 9)[:, None] ^ (b_column >> 9)[None, :]).to(tl.float32) * 1.1920928955078125e-07
+
+
+@triton.jit
 def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS: tl.constexpr, PRECISION: tl.constexpr):
     """Round one group of a tile and store its codes and range.
 
@@ -61,11 +72,8 @@ def store_packed(b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS: 
 
     b_flat = b_scale < 1.1754943508222875e-38  # the reciprocal of a smaller number may be infinite
     b_inverse = tl.where(b_flat, 0.0, tl.math.div_rn(b_scale * 0 + 1, tl.where(b_flat, 1.0, b_scale)))
-    b_row, _, _, _ = words(seed, o_k, _STREAM)
-    _, b_column, _, _ = words(seed, i_g * 64 + o_j, _STREAM)
-    b_chance = ((b_row >> 9)[:, None] ^ (b_column >> 9)[None, :]).to(tl.float32) * 1.1920928955078125e-07
     b_steps = (b_z - b_offset[:, None]) * b_inverse[:, None]
-    b_codes = tl.floor(b_steps + b_chance)
+    b_codes = tl.floor(b_steps + _dither(seed, o_k, i_g * 64 + o_j))
     # Beyond the last column a step may be too large for what follows, and infinity times 0 would reach the others.
     b_codes = tl.where(b_nan[:, None] | (m_j == 0)[None, :], 0.0, b_codes)
     # Byte i of the group holds the elements i, i + h, …, h bytes in all: a product with powers of two, which is exact.
@@ -117,11 +125,11 @@ def _pack_kernel(
 
 @triton.jit
 def _unpack_kernel(
-    p_codes, p_qparams, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
+    p_codes, p_qparams, p_seed, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
 ):  # fmt: skip
     """One tile of B_K rows and one group, left rotated.
 
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). p_z: (K, I), contiguous.
+    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). p_seed: int64 (1,). p_z: (K, I), contiguous.
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -136,7 +144,8 @@ def _unpack_kernel(
     o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
     b_offset = tl.load(p_qparams + o_range, mask=m_k, other=0.0).to(tl.float32)
     b_scale = tl.load(p_qparams + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
-    b_z = b_codes.to(tl.float32) * b_scale[:, None] + b_offset[:, None]
+    b_u = _dither(tl.load(p_seed), o_k, i_g * 64 + o_j)
+    b_z = (b_codes.to(tl.float32) - (b_u - 0.5)) * b_scale[:, None] + b_offset[:, None]
     o_z = o_k[:, None] * n_columns + i_g * 64 + o_j[None, :]
     tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
 
@@ -193,12 +202,15 @@ def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Ten
     return codes, qparams
 
 
-def unpack(codes: torch.Tensor, qparams: torch.Tensor, bits: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack(
+    codes: torch.Tensor, qparams: torch.Tensor, seed: torch.Tensor, bits: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the matrix that packed storage stands for, its whole groups still rotated.
 
     Args:
         codes: uint8, shape (K, ⌈I·bits/8⌉).
         qparams: bfloat16, shape (K, ⌈I/64⌉, 2).
+        seed: The seed it was packed with, int64, shape (1,).
         bits: 8, 4 or 2.
         columns: I.
         dtype: dtype of the result.
@@ -211,7 +223,7 @@ def unpack(codes: torch.Tensor, qparams: torch.Tensor, bits: int, columns: int, 
     if matrix.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(codes):
-            _unpack_kernel[grid](codes, qparams, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
+            _unpack_kernel[grid](codes, qparams, seed, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
     return matrix
 
 

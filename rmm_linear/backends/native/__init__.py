@@ -138,19 +138,20 @@ def pack(
     return result == 0
 
 
-def unpack(codes: Tensor, qparams: Tensor, bits: int, matrix: Tensor) -> None:
+def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Tensor, matrix: Tensor) -> None:
     """Write the rows that codes and qparams represent; whole groups stay rotated.
 
     Args:
         codes: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
         qparams: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         bits: 8, 4 or 2.
+        rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
+        columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
         matrix: Written to; float32, shape (K, I), contiguous.
     """
-    rows, columns = matrix.shape
     _function("rmm_unpack")(
-        _pointer(codes), _pointer(qparams), _long(rows), _long(columns), ctypes.c_int(bits), _pointer(matrix),
-        _threads(matrix),
+        _pointer(codes), _pointer(qparams), _long(len(rows)), _long(len(columns)), ctypes.c_int(bits), _pointer(rows),
+        _pointer(columns), _pointer(matrix), _threads(matrix),
     )  # fmt: skip
 
 

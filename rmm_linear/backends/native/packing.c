@@ -171,8 +171,16 @@ VARIANTS static int pack_rows(
     return not_finite;
 }
 
+/* The element with a code; `word` holds the bits of 1 + u, u the number that was added before it was rounded. */
+static inline __attribute__((always_inline)) float element(int code, int32_t word, float offset, float scale) {
+    float chance;
+    memcpy(&chance, &word, 4);
+    return ((float)code - (chance - 1.5f)) * scale + offset;
+}
+
 VARIANTS static void unpack_rows(
-    const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits, float *z) {
+    const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits,
+    const int32_t *a, const int32_t *c, float *z) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < groups; group++) {
@@ -181,14 +189,21 @@ VARIANTS static void unpack_rows(
             const uint8_t *from = codes + row * bytes + group * 8 * bits;
             const uint16_t *group_qparams = qparams + (row * groups + group) * 2;
             float *to = z + row * columns + group * GROUP;
+            const int32_t *at = c + group * GROUP;
+            int32_t ar = a[row];
             float offset = from_bfloat16(group_qparams[0]), scale = from_bfloat16(group_qparams[1]);
             if (size == GROUP && bits == 4) {
-                for (int i = 0; i < 32; i++) to[i] = (float)(from[i] & 15) * scale + offset;
-                for (int i = 0; i < 32; i++) to[i + 32] = (float)(from[i] >> 4) * scale + offset;
+                for (int i = 0; i < 32; i++) to[i] = element(from[i] & 15, at[i] ^ ar, offset, scale);
+                for (int i = 0; i < 32; i++) to[i + 32] = element(from[i] >> 4, at[i + 32] ^ ar, offset, scale);
+            } else if (size == GROUP && bits == 2) {
+                for (int j = 0; j < 4; j++)
+                    for (int i = 16 * j; i < 16 * j + 16; i++)
+                        to[i] = element(from[i - 16 * j] >> 2 * j & 3, at[i] ^ ar, offset, scale);
             } else if (size == GROUP && bits == 8) {
-                for (int i = 0; i < 64; i++) to[i] = (float)from[i] * scale + offset;
+                for (int i = 0; i < 64; i++) to[i] = element(from[i], at[i] ^ ar, offset, scale);
             } else {
-                for (int i = 0; i < size; i++) to[i] = (float)(from[i % h] >> i / h * bits & mask) * scale + offset;
+                for (int i = 0; i < size; i++)
+                    to[i] = element(from[i % h] >> i / h * bits & mask, at[i] ^ ar, offset, scale);
             }
         }
 }
@@ -222,11 +237,12 @@ int rmm_pack(
     return result;
 }
 
-/* codes, qparams: contiguous. z: contiguous; its whole groups stay rotated. */
+/* codes, qparams: contiguous. a: rows. c: columns. z: contiguous; its whole groups stay rotated. */
 void rmm_unpack(
-    const uint8_t *codes, const uint16_t *qparams, int64_t rows, int64_t columns, int bits, float *z, int threads) {
+    const uint8_t *codes, const uint16_t *qparams, int64_t rows, int64_t columns, int bits, const int32_t *a,
+    const int32_t *c, float *z, int threads) {
 #pragma omp parallel num_threads(threads)
-    unpack_rows(codes, qparams, SHARE(rows), columns, bits, z);
+    unpack_rows(codes, qparams, SHARE(rows), columns, bits, a, c, z);
 }
 
 /* m: contiguous, unrotated in place. signs: 64. */
