@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -15,6 +15,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_capturing
@@ -22,48 +23,27 @@ from rmm_linear.sketches import TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec
 
-_PADDING = (
-    "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
-    "labels cover it). Leaving them out would bias the weight gradient. Convert with mask_padding=False, or mask the "
-    "padding in the loss."
-)
 
-
-class SketchedLayer(nn.Module):
+class SketchedLayer(ConvertedModule):
     """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
 
     Attributes:
-        rmm_config: How the input is saved.
-        rmm_context: The context of the converted model, or None for a layer outside of one.
-        rmm_index: Index of the layer in the converted model.
         rmm_auto_bits: The width chosen for ``bits="auto"``.
         rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
-        rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
     """
 
-    rmm_config: RMMConfig
-    rmm_context: ModelContext | None
-    rmm_index: int
     rmm_auto_bits: AutoBits
     rmm_estimator: NormEstimator | None
-    rmm_mask_checked: bool
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
-        self.rmm_config = config or RMMConfig()
-        self.rmm_context = context
-        self.rmm_index = index
+        super()._set_up(config, context, index)
         self.rmm_auto_bits = AutoBits() if context is None else context.auto_bits_of(index)
-        self.rmm_mask_checked = False
         self._set_estimator(make_norm_estimator(self.rmm_config.norm_estimator))
 
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
         if self.rmm_context is not None and estimator is not None:
             self.rmm_context.estimators[self.rmm_index] = estimator  # for layers that share a sketch with this one
-
-    def _tear_down(self) -> None:
-        for name in SketchedLayer.__annotations__:
-            self.__dict__.pop(name, None)
 
     def _linear(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
@@ -125,12 +105,6 @@ class SketchedLayer(nn.Module):
         on_backward = None if mask is None else self._check_traced_padding
         return LinearCall(spec, None, dtype, mask, on_backward=on_backward)
 
-    def _check_traced_padding(self, y: Tensor, mask: TokenMask | None) -> None:
-        if mask is not None and not self.rmm_mask_checked:
-            padding = y[mask.order]
-            is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
-            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))  # pyright: ignore
-
     def _expected(self, call: LayerCall) -> Tensor | None:
         if self.rmm_context is not None:
             return self.rmm_context.expected(self.rmm_index, call)
@@ -139,24 +113,11 @@ class SketchedLayer(nn.Module):
     def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None) -> None:
         if self.rmm_context is None:
             self.rmm_auto_bits.backward_seen = True
-        else:
-            self.rmm_context.note_backward()
-        self._check_padding(y, mask)
+        self._note_backward(y, mask)
         if self.rmm_estimator is not None:
             norms = row_norms(y.detach()).float()
             # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.
             self.rmm_estimator.observe(call, torch.where(norms.isfinite().all(), norms, 0))
-
-    def _check_padding(self, y: Tensor, mask: TokenMask | None) -> None:
-        if mask is None or self.rmm_mask_checked or is_capturing(y.device):
-            return
-        padding = y[mask.order[int(mask.count) :]]
-        finite = padding.isfinite()
-        if bool((finite & (padding != 0)).any()):
-            name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"
-            raise RuntimeError(_PADDING.format(name))
-        # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
-        self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
 
     def _describe(self) -> str:
         config = self.rmm_config

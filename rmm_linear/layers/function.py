@@ -63,7 +63,7 @@ class SketchedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
         (grad_output,) = grad_outputs
-        _refuse_double_backward()
+        refuse_double_backward()
         weight, order, count, *saved = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             y = grad_output.reshape(-1, grad_output.shape[-1])
@@ -97,7 +97,7 @@ class UnsavedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
         (grad_output,) = grad_outputs
-        _refuse_double_backward()
+        refuse_double_backward()
         (weight,) = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
             y = grad_output.reshape(-1, grad_output.shape[-1])
@@ -123,9 +123,17 @@ class RefusedGradient(torch.autograd.Function):
         )
 
 
-def _refuse_double_backward() -> None:
+def refuse_double_backward(name: str = "sketched_linear") -> None:
+    """Refuse a backward pass that is differentiated itself.
+
+    Args:
+        name: What does not support it.
+
+    Raises:
+        RuntimeError: If grad mode is on.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "sketched_linear does not support double backward: its input is not saved, so a backward pass with "
+            f"{name} does not support double backward: its input is not saved, so a backward pass with "
             "create_graph=True is not possible. Use rmm_linear.revert(model), or exclude the layer."
         )

@@ -73,8 +73,8 @@ class RMMLinear(SketchedLayer, nn.Linear):
             The exact layer.
         """
         linear = nn.Linear.__new__(nn.Linear)
-        own = SketchedLayer.__annotations__
-        linear.__dict__.update({name: value for name, value in _shared_state(self).items() if name not in own})
+        own = {name: value for name, value in _shared_state(self).items() if not name.startswith("rmm_")}
+        linear.__dict__.update(own)
         return linear
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,21 +19,20 @@ from torch import Tensor
 
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
 from rmm_linear.ops.save import empty_saved, save
+from rmm_linear.ops.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec
 
-_ALIGNED = 16  # bytes: every part can be viewed as its own dtype
-
 
 @torch.library.custom_op("rmm_linear::fresh_sketch", mutates_args=(), schema=f"(Tensor x, {SCHEMA}) -> Tensor")
 def _sketch_with_new_seed(x, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
-    parts = save(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
-    stored = x.new_zeros(_total(parts), dtype=torch.uint8)
-    for part, place in zip(parts, _places(parts), strict=True):
-        stored[place : place + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    saved = save(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
+    stored = empty_stored(x, _parts(saved)).zero_()
+    for view, tensor in zip(views(stored, _parts(saved)), saved, strict=True):
+        view.copy_(tensor)
     return stored
 
 
@@ -41,7 +40,7 @@ def _sketch_with_new_seed(x, *arguments, **named):
 def _(x, *arguments, **named):
     spec, _mask = from_arguments(*arguments, **named)
     tokens = math.prod(x.shape[:-1])  # Size.numel would fix the lengths
-    return x.new_empty(_total(empty_saved(x, tokens, x.shape[-1], spec)), dtype=torch.uint8)
+    return x.new_empty(stored_bytes(_parts(empty_saved(x, tokens, x.shape[-1], spec))), dtype=torch.uint8)
 
 
 @torch.library.custom_op(
@@ -51,12 +50,8 @@ def _(x, *arguments, **named):
 )
 def _weight_gradient(y, stored, columns, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
-    shapes = empty_saved(y.new_empty(0, device="meta"), y.shape[0], columns, spec)
-    parts = [
-        stored[place : place + shape.nbytes].view(shape.dtype).view(shape.shape)
-        for shape, place in zip(shapes, _places(shapes), strict=True)
-    ]
-    return weight_gradient(y, parts, spec, columns, mask, in_operator=True)
+    saved = empty_saved(y.new_empty(0, device="meta"), y.shape[0], columns, spec)
+    return weight_gradient(y, views(stored, _parts(saved)), spec, columns, mask, in_operator=True)
 
 
 @_weight_gradient.register_fake
@@ -96,18 +91,5 @@ def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: 
     return _weight_gradient(y, stored, features, *to_arguments(spec, mask))
 
 
-def _places(parts: tuple[Tensor, ...]) -> list[int]:
-    """The byte at which each part begins."""
-    places = [0]
-    for part in parts[:-1]:
-        places.append(places[-1] + _padded(part))
-    return places
-
-
-def _total(parts: tuple[Tensor, ...]) -> int:
-    return sum(_padded(part) for part in parts)
-
-
-def _padded(part: Tensor) -> int:
-    size = math.prod(part.shape) * part.itemsize
-    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+def _parts(tensors: tuple[Tensor, ...]) -> list[Part]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

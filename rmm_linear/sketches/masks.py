@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,11 @@ class TokenMask:
         """Which rows are valid, bool, shape (N,)."""
         place = torch.arange(len(self.order), device=self.order.device)
         return torch.zeros_like(self.order, dtype=torch.bool).scatter_(0, self.order, place < self.count)
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """Indices of the valid rows, int64, shape (n,). The first use waits for a device other than the CPU."""
+        return self.order[: int(self.count)]
 
     def compact(self, matrix: Tensor) -> Tensor:
         """Move the valid rows to the front and set the others to zero.

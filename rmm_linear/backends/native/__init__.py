@@ -8,38 +8,22 @@ plain ones on CPU, see :func:`rmm_linear.backends.select.backend_of`.
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
-import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from rmm_linear.backends.native.library import function, is_available, long, matrix_arguments, pointer, threads
 
-_SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
-
-
-@functools.cache
-def _load() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("rmm_linear.backends.native._library")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        return ctypes.CDLL(spec.origin)
-    except OSError as error:  # built on another machine, as in a copied folder
-        logger.warning("%s cannot be loaded (%s); plain PyTorch is used instead.", spec.origin, error)
-        return None
-
-
-def is_available() -> bool:
-    """Say whether the library was built and can be loaded.
-
-    Returns:
-        False if plain PyTorch is used instead.
-    """
-    return _load() is not None
+__all__ = [
+    "countsketch",
+    "is_available",
+    "pack",
+    "philox",
+    "rounding_noise",
+    "signs_and_shifts",
+    "unpack",
+    "unrotate",
+]
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,8 +39,8 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
     """
     offset = offset.contiguous()
     words = offset.new_empty(4, *offset.shape)
-    key, count = _long(int(seed)), _long(offset.numel())
-    _function("rmm_philox")(key, _long(stream), count, _pointer(offset), _pointer(words))
+    key, count = long(int(seed)), long(offset.numel())
+    function("rmm_philox")(key, long(stream), count, pointer(offset), pointer(words))
     first, second, third, fourth = words.unbind()
     return first, second, third, fourth
 
@@ -74,7 +58,7 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     """
     signs = seed.new_empty(tokens, dtype=torch.int8)
     shifts = seed.new_empty(-(-tokens // rows))
-    _function("rmm_signs_and_shifts")(_long(int(seed)), _long(tokens), _long(rows), _pointer(signs), _pointer(shifts))
+    function("rmm_signs_and_shifts")(long(int(seed)), long(tokens), long(rows), pointer(signs), pointer(shifts))
     return signs, shifts
 
 
@@ -92,8 +76,8 @@ def rounding_noise(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[
     """
     signs = seed.new_empty(64, dtype=torch.float32)
     a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
-    sizes = (_long(stream), _long(rows), _long(columns))
-    _function("rmm_rounding_noise")(_long(int(seed)), *sizes, _pointer(signs), _pointer(a), _pointer(c))
+    sizes = (long(stream), long(rows), long(columns))
+    function("rmm_rounding_noise")(long(int(seed)), *sizes, pointer(signs), pointer(a), pointer(c))
     return signs, a, c
 
 
@@ -128,10 +112,10 @@ def pack(
     """
     token_signs, shifts = hashing or (signs, signs)
     segments = len(shifts) if hashing else 1
-    result = _function("rmm_pack", ctypes.c_int)(
-        *_matrix(matrix), _long(len(rows)), _long(segments), _pointer(shifts), _pointer(token_signs),
-        ctypes.c_int(bits), _pointer(signs), _pointer(rows), _pointer(columns), _pointer(codes), _pointer(qparams),
-        _threads(matrix),
+    result = function("rmm_pack", ctypes.c_int)(
+        *matrix_arguments(matrix), long(len(rows)), long(segments), pointer(shifts), pointer(token_signs),
+        ctypes.c_int(bits), pointer(signs), pointer(rows), pointer(columns), pointer(codes), pointer(qparams),
+        threads(matrix),
     )  # fmt: skip
     if result > 1:
         raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
@@ -149,9 +133,9 @@ def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Ten
         columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
         matrix: Written to; float32, shape (K, I), contiguous.
     """
-    _function("rmm_unpack")(
-        _pointer(codes), _pointer(qparams), _long(len(rows)), _long(len(columns)), ctypes.c_int(bits), _pointer(rows),
-        _pointer(columns), _pointer(matrix), _threads(matrix),
+    function("rmm_unpack")(
+        pointer(codes), pointer(qparams), long(len(rows)), long(len(columns)), ctypes.c_int(bits), pointer(rows),
+        pointer(columns), pointer(matrix), threads(matrix),
     )  # fmt: skip
 
 
@@ -163,7 +147,7 @@ def unrotate(matrix: Tensor, signs: Tensor) -> None:
         signs: Signs of the rotation, float32, shape (64,).
     """
     rows, columns = matrix.shape
-    _function("rmm_unrotate")(_pointer(matrix), _long(rows), _long(columns), _pointer(signs), _threads(matrix))
+    function("rmm_unrotate")(pointer(matrix), long(rows), long(columns), pointer(signs), threads(matrix))
 
 
 def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:
@@ -181,31 +165,8 @@ def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin:
         Shape (end − begin, D).
     """
     z = matrix.new_empty(end - begin, matrix.shape[1])
-    _function("rmm_countsketch")(
-        *_matrix(matrix), _long(rows), _long(len(shifts)), _pointer(shifts), _pointer(signs), _long(begin),
-        _long(end - begin), _pointer(z), _threads(matrix),
+    function("rmm_countsketch")(
+        *matrix_arguments(matrix), long(rows), long(len(shifts)), pointer(shifts), pointer(signs), long(begin),
+        long(end - begin), pointer(z), threads(matrix),
     )  # fmt: skip
     return z
-
-
-def _function(name: str, result: type[ctypes.c_int] | None = None) -> Callable[..., int]:
-    function = getattr(_load(), name)
-    function.restype = result
-    return function
-
-
-def _matrix(matrix: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
-    return _pointer(matrix), _long(matrix.shape[0]), _long(matrix.shape[1]), _long(matrix.stride(0))
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _long(number: int) -> ctypes.c_int64:
-    return ctypes.c_int64(number)
-
-
-def _threads(matrix: Tensor) -> ctypes.c_int:
-    """The number of PyTorch's threads, or fewer if the matrix is small."""
-    return ctypes.c_int(max(1, min(torch.get_num_threads(), matrix.numel() // _SMALLEST_SHARE)))

@@ -1,0 +1,91 @@
+"""PackedModule, the base class of modules that save a packed stand-in, and the classes derived from it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.ops.save import is_capturing
+from rmm_linear.sketches import TokenMask
+from rmm_linear.sketches.seeds import draw_seed
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What one call of a module needs to make its stand-in.
+
+    Attributes:
+        seed: Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator
+            draws one.
+        mask: The valid tokens, or None for all.
+        on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used.
+    """
+
+    seed: int | None = None
+    mask: TokenMask | None = None
+    on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
+
+    @property
+    def index(self) -> Tensor | None:
+        """The rows of valid tokens, int64, shape (n,), whose stand-in is saved; None for all rows."""
+        return None if self.mask is None else self.mask.index
+
+
+class PackedModule(ConvertedModule):
+    """Base class of modules that save a packed stand-in. Used through :func:`packed_class`."""
+
+    def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> PackedCall:
+        """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must.
+
+        Args:
+            shape: Leading dimensions of the input, the product of which is N.
+            device: Where the input is.
+            seeded: Whether random numbers are needed.
+
+        Returns:
+            The call.
+        """
+        context, index = self.rmm_context, self.rmm_index
+        if torch.compiler.is_compiling():
+            return PackedCall()  # padding has static shapes only, so it stays
+        if context is None:
+            return PackedCall(draw_seed() if seeded else None)
+        mask = context.call_of(index, shape, device, self.rmm_config.mask_padding).mask
+        mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
+        return PackedCall(context.layer_seed(index) if seeded else None, mask, self._note_backward)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the two classes, since the class made of them is in no module."""
+        found = _PAIRS.get(type(self))
+        if found is None:  # made by fully_shard, for example
+            return super().__reduce_ex__(protocol)
+        return _new, found, vars(self)
+
+
+_PAIRS: dict[type, tuple[type[PackedModule], type[nn.Module]]] = {}
+
+
+@functools.cache
+def packed_class(packed: type[PackedModule], original: type[nn.Module]) -> type[Any]:
+    """Make the class of a module that saves a packed stand-in.
+
+    Args:
+        packed: Says what is saved; its ``forward`` calls ``super().forward``.
+        original: The module's own class.
+
+    Returns:
+        A class derived from both, the same one for the same two.
+    """
+    made = type(f"Packed{original.__name__}", (packed, original), {"__module__": packed.__module__})
+    _PAIRS[made] = packed, original
+    return made
+
+
+def _new(packed: type[PackedModule], original: type[nn.Module]) -> nn.Module:
+    return object.__new__(packed_class(packed, original))

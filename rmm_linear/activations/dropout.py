@@ -1,0 +1,84 @@
+"""Dropout that saves one bit per element: exact, with the random numbers of nn.Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.masks import apply_mask, pack_mask
+
+
+class PackedDropout(PackedModule):
+    """``nn.Dropout`` that saves which elements it kept, one bit for each. Output and gradients are exact.
+
+    Memory: ⌈C/8⌉ bytes for each row of C elements, where ``nn.Dropout`` saves 1, 2 or 4 bytes per element.
+    """
+
+    p: float
+    inplace: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply dropout.
+
+        Args:
+            input: Any shape.
+
+        Returns:
+            The shape of ``input``.
+        """
+        if not self.training:
+            return input if not self.inplace else F.dropout(input, self.p, False, True)
+        call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
+        is_saving = torch.is_grad_enabled() and input.requires_grad and input.dim() and input.is_floating_point()
+        if self.inplace or not 0 < self.p < 1 or not is_saving:
+            return F.dropout(input, self.p, self.training, self.inplace)
+        return DropoutFunction.apply(input, self.p, call)
+
+
+class DropoutFunction(torch.autograd.Function):
+    """Dropout with its mask in one bit per element."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, p: float, call: PackedCall) -> Tensor:
+        """Apply dropout."""
+        output, kept, ctx.scale = _dropout(input, p)
+        index = call.index
+        ctx.call = call
+        ctx.save_for_backward(pack_mask(kept.reshape(-1, kept.shape[-1]), index), index)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradient."""
+        refuse_double_backward("a packed nn.Dropout")
+        (grad_output,), (bits, index) = grad_outputs, ctx.saved_tensors
+        y = grad_output.reshape(-1, grad_output.shape[-1])
+        if ctx.call.on_backward is not None:
+            ctx.call.on_backward(y, ctx.call.mask)
+        return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None
+
+
+def _dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor, float]:
+    """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
+    if input.device.type == "cpu" and not torch.compiler.is_compiling():
+        noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+        return input * noise, noise, float(torch.ones((), dtype=input.dtype).div_(1 - p))
+    output, kept = torch.native_dropout(input, p, True)
+    return output, kept, 1 / (1 - p)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Say whether a module is ``nn.Dropout`` itself.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if it is.
+    """
+    return type(module) is nn.Dropout

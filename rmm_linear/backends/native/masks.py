@@ -1,0 +1,52 @@
+"""Masks in one bit per element with the C library, see :mod:`rmm_linear.packing.masks`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rmm_linear.backends.native.library import function, long, pointer, threads
+
+
+def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return what :func:`rmm_linear.packing.masks.pack_mask` does.
+
+    Args:
+        mask: Shape (N, C).
+        index: int64, shape (n,), or None.
+
+    Returns:
+        uint8, shape (n, ⌈C / 8⌉).
+    """
+    mask = mask if mask.dtype in (torch.float32, torch.bool, torch.uint8) else mask != 0
+    mask, index = mask.contiguous(), None if index is None else index.contiguous()
+    rows, columns = len(mask) if index is None else len(index), mask.shape[1]
+    bits = mask.new_empty(rows, (columns + 7) // 8, dtype=torch.uint8)
+    function("rmm_pack_mask")(
+        pointer(mask), ctypes.c_int(mask.itemsize), long(rows), long(columns), pointer(index), pointer(bits),
+        threads(mask),
+    )  # fmt: skip
+    return bits
+
+
+def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
+    """Return what :func:`rmm_linear.packing.masks.apply_mask` does.
+
+    Args:
+        y: float32, shape (N, C).
+        bits: uint8, shape (n, ⌈C / 8⌉).
+        scale: The number.
+        index: int64, shape (n,), or None.
+
+    Returns:
+        Shape (N, C).
+    """
+    y, bits, index = y.contiguous(), bits.contiguous(), None if index is None else index.contiguous()
+    out = torch.empty_like(y) if index is None else torch.zeros_like(y)
+    function("rmm_apply_mask")(
+        pointer(y), pointer(bits), long(len(bits)), long(y.shape[1]), pointer(index), ctypes.c_float(scale),
+        pointer(out), threads(y),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,64 @@
+"""ConvertedModule: what all converted modules have, the sketched layers and those that save packed stand-ins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.ops.save import is_capturing
+from rmm_linear.sketches import TokenMask
+
+_PADDING = (
+    "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
+    "labels cover it). Leaving them out would bias the weight gradient. Convert with mask_padding=False, or mask the "
+    "padding in the loss."
+)
+
+
+class ConvertedModule(nn.Module):
+    """Base class of converted modules: a configuration, and the module's place in a converted model.
+
+    Attributes:
+        rmm_config: How the module saves what its backward pass needs.
+        rmm_context: The context of the converted model, or None for a module outside of one.
+        rmm_index: Index of the module in the converted model.
+        rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
+    """
+
+    rmm_config: RMMConfig
+    rmm_context: ModelContext | None
+    rmm_index: int
+    rmm_mask_checked: bool
+
+    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+        self.rmm_config = config or RMMConfig()
+        self.rmm_context = context
+        self.rmm_index = index
+        self.rmm_mask_checked = False
+
+    def _tear_down(self) -> None:
+        for name in [name for name in vars(self) if name.startswith("rmm_")]:
+            del self.__dict__[name]
+
+    def _note_backward(self, y: Tensor, mask: TokenMask | None) -> None:
+        """Check what the first backward pass shows: ``y`` is the gradient of the output, shape (N, O)."""
+        if self.rmm_context is not None:
+            self.rmm_context.note_backward()
+        if mask is None or self.rmm_mask_checked or is_capturing(y.device):
+            return
+        padding = y[mask.order[int(mask.count) :]]
+        finite = padding.isfinite()
+        if bool((finite & (padding != 0)).any()):
+            name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"
+            raise RuntimeError(_PADDING.format(name))
+        # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
+        self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
+
+    def _check_traced_padding(self, y: Tensor, mask: TokenMask | None) -> None:
+        """Check the same in compiled code."""
+        if mask is not None and not self.rmm_mask_checked:
+            padding = y[mask.order]
+            is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
+            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))  # pyright: ignore

@@ -1,0 +1,72 @@
+"""Several tensors in one tensor of bytes, so that a compiler or a checkpoint saves all of them or none.
+
+A random stand-in belongs to its seed. If an operator returned the two as separate tensors, a compiler could save one of
+them and compute the other again, with another seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+
+_ALIGNED = 16  # bytes: every part can be viewed as its own dtype
+
+SEED: Part = ((1,), torch.int64)
+
+
+def stored_bytes(parts: Sequence[Part]) -> int:
+    """Return the bytes that parts take together.
+
+    Args:
+        parts: Shapes and dtypes.
+
+    Returns:
+        The sum of their bytes, each rounded up to a multiple of 16.
+
+    Example:
+        >>> stored_bytes([((3, 5), torch.uint8), SEED])
+        32
+    """
+    return sum(map(_padded, parts))
+
+
+def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Return uninitialized bytes for parts.
+
+    Args:
+        like: Any tensor on the device.
+        parts: Shapes and dtypes.
+
+    Returns:
+        uint8, one dimension.
+    """
+    return like.new_empty(stored_bytes(parts), dtype=torch.uint8)
+
+
+def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    """Return the parts of stored bytes.
+
+    Args:
+        stored: The bytes, as :func:`empty_stored` returns them.
+        parts: Shapes and dtypes.
+
+    Returns:
+        Views of ``stored``, contiguous.
+    """
+    found, place = [], 0
+    for shape, dtype in parts:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(stored[place : place + size].view(dtype).view(shape))
+        place += _padded((shape, dtype))
+    return found
+
+
+def _padded(part: Part) -> int:
+    shape, dtype = part
+    size = math.prod(shape) * dtype.itemsize
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED

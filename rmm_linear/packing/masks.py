@@ -1,0 +1,50 @@
+"""Masks of zeros in one bit per element, as dropout saves them: exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS = 8
+
+
+def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
+    """Store which elements are not zero.
+
+    Args:
+        mask: Shape (N, C), any dtype.
+        index: Rows to store, int64, shape (n,); None for all.
+
+    Returns:
+        uint8, shape (n, ⌈C / 8⌉): bit j of byte i of a row says whether its element 8·i + j is not zero.
+
+    Example:
+        >>> pack_mask(torch.tensor([[2.0, 0.0, 2.0]]))
+        tensor([[5]], dtype=torch.uint8)
+    """
+    kept = (mask if index is None else mask.index_select(0, index)) != 0
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[1] % _BITS)).unflatten(1, (-1, _BITS))
+    return (kept << torch.arange(_BITS, device=mask.device)).sum(-1).to(torch.uint8)
+
+
+def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
+    """Multiply the stored elements by a number, and set all others to zero.
+
+    Args:
+        y: Floating point, shape (N, C).
+        bits: Result of :func:`pack_mask`.
+        scale: The number.
+        index: The rows that are stored; None for all.
+
+    Returns:
+        Shape (N, C), dtype of ``y``.
+
+    Example:
+        >>> apply_mask(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5]], dtype=torch.uint8), 2.0)
+        tensor([[2., 0., 6.]])
+    """
+    kept = (bits.unsqueeze(-1) >> torch.arange(_BITS, device=bits.device, dtype=torch.uint8)) & 1
+    kept = kept.flatten(1)[:, : y.shape[1]].bool()
+    if index is None:
+        return (y * scale).where(kept, 0)
+    return torch.zeros_like(y).index_copy_(0, index, (y.index_select(0, index) * scale).where(kept, 0))
