@@ -79,7 +79,9 @@ def convert(
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}
-    context = ModelContext([*linears, *packed], config if example is None else _restricted(config, list(linears)))
+    if example is not None:
+        config = _restricted(config, list(linears), list(packed))
+    context = ModelContext([*linears, *packed], config)
     context.attach(model)
     for index, (name, module) in enumerate(linears.items()):
         # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
@@ -171,11 +173,17 @@ def _check_overrides(config: RMMConfig, chosen: Sequence[str]) -> None:
             )
 
 
-def _restricted(config: RMMConfig, linears: list[str]) -> RMMConfig:
-    """Return a configuration that selects the chosen layers without an example."""
+def _restricted(config: RMMConfig, linears: list[str], packed: list[str]) -> RMMConfig:
+    """Return a configuration that selects the chosen modules without an example."""
+    overrides = {
+        pattern: changes
+        for pattern, changes in config.overrides.items()
+        if any(config.override_pattern(name) == pattern for name in (*linears, *packed))
+    }
     if not linears:
-        return config.replace(operations=[name for name in config.operations if name != "linear"])
-    return config.replace(target_modules=linears)
+        others = [name for name in config.operations if name != "linear"]
+        return config.replace(operations=others, overrides=overrides)
+    return config.replace(target_modules=linears, overrides=overrides)
 
 
 def revert(model: nn.Module) -> nn.Module:
