@@ -66,8 +66,7 @@ def norm_gradients(
             x[part] = found
         elif not is_whole and index is not None:
             x.index_copy_(0, index[part], found.to(x.dtype))
-    weight, bias = totals.float().unbind() if sums else (None, None)
-    return NormGradients(x, weight, bias)
+    return NormGradients(x, totals[0].float(), totals[1].float()) if sums else NormGradients(x, None, None)
 
 
 def _parts(

@@ -188,5 +188,5 @@ def norm_gradients(
             )  # fmt: skip
     if not sums:
         return x, None, None
-    weight, bias = partial.sum(0, dtype=torch.float64).float().unbind()
-    return x, weight, bias
+    weight, bias = partial.sum(0, dtype=torch.float64).unbind()
+    return x, weight.float(), bias.float()
