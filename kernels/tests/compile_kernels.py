@@ -36,6 +36,7 @@ TYPES = {
     "p_words": "*i32",
 }
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 
 
 def cases() -> Any:
@@ -86,6 +87,13 @@ def cases() -> Any:
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
+    saved = sys.modules["rmm_linear.kernels.norms"]
+    for bits, dtype, centered in ((2, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True)):
+        shape = {"CENTERED": centered, "BITS": bits, "B_K": 16}
+        indexed = {"HAS_INDEX": True} if centered else {"HAS_INDEX": False, "p_index": None}
+        affine = {"HAS_GAMMA": centered, "SUMS": centered} | ({} if centered else {"p_gamma": None, "p_sums": None})
+        yield f"pack_norm {bits}", saved._pack_norm_kernel, dtype, {**shape, **indexed, "B_D": 256}
+        yield f"norm_backward {bits}", saved._norm_backward_kernel, dtype, {**shape, **indexed, **affine}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
 
 

@@ -52,6 +52,9 @@ def test_every_kernel_is_compared():
         "packed_as_made",
         "masked_rows_unread",
         "strides",
+        "pack_norm",
+        "norm_gradients",
+        "norm_strides",
     }
     assert words >= {"all", "some", "few", "none", "8", "4", "2", "float32", "float16", "bfloat16", "transposed"}
     assert len(COMPARISONS) >= 100

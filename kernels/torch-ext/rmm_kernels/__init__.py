@@ -2,6 +2,7 @@
 
 from .dense_sketch import dense_sketch
 from .masks import apply_mask, pack_mask
+from .norms import norm_gradients, pack_norm
 from .packing import pack, unpack, unrotate
 from .random_keys import random_keys
 from .row_norms import row_norms
@@ -10,8 +11,10 @@ from .sparse_sketch import sparse_sketch
 __all__ = [
     "apply_mask",
     "dense_sketch",
+    "norm_gradients",
     "pack",
     "pack_mask",
+    "pack_norm",
     "random_keys",
     "row_norms",
     "sparse_sketch",

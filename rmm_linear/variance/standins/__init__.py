@@ -1,0 +1,1 @@
+"""Closed-form variances of the gradients that packed stand-ins give, exact and without simulation."""
