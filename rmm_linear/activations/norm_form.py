@@ -81,7 +81,11 @@ def norm_of(module: nn.Module) -> NormForm | None:
         (NormForm(centered=True, eps=1e-05, shift=0.0, dims=1), None)
     """
     parameters = {name: parameter for name, parameter in module.named_parameters(recurse=False)}
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()) or set(parameters) - {"weight", "bias"}:
+    if (
+        any(True for _ in module.children())
+        or any(True for _ in module.buffers())
+        or set(parameters) - {"weight", "bias"}
+    ):
         return None
     forward = _forward(module)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
@@ -99,7 +103,11 @@ def norm_of(module: nn.Module) -> NormForm | None:
 
 def _forward(module: nn.Module) -> Callable[..., object] | None:
     """What computes the output of a tensor: not a packed class's, which calls it. None if there is more to it."""
-    own = (vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind) and not issubclass(kind, PackedModule))
+    own = (
+        vars(kind)["forward"]
+        for kind in type(module).__mro__
+        if "forward" in vars(kind) and not issubclass(kind, PackedModule)
+    )
     forward = next(own)
     is_simple = inspect.isfunction(forward) and len(inspect.signature(forward).parameters) == 2  # and self
     return forward if is_simple and "forward" not in vars(module) else None

@@ -116,7 +116,9 @@ def norm_backward(
     Returns:
         dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,) if not needed.
     """
-    seeds, rstd, codes, qparams = views(stored, _parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits))
+    seeds, rstd, codes, qparams = views(
+        stored, _parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
+    )
     saved = NormCopy(codes, qparams, rstd)
     found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, centered=centered, index=index, dtype=dtype, sums=sums)
     none = y.new_empty(0, dtype=plain.wide(y[:0]).dtype)

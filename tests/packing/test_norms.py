@@ -54,7 +54,7 @@ def check_statistics(bits, centered, columns, masked, draws):
         # The closed form holds for the scales of a draw, so each draw is compared with its own.
         excess = error.square().flatten(1).sum(1) / variance - 1
         spread = Simulation(1 + float(excess.mean()), float(excess.std()) / math.sqrt(draws), draws)
-        assert_variance(spread, 1.0, widest=0.15)
+        assert_variance(spread, 1.0, widest=0.2)
 
 
 @KINDS
@@ -62,7 +62,7 @@ def check_statistics(bits, centered, columns, masked, draws):
 @pytest.mark.parametrize("columns", [64, 96, 40])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_unbiased_with_the_stated_variance(bits, columns, masked, centered):
-    check_statistics(bits, centered, columns, masked, 60)
+    check_statistics(bits, centered, columns, masked, 40)
 
 
 @pytest.mark.montecarlo
@@ -81,7 +81,7 @@ def biased_by(correct, columns):
     dx, dgamma, _ = exact(x, y, weight, True)
     values, sums = [], []
     no_variance = mock.patch.object(norms, "copy_variance", lambda qparams, columns: torch.zeros(len(qparams), columns))
-    for value in range(250):
+    for value in range(160):
         saved = norms.pack_norm(x, 2, seed(value), EPS)
         v = norms.copy_variance(saved.qparams, columns)
         if correct:
@@ -133,7 +133,9 @@ def test_rows_of_any_stride_and_in_several_threads(centered):
             for count in (1, 3):
                 torch.set_num_threads(count)
                 found = NORM_GRADIENTS(b, saved, 4, seed(1), centered=centered)
-                for one, other in zip(found, norms.norm_gradients(b, saved, 4, seed(1), centered=centered), strict=True):
+                for one, other in zip(
+                    found, norms.norm_gradients(b, saved, 4, seed(1), centered=centered), strict=True
+                ):
                     torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6 * float(other.abs().max()))
         finally:
             torch.set_num_threads(threads)

@@ -32,7 +32,14 @@ from rmm_linear.packing.rounding import rotate_groups
 
 @without_autocast
 def norm_input_variance(
-    x: Tensor, grad_output: Tensor, weight: Tensor | None = None, *, bits: int, seed: int, eps: float, centered: bool = True
+    x: Tensor,
+    grad_output: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bits: int,
+    seed: int,
+    eps: float,
+    centered: bool = True,
 ) -> Tensor:
     """Return the variance of the gradient with respect to the input of a norm, for every row.
 
