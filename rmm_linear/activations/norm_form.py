@@ -25,7 +25,7 @@ class NormForm:
 
     Attributes:
         centered: True for LayerNorm, False for RMSNorm, which has no mean.
-        eps: What is added to the variance; None for the dtype's own, as nn.RMSNorm has it.
+        eps: What is added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
         shift: γ = shift + weight: 1 in Gemma's form, else 0.
         dims: The dimensions that are normalized.
     """
@@ -57,7 +57,7 @@ class NormForm:
         Returns:
             The number.
         """
-        return torch.finfo(dtype).eps if self.eps is None else self.eps
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
 
 
 def norm_of(module: nn.Module) -> NormForm | None:
