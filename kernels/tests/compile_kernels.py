@@ -20,6 +20,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from rmm_kernels_derivatives import variants as derivatives
+
 from rmm_linear.backends.triton import kernels
 
 TARGETS = {
@@ -36,6 +38,7 @@ TYPES = {
     "p_words": "*i32",
 }
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
 
 
 def cases() -> Any:
@@ -87,6 +90,7 @@ def cases() -> Any:
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
+    yield from derivatives()
 
 
 def ones() -> Any:
