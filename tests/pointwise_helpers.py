@@ -16,7 +16,7 @@ SEED = torch.tensor([7])
 
 def randn(*shape, seed=1, scale=1.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def packed(module, bits=4, context=None):
@@ -30,8 +30,8 @@ def gradient_of(run, x, y):
     """The output, and the gradient by x for the gradient y by the output; x is not a leaf, as inside of a model."""
     x = x.clone().requires_grad_()
     output = run(x * 1)
-    (gradient,) = torch.autograd.grad(output, x, y)
-    return output.detach(), gradient
+    output.backward(y)
+    return output.detach(), x.grad
 
 
 def is_within_half_a_step(found, x, y, function, bits):

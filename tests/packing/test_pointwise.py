@@ -16,7 +16,7 @@ def autograd(function, x):
 
 @pytest.mark.parametrize("function", FOUND, ids=str)
 def test_derivative_is_that_of_autograd(function):
-    """In float64 at multiples of 0.001, the jumps of Hardswish and ELU among them: about 50 roundings of values to 60."""
+    """In float64 at multiples of 0.001, with the jumps of Hardswish and ELU: some 50 roundings of values to 60."""
     assert (function.derivative(GRID) - autograd(function, GRID)).abs().max() < 1e-13
 
 
