@@ -20,6 +20,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from rmm_kernels_derivatives import variants as derivatives
+
 from rmm_linear.backends.triton import kernels
 
 TARGETS = {
@@ -37,6 +39,7 @@ TYPES = {
 }
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
+TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
 
 
 def cases() -> Any:
@@ -95,6 +98,7 @@ def cases() -> Any:
         yield f"pack_norm {bits}", saved._pack_norm_kernel, dtype, {**shape, **indexed, "B_D": 256}
         yield f"norm_backward {bits}", saved._norm_backward_kernel, dtype, {**shape, **indexed, **affine}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
+    yield from derivatives()
 
 
 def ones() -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import rmm_kernels_comparisons as compare
 import rmm_kernels_norms as norms
+import rmm_kernels_derivatives as derivatives
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 
@@ -92,6 +93,8 @@ def comparisons() -> dict[str, Comparison]:
                 add(compare.layer, kind, bits, mask)
         for bits in (8, 2):
             add(compare.layer, kind, bits, "some")
+    for arguments in derivatives.cases():
+        add(derivatives.derivative, *arguments)
     return found
 
 
@@ -105,6 +108,7 @@ def real_sizes() -> dict[str, Comparison]:
         "gaussian, real size": lambda d: compare.dense_sketch(
             d, "gaussian", 512, "some", torch.bfloat16, (4096, 410, 3072)
         ),
+        "derivative, real size": lambda d: derivatives.derivative(d, "gelu", 4, torch.bfloat16, 14336),
         "pack, real size": lambda device: compare.pack_and_unpack(device, 4, 4096, torch.bfloat16, 1638),
         "row norms, real size": lambda device: compare.row_norms(device, (16384, 4096), torch.bfloat16),
         "norm, real size": lambda device: norms.pack_norm(device, 2, 4096, True, "some", torch.bfloat16, 4096),

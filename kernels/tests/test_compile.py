@@ -30,6 +30,7 @@ def test_every_kernel_compiles_for_every_target(compiled: list[dict]) -> None:
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "unrotate", "random_keys", "hash"}
     names |= {"pack_norm", "norm_backward"}
+    names |= {"pack_derivative", "apply_derivative"}
     assert found == {(name, target) for name in names for target in LIMIT}
 
 

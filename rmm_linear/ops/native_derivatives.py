@@ -62,7 +62,7 @@ def pack_derivative(
         x = x if x.stride(1) == 1 else x.contiguous()
         native.pack_derivative(x, codes, kind, bits, table, noise, index)
         return
-    for part in row_parts(*codes.shape, x.device):
+    for part in row_parts(len(codes), x.shape[1], x.device):
         values = x[part] if index is None else x.index_select(0, index[part])
         native.pack_derivative(values.float().contiguous(), codes[part], kind, bits, table, _rows(noise, part), None)
 
@@ -81,7 +81,7 @@ def apply_derivative(
     if y.dtype == torch.float32:
         return native.apply_derivative(y.contiguous(), codes, kind, bits, line, noise, index)
     out = y.new_empty(y.shape) if index is None else y.new_zeros(y.shape)
-    for part in row_parts(*codes.shape, y.device):
+    for part in row_parts(len(codes), y.shape[1], y.device):
         values = (y[part] if index is None else y.index_select(0, index[part])).float().contiguous()
         found = native.apply_derivative(values, codes[part], kind, bits, line, _rows(noise, part), None).to(y.dtype)
         if index is None:

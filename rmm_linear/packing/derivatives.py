@@ -129,7 +129,7 @@ def _noise(function: Pointwise, seed: Tensor | None, rows: int, columns: int) ->
 
 
 def _dither(noise: RoundingNoise, part: slice) -> Tensor:
-    """u for some rows, float32, shape (rows, columns)."""
+    """Return u for some rows, float32, shape (rows, columns)."""
     return (noise.rows[part, None] ^ noise.columns).view(torch.float32) - 1
 
 

@@ -81,7 +81,7 @@ def _pack_derivative_kernel(
     EXACT: tl.constexpr = FUNCTION == "relu" or FUNCTION == "leaky_relu"
     n_bytes = (n_columns * BITS + 7) // 8
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_b = tl.program_id(1).to(tl.int64) * B_B + tl.arange(0, B_B)
+    o_b = tl.program_id(1) * B_B + tl.arange(0, B_B)  # 32 bits: of columns alone
     m_n = o_n < n_rows
     o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
     o_g = o_b // (8 * BITS)
@@ -104,7 +104,7 @@ def _pack_derivative_kernel(
         elif FUNCTION == "leaky_relu":
             b_code = tl.where(b_x > 0, 1, 0)
         else:
-            _, b_column, _, _ = words(seed, tl.where(m_c, o_c, 0), _STREAM)
+            _, b_column, _, _ = words(seed, tl.where(m_c, o_c, 0).to(tl.int64), _STREAM)
             b_steps = tl.maximum((derivative(b_x, parameter, FUNCTION) - low) * inverse, 0.0)
             b_code = tl.floor(b_steps + _dither(b_row[:, None], b_column[None, :])).to(tl.int32)
         b_bytes += tl.where(m_x, b_code, 0) << (j * BITS)
@@ -123,7 +123,7 @@ def _apply_derivative_kernel(
     """
     n_bytes = (n_columns * BITS + 7) // 8
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_c = tl.program_id(1).to(tl.int64) * B_C + tl.arange(0, B_C)
+    o_c = tl.program_id(1) * B_C + tl.arange(0, B_C)
     m_n = o_n < n_rows
     m_c = o_c < n_columns
     m_y = m_n[:, None] & m_c[None, :]
@@ -132,7 +132,7 @@ def _apply_derivative_kernel(
     h = tl.maximum((tl.minimum(n_columns - o_g * 64, 64) * BITS + 7) // 8, 1)
     o_b = o_g * (8 * BITS) + o_c % 64 % h
     b_bytes = tl.load(p_codes + o_n[:, None] * n_bytes + o_b[None, :], mask=m_y, other=0).to(tl.int32)
-    b_code = (b_bytes >> (o_c % 64 // h * BITS).to(tl.int32)[None, :]) & (2**BITS - 1)
+    b_code = (b_bytes >> (o_c % 64 // h * BITS)[None, :]) & (2**BITS - 1)
     b_y = tl.load(p_y + o_row[:, None] * stride + o_c[None, :], mask=m_y, other=0.0).to(tl.float32)
     if FUNCTION == "relu":
         b_out = tl.where(b_code != 0, b_y, 0.0)
@@ -141,10 +141,15 @@ def _apply_derivative_kernel(
     else:
         seed = tl.load(p_seed)
         b_row, _, _, _ = words(seed, o_n, _STREAM)
-        _, b_column, _, _ = words(seed, o_c, _STREAM)
+        _, b_column, _, _ = words(seed, o_c.to(tl.int64), _STREAM)
         b_u = _dither(b_row[:, None], b_column[None, :])
         b_out = b_y * (low + step * (b_code.to(tl.float32) - (b_u - 0.5)))
     tl.store(p_out + o_row[:, None] * n_columns + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=m_y)
+
+
+def tile_bytes(bits: int) -> int:
+    """Bytes of a row that a program makes: those of 128 columns, 64 at most."""
+    return min(64, 16 * bits)
 
 
 def pack_derivative(
@@ -171,13 +176,13 @@ def pack_derivative(
         index: Rows to store, int64, shape (n,); None for all.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    low, step = line
+    (low, step), tile = line, tile_bytes(bits)
     if codes.numel():
-        grid = (triton.cdiv(codes.shape[0], 16), triton.cdiv(codes.shape[1], 64))
+        grid = (triton.cdiv(codes.shape[0], 16), triton.cdiv(codes.shape[1], tile))
         with on_device(x):
             _pack_derivative_kernel[grid](
                 x, index, seed, codes, codes.shape[0], x.shape[1], x.stride(0), float((*parameters, 0.0)[0]), low,
-                1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, B_N=16, B_B=64, num_warps=4,
+                1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, B_N=16, B_B=tile, num_warps=4,
             )  # fmt: skip
 
 
