@@ -34,6 +34,8 @@ TYPES = {
     "p_index": "*i64",
     "p_scale": "*fp32",
     "p_words": "*i32",
+    "p_bits": "*u8",
+    "scale": "fp32",
 }
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 
@@ -86,6 +88,12 @@ def cases() -> Any:
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
+    masks = sys.modules["rmm_linear.kernels.masks"]
+    for dtype, absent in (("*u8", {"p_index": None}), ("*fp32", {}), ("*bf16", {"p_index": None})):
+        index = {"HAS_INDEX": not absent, **absent}
+        yield f"pack_mask {dtype}", masks._pack_mask_kernel, dtype, {**index, "B_N": 8, "B_B": 64}
+        if dtype != "*u8":
+            yield f"apply_mask {dtype}", masks._apply_mask_kernel, dtype, {**index, "B_N": 16, "B_C": 128}
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
 
 

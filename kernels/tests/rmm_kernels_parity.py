@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import rmm_kernels_comparisons as compare
+import rmm_kernels_masks as masks
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 
@@ -75,6 +76,12 @@ def comparisons() -> dict[str, Comparison]:
             add(compare.sampled, kind, "some", None, dtype)
     for count in (None, 0, 3, 1100, 1500):
         add(compare.random_keys, count)
+    for shape in ((1, 1), (17, 300), (40, 256), (37, 13)):
+        for dtype in DTYPES:
+            for indexed in (False, True):
+                add(masks.pack_and_apply_mask, shape, dtype, indexed)
+    for view in VIEWS:
+        add(masks.strided_masks, view)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
             for bits in (None, 4):
