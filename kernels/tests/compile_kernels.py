@@ -37,6 +37,7 @@ TYPES = {
     "p_bits": "*u8",
     "scale": "fp32",
 }
+TYPES |= {"p_s_codes": "*u8", "p_s_qparams": "*bf16"}
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 
 
@@ -94,6 +95,14 @@ def cases() -> Any:
         yield f"pack_mask {dtype}", masks._pack_mask_kernel, dtype, {**index, "B_N": 8, "B_B": 64}
         if dtype != "*u8":
             yield f"apply_mask {dtype}", masks._apply_mask_kernel, dtype, {**index, "B_N": 16, "B_C": 128}
+    gated = sys.modules["rmm_linear.kernels.gated"]
+    for activation, bits, dtype in ((0, 4, "*bf16"), (1, 8, "*fp32"), (2, 4, "*bf16"), (2, 2, "*fp16"), (3, 4, "*fp32")):
+        both = {"BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 16}
+        both |= {"HAS_INDEX": True} if bits == 2 else {"HAS_INDEX": False, "p_index": None}
+        name = f"{activation} {bits} {dtype}"
+        yield f"pack_gated {name}", gated._pack_gated_kernel, dtype, {**both, "ACTIVATION": activation}
+        if activation != 1:
+            yield f"apply_gated {name}", gated._apply_gated_kernel, dtype, both
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
 
 
@@ -103,7 +112,7 @@ def ones() -> Any:
     for name, kernel, dtype, constants in cases():
         if kernel not in seen:
             seen.add(kernel)
-            integers = {key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "block")}
+            integers = {key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "stride_b", "block")}
             yield f"{name} of ones", kernel, dtype, {**constants, **integers}
 
 
@@ -125,7 +134,7 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = made
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
-        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):
+        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride", "stride_b")):
             aligned.append(place)
     source = ASTSource(
         fn=kernel,

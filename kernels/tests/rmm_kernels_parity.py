@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import rmm_kernels_comparisons as compare
+import rmm_kernels_gated as gated
 import rmm_kernels_masks as masks
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 
 from rmm_linear import packing
+from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.sketches import SAMPLERS
 
 Comparison = Callable[[str], list[Check]]
@@ -82,6 +84,15 @@ def comparisons() -> dict[str, Comparison]:
                 add(masks.pack_and_apply_mask, shape, dtype, indexed)
     for view in VIEWS:
         add(masks.strided_masks, view)
+    for bits in packing.WIDTHS:
+        for activation in ACTIVATIONS:
+            add(gated.gated_products, activation, bits, (37, 130), torch.float32, activation == "silu")
+        for columns in (5, 64):
+            add(gated.gated_products, "gelu", bits, (40, columns), torch.float32, False)
+        add(gated.gated_halves, bits)
+    for dtype in half:
+        for indexed in (False, True):
+            add(gated.gated_products, "silu", 4, (37, 130), dtype, indexed)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
             for bits in (None, 4):

@@ -54,6 +54,8 @@ def test_every_kernel_is_compared():
         "strides",
         "pack_and_apply_mask",
         "strided_masks",
+        "gated_products",
+        "gated_halves",
     }
     assert words >= {"all", "some", "few", "none", "8", "4", "2", "float32", "float16", "bfloat16", "transposed"}
     assert len(COMPARISONS) >= 100

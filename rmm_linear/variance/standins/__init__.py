@@ -1,0 +1,1 @@
+"""Variance of gradients from packed stand-ins, in closed form."""
