@@ -38,11 +38,11 @@ def _pack_natively(
     chunk = rows * columns if a.dtype == torch.float32 else _CHUNK
     for part in row_parts(rows, columns, a.device, max(1, chunk)):
         taken = index if index is None else index[part].contiguous()
-        if a.dtype == torch.float32:
-            gate, other = _side_by_side(a), _side_by_side(b)
-        else:
+        gate, other = a, b
+        if a.dtype != torch.float32:
             gate, other = (matrix[part if taken is None else taken].float() for matrix in (a, b))
             taken = None
+        gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (gate, other))
         noise = signs, row_noise[:, part].contiguous(), column_noise
         found = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in packed]
         if not native.pack_gated(gate, other, list(ACTIVATIONS).index(activation), bits, noise, [*found], taken):
@@ -78,10 +78,6 @@ def _apply_natively(
             if gradient is not None and result is not None:
                 result[place] = gradient.to(y.dtype)
     return found
-
-
-def _side_by_side(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 PACK_GATED = Operation(
