@@ -8,10 +8,13 @@ from typing import Any
 import rmm_kernels_comparisons as compare
 import rmm_kernels_norms as norms
 import rmm_kernels_derivatives as derivatives
+import rmm_kernels_gated as gated
+import rmm_kernels_masks as masks
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 
 from rmm_linear import packing
+from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.sketches import SAMPLERS
 
 Comparison = Callable[[str], list[Check]]
@@ -87,6 +90,21 @@ def comparisons() -> dict[str, Comparison]:
     add(norms.norm_strides, 2)
     for count in (None, 0, 3, 1100, 1500):
         add(compare.random_keys, count)
+    for shape in ((1, 1), (17, 300), (40, 256), (37, 13)):
+        for dtype in DTYPES:
+            for indexed in (False, True):
+                add(masks.pack_and_apply_mask, shape, dtype, indexed)
+    for view in VIEWS:
+        add(masks.strided_masks, view)
+    for bits in packing.WIDTHS:
+        for activation in ACTIVATIONS:
+            add(gated.gated_products, activation, bits, (37, 130), torch.float32, activation == "silu")
+        for columns in (5, 64):
+            add(gated.gated_products, "gelu", bits, (40, columns), torch.float32, False)
+        add(gated.gated_halves, bits)
+    for dtype in half:
+        for indexed in (False, True):
+            add(gated.gated_products, "silu", 4, (37, 130), dtype, indexed)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
             for bits in (None, 4):
