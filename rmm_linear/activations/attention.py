@@ -138,8 +138,8 @@ class PackedAttentionCaller(AttendingModule):
     """A module that calls ``F.scaled_dot_product_attention``, which is packed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        if not self.training:
+        """Run the module's own forward; exact in compiled code, as compilers do not trace all of a mode."""
+        if not self.training or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with _PackingMode(self):
             return super().forward(*args, **kwargs)
