@@ -93,7 +93,7 @@ def pack_attention(
     """
     bits = bits_q, bits_k, bits_v
     parts = _parts(query.shape, value.shape, key.shape, _counts(index, kv_index), bits)
-    stored = empty_stored(query, parts)
+    stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
     seeds, *places = views(stored, parts)
     _set_seeds(seeds, draw_seed() if seed is None else seed)
     for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):

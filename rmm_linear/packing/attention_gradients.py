@@ -58,10 +58,9 @@ def attention_gradients(
         (spec.keys, spec.kv_heads, spec.width),
         (spec.keys, spec.kv_heads, value_width),
     )
-    found = [
-        (grad_output.new_empty if at is None and not spec.is_causal else grad_output.new_zeros)(batch, *shape)
-        for shape, at in zip(shapes, (index, kv_index, kv_index), strict=True)
-    ]
+    # All is written where every token has a row, and every key a query that sees it.
+    is_written = index is None and kv_index is None and not spec.is_causal
+    found = [(grad_output.new_empty if is_written else grad_output.new_zeros)(batch, *shape) for shape in shapes]
     flat, wide = grad_output.flatten(0, 1), torch.promote_types(grad_output.dtype, torch.float32)
     together = max(1, block // max(1, heads * queries * spec.keys))
     of_scores = score_rows(index, heads, queries)
