@@ -86,9 +86,7 @@ class GatedFunction(torch.autograd.Function):
     """act(a) · b, with both of its derivatives packed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, act: nn.Module, activation: str, bits: int, call: PackedCall
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, act: nn.Module, activation: str, bits: int, call: PackedCall) -> Tensor:
         """Compute the product exactly."""
         ctx.call, ctx.bits, ctx.dtype, index = call, bits, a.dtype, call.index
         rows = (matrix.reshape(-1, matrix.shape[-1]) for matrix in (a, b))

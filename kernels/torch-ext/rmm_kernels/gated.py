@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .launch import on_device, precision
-from .packing import GROUP, dithered_group, empty_sketch, rotate_back, store_packed
+from .packing import GROUP, empty_sketch, load_packed, store_packed
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -74,12 +74,10 @@ def _apply_gated_kernel(
     o_out = o_row[:, None] * n_columns + o_j[None, :]
     b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
     if HAS_P:
-        b_p = dithered_group(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS)
-        b_p = rotate_back(b_p, tl.load(p_seed), i_g, n_columns, PRECISION)
+        b_p, _ = load_packed(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS, PRECISION)
         tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
     if HAS_S:
-        b_s = dithered_group(p_s_codes, p_s_qparams, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS)
-        b_s = rotate_back(b_s, tl.load(p_seed + 1), i_g, n_columns, PRECISION)
+        b_s, _ = load_packed(p_s_codes, p_s_qparams, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS, PRECISION)
         tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 

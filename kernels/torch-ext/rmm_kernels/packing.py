@@ -126,39 +126,6 @@ def _pack_kernel(
 @triton.jit
 def load_rotated(p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr):
     """One group of some rows, left rotated, float32 (B_K, 64), and its scales, float32 (B_K,); 0 for rows masked out.
-def dithered_group(p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr):
-    """What a group of codes stands for, left rotated: float32 (B_K, 64).
-
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). seed: int64 scalar. o_k: int64 (B_K,), rows.
-    m_k: rows that exist. i_g: number of the group.
-    """
-    o_j = tl.arange(0, 64)
-    size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
-    m_z = m_k[:, None] & (o_j < size)[None, :]
-    h = (size * BITS + 7) // 8
-    o_bytes = o_k[:, None] * ((n_columns * BITS + 7) // 8) + i_g * (8 * BITS) + (o_j % h)[None, :]
-    b_bytes = tl.load(p_codes + o_bytes, mask=m_z, other=0).to(tl.int32)
-    b_codes = (b_bytes >> (o_j // h * BITS)[None, :]) & (2**BITS - 1)
-    o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
-    b_offset = tl.load(p_qparams + o_range, mask=m_k, other=0.0).to(tl.float32)
-    b_scale = tl.load(p_qparams + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
-    b_u = _dither(seed, o_k, i_g * 64 + o_j)
-    return (b_codes.to(tl.float32) - (b_u - 0.5)) * b_scale[:, None] + b_offset[:, None]
-
-
-@triton.jit
-def rotate_back(b_z, seed, i_g, n_columns, PRECISION: tl.constexpr):
-    """Undo the rotation of a group, float32 (B_K, 64), if it is a whole one."""
-    if n_columns - i_g * 64 >= 64:
-        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(seed)[None, :]
-    return b_z
-
-
-@triton.jit
-def _unpack_kernel(
-    p_codes, p_qparams, p_seed, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
-):  # fmt: skip
-    """One tile of B_K rows and one group, left rotated.
 
     p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). seed: int64 scalar. o_k: int64 (B_K,), rows of the
     packed matrix. m_k: rows that exist. i_g: int64, number of the group. The columns beyond the last are not zero.
@@ -205,11 +172,6 @@ def _unpack_kernel(
     b_z, _ = load_rotated(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS)
     p_tile = p_z + o_k[:, None] * n_columns + o_j[None, :]
     tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_j < n_columns)[None, :])
-    m_k = o_k < n_rows
-    b_z = dithered_group(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS)
-    m_z = m_k[:, None] & (i_g * 64 + o_j < n_columns)[None, :]
-    o_z = o_k[:, None] * n_columns + i_g * 64 + o_j[None, :]
-    tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
 @triton.jit
@@ -225,7 +187,8 @@ def _unrotate_kernel(
     o_j = i_g * 64 + tl.arange(0, 64)
     m_z = (o_k < n_rows)[:, None] & (o_j < n_columns)[None, :]
     b_z = tl.load(p_m + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    b_z = rotate_back(b_z, tl.load(p_seed), i_g, n_columns, PRECISION)
+    if n_columns - i_g * 64 >= 64:
+        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(tl.load(p_seed))[None, :]
     tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 

@@ -2,7 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "groups.h"
+#include "packing.h"
 #include "variants.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -135,13 +135,16 @@ INLINE void unpack_and_multiply(
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8, left = columns - group * GROUP;
     int size = left < GROUP ? (int)left : GROUP;
     lanes v[PARTS];
-    unpack_group(
-        from.codes + row * bytes + group * 8 * bits, from.qparams + (row * groups + group) * 2, size, bits,
-        n->rows[which * rows + row], n->columns + which * columns + group * GROUP, (float *)v);
+    const uint8_t *codes = from.codes + row * bytes + group * 8 * bits;
+    const uint16_t *qparams = from.qparams + (row * groups + group) * 2;
+    int32_t a = n->rows[which * rows + row];
+    const int32_t *c = n->columns + which * columns + group * GROUP;
     if (size < GROUP) {
+        unpack_short_group(size, bits, codes, a, c, qparams, (float *)v);
         for (int i = 0; i < size; i++) out[i] = y[i] * v[i / LANES][i % LANES];
         return;
     }
+    unpack_group(bits, codes, a, c, qparams, v);
     rotate(v);
     for (int k = 0; k < PARTS; k++) {
         lanes signs = LOAD(n->signs + which * GROUP + k * LANES);

@@ -7,7 +7,6 @@
 
 #include "countsketch.h"
 #include "packing.h"
-#include "groups.h"
 #include "variants.h"
 
 static inline __attribute__((always_inline)) void pack_whole_groups(
@@ -71,17 +70,6 @@ VARIANTS static void unpack_rows(
                 (int)(columns - whole * GROUP), bits, from + whole * 8 * bits, a[row], c + whole * GROUP,
                 row_qparams + whole * 2, to + whole * GROUP);
     }
-VARIANTS static void unpack_rows(
-    const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits,
-    const int32_t *a, const int32_t *c, float *z) {
-    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
-    for (int64_t row = begin; row < end; row++)
-        for (int64_t group = 0; group < groups; group++) {
-            int size = columns - group * GROUP < GROUP ? (int)(columns - group * GROUP) : GROUP;
-            unpack_group(
-                codes + row * bytes + group * 8 * bits, qparams + (row * groups + group) * 2, size, bits, a[row],
-                c + group * GROUP, z + row * columns + group * GROUP);
-        }
 }
 
 VARIANTS static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
