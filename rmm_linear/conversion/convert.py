@@ -214,7 +214,8 @@ def revert(model: nn.Module) -> nn.Module:
             module.rmm_context.release()
         module._tear_down()
         module.__class__ = _original_class(type(module))
-    detach(model)
+    for module in model.modules():  # the model that was converted, if this is a wrapper of it
+        detach(module)
     return model
 
 
