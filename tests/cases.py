@@ -8,11 +8,13 @@ from helpers import ALL_ARCHITECTURES
 from rmm_linear import RMMConfig
 from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
-QUARTER = {"ratio": 0.25, "min_rows": 1}
+# Linear layers alone: all other gradients are exact. What stands in for other operations has tests of its own.
+LINEAR = {"operations": ("linear",)}
+QUARTER = {"ratio": 0.25, "min_rows": 1, **LINEAR}
 ROUGH = {"kind": "countsketch", **QUARTER}
 ROUGH_BODY = {**ROUGH, "min_rows": 8}  # a model's head stays exact: it sees one row per sequence, of which there are 4
 WTA = {"kind": "wta", **QUARTER}
-EXACT = {"ratio": 1.0, "min_rows": 1}
+EXACT = {"ratio": 1.0, "min_rows": 1, **LINEAR}
 CONFIG = RMMConfig(**ROUGH)
 
 KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]
