@@ -68,7 +68,7 @@ class PackedNorm(PackedModule):
         return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
 
     def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
-        """The packed copy, which norms that read the same input share; made outside of the autograd function for that."""
+        """The packed copy, made outside of the autograd function: norms that read the same input share it."""
         context, call, form = self.rmm_context, norm.call, norm.form
         cache = context.sketch_cache if context is not None and context.is_open() and call.seed is not None else None
         eps = form.eps_of(input.dtype)

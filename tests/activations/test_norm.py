@@ -1,4 +1,4 @@
-"""A norm that saves a packed copy: outputs to the bit, gradients in the right dtypes, bytes, and everything around it."""
+"""A norm that saves a packed copy: outputs to the bit, gradients in the right dtypes, bytes, and what is around it."""
 
 import copy
 import dataclasses
