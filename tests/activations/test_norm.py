@@ -137,6 +137,15 @@ def test_output_may_be_changed_in_place():
     assert x.grad is not None
 
 
+def test_the_input_may_be_given_by_its_name():
+    module, x = packed(fresh()), batch()
+    assert torch.equal(module(input=x), module(x))
+    with pytest.raises(TypeError):
+        module(x, x)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(x[..., :5])
+
+
 def test_nothing_is_an_input_too():
     module = packed(fresh())
     x = torch.zeros(0, WIDTH, requires_grad=True)

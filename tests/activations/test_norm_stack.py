@@ -74,23 +74,25 @@ def test_one_graph_for_all_lengths_and_a_new_copy_in_every_step(name):
     torch._dynamo.reset()
 
 
+class Sum(nn.Module):
+    """The sum of norms of one input, and of one norm that reads another tensor."""
+
+    def __init__(self, *norms, other=None):
+        super().__init__()
+        self.norms, self.other = nn.ModuleList(norms), other
+
+    def forward(self, x):
+        total = sum(norm(x) for norm in self.norms)
+        return total if self.other is None else total + self.other(x * 2)
+
+
 def test_norms_that_read_the_same_input_share_one_copy():
     """As in parallel attention blocks; another input, or another eps, has a copy of its own."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList([fresh(), fresh(), nn.LayerNorm(WIDTH, eps=1e-3), fresh()])
-
-        def forward(self, x):
-            first, second, third, fourth = self.norms
-            return first(x) + second(x) + third(x) + fourth(x * 2)
-
-    block = Block().train()
     context = ModelContext([str(number) for number in range(4)])
-    for number, norm in enumerate(block.norms):
-        block.norms[number] = packed(norm)
-        block.norms[number]._set_up(None, context, number)
+    norms = [packed(norm) for norm in (fresh(), fresh(), nn.LayerNorm(WIDTH, eps=1e-3), fresh())]
+    for number, norm in enumerate(norms):
+        norm._set_up(None, context, number)
+    block = Sum(*norms[:3], other=norms[3])
     context.attach(block)
     places = []
 
@@ -105,3 +107,12 @@ def test_norms_that_read_the_same_input_share_one_copy():
     assert places[0] == places[1]
     assert len(set(places)) == 3
     assert context.sketch_cache.groups == {(0, 1)}
+
+
+def test_compilers_merge_the_copies_of_norms_that_read_the_same_input():
+    first, second, x = packed(fresh()), packed(fresh()), batch()
+    graphs = Graphs()
+    compiled = graphs.compile(Sum(first, second))
+    compiled(x).sum().backward()
+    assert graphs.counts[0]["rmm_linear.pack_norm.default"] == 1
+    torch._dynamo.reset()
