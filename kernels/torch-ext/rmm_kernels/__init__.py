@@ -1,6 +1,8 @@
 """Triton kernels for random sketches and their storage in few bits."""
 
 from .dense_sketch import dense_sketch
+from .derivatives import apply_derivative, pack_derivative
+from .gated import apply_gated, pack_gated
 from .masks import apply_mask, pack_mask
 from .norms import norm_gradients, pack_norm
 from .packing import pack, unpack, unrotate
@@ -9,10 +11,14 @@ from .row_norms import row_norms
 from .sparse_sketch import sparse_sketch
 
 __all__ = [
+    "apply_derivative",
+    "apply_gated",
     "apply_mask",
     "dense_sketch",
     "norm_gradients",
     "pack",
+    "pack_derivative",
+    "pack_gated",
     "pack_mask",
     "pack_norm",
     "random_keys",

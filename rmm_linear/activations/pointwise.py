@@ -1,0 +1,170 @@
+"""Pointwise activations that save their derivative in few bits, and the search for what a module computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.activations.base import _PAIRS, PackedCall, PackedModule
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.derivatives import apply_derivative, pack_derivative
+from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
+
+_TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
+    nn.GELU: lambda module: Pointwise("gelu" if module.approximate == "none" else "gelu_tanh"),
+    nn.SiLU: lambda module: Pointwise("silu"),
+    nn.ReLU: lambda module: Pointwise("relu"),
+    nn.Mish: lambda module: Pointwise("mish"),
+    nn.Hardswish: lambda module: Pointwise("hardswish"),
+    nn.Sigmoid: lambda module: Pointwise("sigmoid"),
+    nn.Tanh: lambda module: Pointwise("tanh"),
+    nn.ELU: lambda module: Pointwise("elu", (float(module.alpha),)),
+    nn.LeakyReLU: lambda module: Pointwise("leaky_relu", (float(module.negative_slope),)),
+}
+_UNPARAMETERIZED = [name for name in FUNCTIONS if name not in ("elu", "leaky_relu")]
+_TOLERANCE = 1e-7  # constants that a model writes with ten digits, not another function
+_found: dict[tuple[Any, ...], Pointwise | None] = {}
+
+
+class PackedActivation(PackedModule):
+    """A pointwise activation that saves its derivative in few bits instead of its input.
+
+    The output is that of the module itself, to the bit. The gradient by the input is unbiased, see
+    :mod:`rmm_linear.packing.derivatives`; of ReLU and LeakyReLU it is exact.
+
+    Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
+    code they save what they saved before.
+
+    Attributes:
+        rmm_bits: Bits per element, 8, 4, 2 or 1; ReLU and LeakyReLU always take 1, ReLU² at least 2.
+        rmm_function: What the module computes, found when it is set up.
+    """
+
+    rmm_bits: int = 4
+    rmm_function: Pointwise
+
+    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+        super()._set_up(config, context, index)
+        function = pointwise_function(self)
+        if function is None:
+            raise TypeError(f"{type(self).__name__} is no pointwise function that is known. Leave it as it is.")
+        self.rmm_function = function
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the activation.
+
+        Args:
+            input: Any shape.
+
+        Returns:
+            The shape of ``input``.
+        """
+        if not self.training:
+            return super().forward(input)
+        call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=not self.rmm_function.is_exact)
+        is_saving = torch.is_grad_enabled() and input.requires_grad and input.dim() and input.is_floating_point()
+        is_inplace = getattr(self, "inplace", False)
+        if not is_saving or not input.shape[-1] or (is_inplace and torch.compiler.is_compiling()):
+            return super().forward(input)
+        bits = self.rmm_function.bits(self.rmm_bits)
+        return PointwiseFunction.apply(input, super().forward, is_inplace, self.rmm_function, bits, call)
+
+
+class PointwiseFunction(torch.autograd.Function):
+    """A pointwise function with its derivative in few bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        exact: Callable[[Tensor], Tensor],
+        is_inplace: bool,
+        function: Pointwise,
+        bits: int,
+        call: PackedCall,
+    ) -> Tensor:
+        """Apply the function; the codes are made before it may overwrite its input."""
+        index = call.index
+        ctx.call, ctx.dtype = call, input.dtype
+        ctx.stored_as = function.name, function.parameters, bits
+        rows = input.reshape(-1, input.shape[-1])
+        ctx.save_for_backward(pack_derivative(rows, index, call.seed, *ctx.stored_as), index)
+        output = exact(input)
+        if is_inplace:
+            ctx.mark_dirty(input)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradient."""
+        refuse_double_backward("a packed activation")
+        (grad_output,), (stored, index) = grad_outputs, ctx.saved_tensors
+        y = grad_output.reshape(-1, grad_output.shape[-1])
+        if ctx.call.on_backward is not None:
+            ctx.call.on_backward(y, ctx.call.mask)
+        grad_input = apply_derivative(y, stored, index, *ctx.stored_as).view(grad_output.shape).to(ctx.dtype)
+        return grad_input, *(None for _ in ctx.needs_input_grad[1:])
+
+
+def pointwise_function(module: nn.Module) -> Pointwise | None:
+    """Find the pointwise function that a module computes.
+
+    PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
+    imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
+
+    Args:
+        module: The module, converted or not.
+
+    Returns:
+        The function, or None for an unknown one.
+
+    Example:
+        >>> pointwise_function(nn.LeakyReLU(0.2))
+        Pointwise(name='leaky_relu', parameters=(0.2,))
+        >>> pointwise_function(nn.Softmax(-1)) is None
+        True
+    """
+    kind: type[nn.Module] = type(module)
+    if kind in _PAIRS:
+        kind = _PAIRS[kind][1]
+    if kind in _TORCH:
+        return _TORCH[kind](module)
+    if kind not in _transformers_classes() or any(True for _ in module.parameters()):
+        return None
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    settings = {name: value for name, value in settings.items() if name != "training" and not name.startswith("rmm_")}
+    key = kind, *sorted(settings.items())
+    if key not in _found:
+        _found[key] = _try_on_grid(kind, module)
+    return _found[key]
+
+
+def _transformers_classes() -> set[type]:
+    """The classes that ACT2FN makes activations of: its values, or the first of a pair of class and arguments."""
+    activations = sys.modules.get("transformers.activations")
+    known = getattr(activations, "ACT2FN", {})
+    return {value[0] if isinstance(value, tuple) else value for value in dict.values(known)}
+
+
+def _try_on_grid(kind: type[nn.Module], module: nn.Module) -> Pointwise | None:
+    """The known function that has the same values and derivatives; hooks of the module do not run."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.linspace(-40, 40, 8001, dtype=torch.float64, device="cpu") + 1 / 3
+        x.requires_grad_()
+        try:
+            y = kind.forward(module, x)
+            (slope,) = torch.autograd.grad(y.sum(), x)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        for function in map(Pointwise, _UNPARAMETERIZED):
+            expected = function(x)
+            near = (torch.isclose(y, expected, _TOLERANCE, _TOLERANCE), torch.isclose(slope, function.derivative(x)))
+            if y.shape == x.shape and y.dtype == x.dtype and bool(torch.stack(near).all()):
+                return function
+    return None

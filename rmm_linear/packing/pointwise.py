@@ -1,0 +1,176 @@
+"""Pointwise functions and their derivatives: what an activation module computes, and what its backward pass needs.
+
+The gradient by the input of y = g(x) is dX = dY ∘ g'(x), so g'(x) is all that the backward pass needs of x. It lies in
+a range [low, high] that is known beforehand, whatever x is, for every function here but the square of ReLU. Ranges
+are rounded outwards, so that a derivative computed in float32 lies inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_MARGIN = 2.0**-18  # relative margin of a step, so that a rounded sum of step and noise never exceeds the last code
+_FAR = 1024.0  # beyond it every derivative has reached its limit; the formulas need a finite x
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A function that is applied to every element.
+
+    Attributes:
+        name: One of :data:`FUNCTIONS`.
+        parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
+
+    Example:
+        >>> Pointwise("leaky_relu", (0.1,)).derivative(torch.tensor([-2.0, 3.0]))
+        tensor([0.1000, 1.0000])
+    """
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the function.
+
+        Args:
+            x: Floating point, any shape.
+
+        Returns:
+            g(x).
+        """
+        return FUNCTIONS[self.name].value(x, *self.parameters)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Compute g'(x). At a jump of g' it is what PyTorch's backward pass takes.
+
+        Args:
+            x: float32 or float64, any shape.
+
+        Returns:
+            g'(x). NaN counts as −∞, unless the derivative is exact in one bit: then it is PyTorch's.
+        """
+        if not self.is_exact and self.is_bounded:
+            x = x.nan_to_num(-_FAR).clamp(-_FAR, _FAR)
+        return FUNCTIONS[self.name].derivative(x, *self.parameters)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether g' has two values, one of which is 1, so that one bit says all."""
+        return self.name in ("relu", "leaky_relu")
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether g' has a finite range."""
+        return self.name != "relu_squared"
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The interval [low, high] that holds g'(x) for every x; infinite where there is none."""
+        if self.name == "elu":
+            (alpha,) = self.parameters
+            return min(0.0, alpha), max(1.0, alpha)
+        if self.name == "leaky_relu":
+            (slope,) = self.parameters
+            return min(1.0, slope), max(1.0, slope)
+        return FUNCTIONS[self.name].range
+
+    def bits(self, wanted: int) -> int:
+        """Return the width in which the stand-in is stored.
+
+        Args:
+            wanted: 8, 4, 2 or 1.
+
+        Returns:
+            1 where that is exact, at least 2 for the square of ReLU, else ``wanted``.
+        """
+        return 1 if self.is_exact else wanted if self.is_bounded else max(2, wanted)
+
+    def step(self, bits: int) -> float:
+        """Return the distance of two codes, by which the range is cut into 2^bits − 1 parts.
+
+        Args:
+            bits: 8, 4, 2 or 1.
+
+        Returns:
+            The step.
+        """
+        low, high = self.range
+        return (high - low) * (1 + _MARGIN) / (2**bits - 1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a name in :data:`FUNCTIONS` stands for.
+
+    Attributes:
+        value: g.
+        derivative: g', for finite x.
+        range: See :attr:`Pointwise.range`; that of parameters at their defaults.
+    """
+
+    value: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+    range: tuple[float, float]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    factor, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(factor * (x + cubic * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * factor * (1 + 3 * cubic * x * x)
+
+
+def _silu(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _mish(x: Tensor) -> Tensor:
+    t = torch.tanh(F.softplus(x))
+    return t + x * (1 - t * t) * torch.sigmoid(x)
+
+
+def _hardswish(x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0, torch.where(x >= 3, 1, x / 3 + 0.5))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+def _elu(x: Tensor, alpha: float) -> Tensor:
+    return torch.where(x > 0, 1, alpha * torch.exp(x.clamp(max=0)))
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.where(x <= 0, 0, torch.ones_like(x))
+
+
+def _leaky_relu(x: Tensor, slope: float) -> Tensor:
+    return torch.where(x > 0, torch.ones_like(x), slope)
+
+
+FUNCTIONS: dict[str, Family] = {
+    "gelu": Family(F.gelu, _gelu, (-0.129, 1.129)),
+    "gelu_tanh": Family(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, (-0.1292, 1.1292)),
+    "silu": Family(F.silu, _silu, (-0.0999, 1.0999)),
+    "quick_gelu": Family(lambda x: x * torch.sigmoid(1.702 * x), lambda x: _silu(1.702 * x), (-0.0999, 1.0999)),
+    "mish": Family(F.mish, _mish, (-0.1126, 1.0886)),
+    "hardswish": Family(F.hardswish, _hardswish, (-0.5, 1.5)),
+    "sigmoid": Family(torch.sigmoid, _sigmoid, (0.0, 0.25)),
+    "tanh": Family(torch.tanh, lambda x: 1 - torch.tanh(x).square(), (0.0, 1.0)),
+    "elu": Family(F.elu, _elu, (0.0, 1.0)),
+    "relu": Family(F.relu, _relu, (0.0, 1.0)),
+    "leaky_relu": Family(F.leaky_relu, _leaky_relu, (0.01, 1.0)),
+    "relu_squared": Family(lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x), (0.0, math.inf)),
+}
