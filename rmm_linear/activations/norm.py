@@ -17,8 +17,6 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.norms import norm_backward, pack_norm
 
-_BITS = 2
-
 
 @dataclass(frozen=True)
 class _Norm:
@@ -66,7 +64,7 @@ class PackedNorm(PackedModule):
         is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
         if is_distributed or not (torch.is_grad_enabled() and input.requires_grad):
             return super().forward(input)
-        norm = _Norm(form, getattr(self.rmm_config, "norm_bits", _BITS), call)
+        norm = _Norm(form, self.rmm_config.norm_bits, call)
         return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
 
     def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
