@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import rmm_kernels_comparisons as compare
-import rmm_kernels_norms as norms
 import rmm_kernels_derivatives as derivatives
 import rmm_kernels_gated as gated
 import rmm_kernels_masks as masks
+import rmm_kernels_norms as norms
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 

@@ -17,8 +17,6 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.norms import norm_backward, pack_norm
 
-_BITS = 2
-
 
 @dataclass(frozen=True)
 class _Norm:
@@ -47,28 +45,30 @@ class PackedNorm(PackedModule):
         super()._set_up(config, context, index)
         self.rmm_norm = norm_of(self)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *args: Any, **named: Any) -> Tensor:
         """Normalize.
 
         Args:
-            input: Shape (*, H).
+            *args: The input, shape (*, H).
+            **named: Or the input by its name.
 
         Returns:
-            The shape of ``input``.
+            The shape of the input.
         """
-        form = self.rmm_norm
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        if not self.training or form is None or not input.is_floating_point() or input.dim() < form.dims:
-            return super().forward(input)
+        form, values = self.rmm_norm, (*args, *named.values())
+        if not self.training or form is None or len(values) != 1 or not _has_rows(values[0], form.dims):
+            return super().forward(*args, **named)
+        (input,) = values
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
         if is_distributed or not (torch.is_grad_enabled() and input.requires_grad):
             return super().forward(input)
-        norm = _Norm(form, getattr(self.rmm_config, "norm_bits", _BITS), call)
+        norm = _Norm(form, self.rmm_config.norm_bits, call)
         return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
 
     def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
-        """The packed copy, which norms that read the same input share; made outside of the autograd function for that."""
+        """The packed copy, made outside of the autograd function: norms that read the same input share it."""
         context, call, form = self.rmm_context, norm.call, norm.form
         cache = context.sketch_cache if context is not None and context.is_open() and call.seed is not None else None
         eps = form.eps_of(input.dtype)
@@ -80,6 +80,10 @@ class PackedNorm(PackedModule):
             if cache is not None:
                 cache.add(input, key, self.rmm_index, saved)
         return saved[0]
+
+
+def _has_rows(input: object, dims: int) -> bool:
+    return isinstance(input, Tensor) and input.is_floating_point() and input.dim() >= dims
 
 
 class NormFunction(torch.autograd.Function):

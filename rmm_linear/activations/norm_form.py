@@ -63,12 +63,12 @@ class NormForm:
 def norm_of(module: nn.Module) -> NormForm | None:
     """Find out whether a module is a LayerNorm or an RMSNorm over the last dimension, and in which form.
 
-    nn.LayerNorm and nn.RMSNorm are known, over any number of dimensions. Other modules without children and buffers whose
-    forward takes one tensor, with a ``weight`` and a ``bias`` of one dimension or without, are run on random input with
-    random parameters, in train and in eval mode, and compared with what a norm computes; so are BatchNorm, GroupNorm,
-    dropout and activations told apart. Inputs as small as √eps confirm the eps that an attribute states. A copy of the
-    module is run, in float32, without its hooks; random number generators are as before afterwards. Modules on the meta
-    device and sharded ones are not run.
+    nn.LayerNorm and nn.RMSNorm are known, over any number of dimensions. Other modules without children and buffers
+    whose forward takes one tensor, with a ``weight`` and a ``bias`` of one dimension or without, are run on random
+    input with random parameters, in train and in eval mode, and compared with what a norm computes: this tells them
+    from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
+    states. A copy of the module is run, in float32 and without hooks; random number generators are as before
+    afterwards. Modules on the meta device and sharded ones are not run.
 
     Args:
         module: Any module.
@@ -80,12 +80,9 @@ def norm_of(module: nn.Module) -> NormForm | None:
         >>> norm_of(nn.LayerNorm(8)), norm_of(nn.BatchNorm1d(8))
         (NormForm(centered=True, eps=1e-05, shift=0.0, dims=1), None)
     """
-    parameters = {name: parameter for name, parameter in module.named_parameters(recurse=False)}
-    if (
-        any(True for _ in module.children())
-        or any(True for _ in module.buffers())
-        or set(parameters) - {"weight", "bias"}
-    ):
+    parameters = dict(module.named_parameters(recurse=False))
+    has_more = [*module.children(), *module.buffers(), *(set(parameters) - {"weight", "bias"})]
+    if has_more:
         return None
     forward = _forward(module)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):

@@ -66,7 +66,8 @@ def norm_gradients(
             x[part] = found
         elif not is_whole and index is not None:
             x.index_copy_(0, index[part], found.to(x.dtype))
-    return NormGradients(x, totals[0].float(), totals[1].float()) if sums else NormGradients(x, None, None)
+    weight, bias = (total.float() for total in (totals if sums else totals.new_empty(2, 0)))
+    return NormGradients(x, weight, bias)
 
 
 def _parts(

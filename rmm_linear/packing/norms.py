@@ -1,15 +1,15 @@
 """LayerNorm and RMSNorm whose backward pass reads one packed copy of the normalized rows: unbiased.
 
-A row x of H elements is normalized to h = (x − mean(x)) · rstd with rstd = 1 / √(mean((x − mean(x))²) + eps); RMSNorm has
-no means. The output is γ ∘ h + β, and with Y the gradient of the output and g = γ ∘ y its gradient is
+A row x of H elements is normalized to h = (x − mean(x)) · rstd with rstd = 1 / √(mean((x − mean(x))²) + eps); RMSNorm
+has no means. The output is γ ∘ h + β. With y the gradient of a row of it, and g = γ ∘ y,
 
     dX = rstd · (g − mean(g) − h ⟨h, g⟩ / H)        dγ = Σ y ∘ h        dβ = Σ y        sums over rows
 
-Saved are rstd and h, rotated and packed in groups of 64 (:mod:`rmm_linear.packing.pack`), not x: h needs no mean, and the
-mean of a row, which the rotation would spread over all elements, does not widen the scales. What is unpacked is ĥ = h + e.
-Rotated, the elements of e are independent of each other within the row and of h and y, have the mean 0 and, within a
-group, all the variance v = scale² / 12. The rotation of a group is orthonormal and v is the same within it, so that
-E[e eᵀ] = diag(v) in the original columns too (the shorter last group is not rotated at all). Hence
+Saved are rstd and h, rotated and packed in groups of 64 (:mod:`rmm_linear.packing.pack`), not x: the backward pass then
+needs no mean, and the mean of a row, which the rotation would spread over all elements, does not widen the scales. What
+is unpacked is ĥ = h + e. Rotated, the elements of e are independent of each other within the row and of h and y, have
+the mean 0 and, within a group, all the variance v = scale² / 12. The rotation of a group is orthonormal and v is the
+same within it, so E[e eᵀ] = diag(v) in the original columns too (the shorter last group is not rotated at all). Hence
 
     E[ĥ ⟨ĥ, g⟩] = h ⟨h, g⟩ + E[e ⟨e, g⟩] = h ⟨h, g⟩ + v ∘ g
 
@@ -51,13 +51,13 @@ class NormGradients(NamedTuple):
 
     Attributes:
         x: Of its input, shape (N, H).
-        weight: Of γ, shape (H,); None if the sums over rows are not needed.
-        bias: Of β, shape (H,); None likewise.
+        weight: Of γ, shape (H,), or (0,) if the sums over rows are not needed.
+        bias: Of β, likewise.
     """
 
     x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor
+    bias: Tensor
 
 
 @without_autocast
@@ -129,9 +129,9 @@ def norm_gradients(
     if index is not None:
         x = x.new_zeros(y.shape).index_copy_(0, index, x)
     if not sums:
-        return NormGradients(x, None, None)
-    weight, bias = ((rows * h).sum(0, dtype=torch.float64), rows.sum(0, dtype=torch.float64))
-    return NormGradients(x, weight.to(rows.dtype), bias.to(rows.dtype))
+        return NormGradients(x, rows.new_empty(0), rows.new_empty(0))
+    weight, bias = (sums_of.sum(0, dtype=torch.float64).to(rows.dtype) for sums_of in (rows * h, rows))
+    return NormGradients(x, weight, bias)
 
 
 def copy_variance(qparams: Tensor, columns: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""A norm that saves a packed copy: outputs to the bit, gradients in the right dtypes, bytes, and everything around it."""
+"""A norm that saves a packed copy: outputs to the bit, gradients in the right dtypes, bytes, and what is around it."""
 
 import copy
 import dataclasses
-import functools
 import gc
 import math
 import pickle
@@ -10,55 +9,13 @@ import weakref
 
 import pytest
 import torch
-from compile_helpers import Graphs
-from norm_helpers import packed
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from norm_helpers import NORMS, WIDTH, Bits, batch, error, fresh, gradients, packed
 
 from rmm_linear.activations.norm import PackedNorm
-from rmm_linear.context.model_context import ModelContext
-from rmm_linear.ops.norms import norm_backward, norm_bytes, pack_norm
+from rmm_linear.ops.norms import norm_bytes
 from rmm_linear.sketches import TokenMask
 
-WIDTH = 96
-NORMS = {
-    "layer": lambda: nn.LayerNorm(WIDTH),
-    "rms": lambda: nn.RMSNorm(WIDTH),
-    "no bias": lambda: nn.LayerNorm(WIDTH, bias=False),
-    "no affine": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
-    "two dimensions": lambda: nn.LayerNorm((6, 16)),
-}
 EVERY = pytest.mark.parametrize("name", NORMS)
-
-
-class Bits:
-    """A configuration of which only the width is read."""
-
-    def __init__(self, bits):
-        self.norm_bits, self.mask_padding = bits, True
-
-
-def fresh(name="layer"):
-    module = NORMS[name]()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, 1.0, 0.3)
-    return module
-
-
-def batch(name="layer", dtype=torch.float32, length=10):
-    generator = torch.Generator().manual_seed(length)
-    shape = (3, length, 6, 16) if name == "two dimensions" else (3, length, WIDTH)
-    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-
-
-def gradients(module, x, y):
-    inputs = [x, *module.parameters()]
-    output = module(x)
-    return output, torch.autograd.grad(output, inputs, y.to(output.dtype))
-
-
-def error(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @EVERY
@@ -152,86 +109,6 @@ def test_the_bytes_are_those_of_the_formula_and_the_input_is_freed(name, bits):
     output.sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_in_a_checkpoint_the_gradient_is_one_draw_of_the_same(use_reentrant):
-    """Twice the same seed by the generator: the second pass makes a copy of its own, and reads that one."""
-    module, x = packed(fresh()), batch()
-    module.rmm_config = Bits(8)
-    y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    expected = gradients(fresh_like(module), x, y)[1]
-    output = checkpoint(module, x, use_reentrant=use_reentrant)
-    output.backward(y)
-    for one, other in zip((x.grad, module.weight.grad, module.bias.grad), expected, strict=True):
-        assert error(one, other) < 0.03
-
-
-@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
-def test_a_selective_checkpoint_may_save_the_copy_or_make_another(policy):
-    module, x = packed(fresh()), batch()
-    module.rmm_config = Bits(8)
-    y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    expected = gradients(fresh_like(module), x, y)[1]
-
-    def choose(context, operator, *arguments, **named):
-        return policy if operator == torch.ops.rmm_linear.pack_norm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
-    checkpoint(lambda x: module(x * 1.0), x, use_reentrant=False, context_fn=contexts).backward(y)
-    for one, other in zip((x.grad, module.weight.grad, module.bias.grad), expected, strict=True):
-        assert error(one, other) < 0.03
-
-
-def fresh_like(module):
-    exact = nn.LayerNorm(WIDTH)
-    exact.load_state_dict(module.state_dict())
-    return exact
-
-
-def test_later_random_numbers_do_not_depend_on_grad_mode():
-    module, x = packed(fresh()), batch()
-    after = []
-    for grad in (True, False):
-        torch.manual_seed(3)
-        with torch.set_grad_enabled(grad):
-            module(x)
-        after.append(torch.rand(1))
-    assert torch.equal(*after)
-
-
-@pytest.mark.parametrize("name", ["layer", "rms", "two dimensions"])
-def test_one_graph_for_all_lengths_and_a_new_copy_in_every_step(name):
-    module = packed(fresh(name))
-    graphs = Graphs()
-    compiled = graphs.compile(module)
-    for length in (4, 6, 8):
-        x = batch(name, length=length)
-        y = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-        found = []
-        for _ in range(2):
-            torch.manual_seed(7)
-            output, own = gradients(compiled, x, y)
-            found.append(own)
-        assert torch.equal(output, module(x))
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-        assert not torch.equal(gradients(compiled, x, y)[1][0], own[0])
-        torch.manual_seed(7)
-        assert torch.equal(gradients(module, x, y)[1][0], own[0])
-    assert len(graphs.counts) == 4  # forward and backward, of one length and of all others
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("index", [None, torch.tensor([0, 2, 5])])
-@pytest.mark.parametrize(("dims", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
-def test_the_operators_are_what_compilers_take_them_for(index, dims, dtype):
-    x = torch.randn(2, 3, 8, 12) if dims == 2 else torch.randn(6, WIDTH)
-    x = x.to(dtype)
-    torch.library.opcheck(pack_norm, (x, index, 5, 2, 1e-5, True, dims))
-    stored = pack_norm(x, index, 5, 2, 1e-5, True, dims)
-    gamma = torch.ones(WIDTH)
-    for sums in (True, False):
-        torch.library.opcheck(norm_backward, (x.view(6, WIDTH), stored, gamma, index, 2, True, torch.float32, sums))
-
-
 def test_padding_is_left_out_and_its_rows_get_no_gradient():
     module, x, sizes, calls = packed(fresh()), batch(), [], []
     mask = TokenMask.of(torch.arange(30) % 3 != 0)
@@ -252,45 +129,21 @@ def test_padding_is_left_out_and_its_rows_get_no_gradient():
     assert calls[0][1] is mask
 
 
-def test_norms_that_read_the_same_input_share_one_copy():
-    """As in parallel attention blocks; another input, or another eps, has a copy of its own."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList([fresh(), fresh(), nn.LayerNorm(WIDTH, eps=1e-3), fresh()])
-
-        def forward(self, x):
-            first, second, third, fourth = self.norms
-            return first(x) + second(x) + third(x) + fourth(x * 2)
-
-    block = Block().train()
-    context = ModelContext([str(number) for number in range(4)])
-    for number, norm in enumerate(block.norms):
-        block.norms[number] = packed(norm)
-        block.norms[number]._set_up(None, context, number)
-    context.attach(block)
-    places = []
-
-    def keep(tensor):
-        if tensor.dtype == torch.uint8:
-            places.append(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(batch()).sum().backward()
-    assert len(places) == 4
-    assert places[0] == places[1]
-    assert len(set(places)) == 3
-    assert context.sketch_cache.groups == {(0, 1)}
-
-
 def test_output_may_be_changed_in_place():
     module, x = packed(fresh()), batch()
     output = module(x)
     output += 1.0
     output.sum().backward()
     assert x.grad is not None
+
+
+def test_the_input_may_be_given_by_its_name():
+    module, x = packed(fresh()), batch()
+    assert torch.equal(module(input=x), module(x))
+    with pytest.raises(TypeError):
+        module(x, x)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(x[..., :5])
 
 
 def test_nothing_is_an_input_too():

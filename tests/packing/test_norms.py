@@ -1,4 +1,4 @@
-"""Gradients of a norm from one packed copy: unbiased, with the stated variance, on every backend and for every shape."""
+"""Gradients of a norm from one packed copy: unbiased, with the stated variance, on every backend and every shape."""
 
 import math
 from unittest import mock
@@ -81,7 +81,7 @@ def biased_by(correct, columns):
     dx, dgamma, _ = exact(x, y, weight, True)
     values, sums = [], []
     no_variance = mock.patch.object(norms, "copy_variance", lambda qparams, columns: torch.zeros(len(qparams), columns))
-    for value in range(160):
+    for value in range(200):
         saved = norms.pack_norm(x, 2, seed(value), EPS)
         v = norms.copy_variance(saved.qparams, columns)
         if correct:
@@ -100,7 +100,7 @@ def test_the_mean_is_exact_because_the_variance_of_the_copy_is_taken_out(columns
     along, sums = biased_by(True, columns)
     assert abs(along) < Z
     assert abs(sums) < Z
-    assert biased_by(False, columns)[0] < -1.5 * Z
+    assert biased_by(False, columns)[0] < -Z
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -177,7 +177,7 @@ def test_no_rows_and_no_sums():
     assert found.x.shape == (0, 70)
     assert not found.weight.any()
     assert not found.bias.any()
-    assert NORM_GRADIENTS(x, saved, 2, seed(0), sums=False)[1:] == (None, None)
+    assert [len(part) for part in NORM_GRADIENTS(x, saved, 2, seed(0), sums=False)[1:]] == [0, 0]
 
 
 def test_other_widths_are_refused():

@@ -1,4 +1,4 @@
-"""pack_norm and norm_gradients: LayerNorm and RMSNorm whose backward pass reads a packed copy of the normalized rows."""
+"""pack_norm and norm_gradients: LayerNorm and RMSNorm with a packed copy of the normalized rows."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ def _pack_norm_kernel(
 ):  # fmt: skip
     """B_K rows: their statistics, merged over blocks of B_D columns, then their groups.
 
-    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). p_codes, p_qparams:
-    see store_packed.
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). p_codes,
+    p_qparams: see store_packed.
     """
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
     m_k = o_k < n_rows
@@ -57,7 +57,7 @@ def _pack_norm_kernel(
 def _load_gradient(
     p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA: tl.constexpr
 ):  # fmt: skip
-    """y and γ ∘ y of one group, float32 (B_K, 64)."""
+    """Y and γ ∘ y of one group, float32 (B_K, 64)."""
     o_j = i_g * 64 + tl.arange(0, 64)
     m_j = o_j < n_columns
     b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_k[:, None] & m_j[None, :], other=0.0)
@@ -74,8 +74,8 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     """B_K rows: their sums over columns, then their gradient; h is unpacked twice, not stored.
 
-    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_codes, p_qparams:
-    see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
+    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_codes,
+    p_qparams: see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
     """
     i_k = tl.program_id(0).to(tl.int64)
     o_k = i_k * B_K + tl.arange(0, B_K)
@@ -153,7 +153,7 @@ def norm_gradients(
     index: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     sums: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of a norm from what ``pack_norm`` has made, the known variance of the copy taken out.
 
     Args:
@@ -170,15 +170,14 @@ def norm_gradients(
         sums: Whether dγ and dβ are needed.
 
     Returns:
-        dX, shape (N, H), zero in rows that are not in ``index``; dγ and dβ, float32, shape (H,), or None.
+        dX, shape (N, H), zero in rows that are not in ``index``; dγ and dβ, float32, shape (H,), or (0,).
     """
     y = y if y.stride(1) == 1 else y.contiguous()
     rows, columns = rstd.shape[0], y.shape[1]
     gamma = None if gamma is None else gamma.to(torch.float32).contiguous()
     x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype, device=y.device)
     programs = triton.cdiv(rows, _ROWS)
-    shape = (programs, 2, columns) if sums else (0,)
-    partial = torch.empty(shape, dtype=torch.float32, device=y.device)
+    partial = torch.empty(programs, 2, columns if sums else 0, dtype=torch.float32, device=y.device)
     if rows and columns:
         with on_device(y):
             _norm_backward_kernel[(programs,)](
@@ -186,7 +185,5 @@ def norm_gradients(
                 CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums, BITS=bits,
                 PRECISION=precision(), B_K=_ROWS, num_warps=4,
             )  # fmt: skip
-    if not sums:
-        return x, None, None
     weight, bias = partial.sum(0, dtype=torch.float64).unbind()
     return x, weight.float(), bias.float()

@@ -127,8 +127,8 @@ def _pack_kernel(
 def load_rotated(p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr):
     """One group of some rows, left rotated, float32 (B_K, 64), and its scales, float32 (B_K,); 0 for rows masked out.
 
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). seed: int64 scalar. o_k: int64 (B_K,), rows of the
-    packed matrix. m_k: rows that exist. i_g: int64, number of the group. The columns beyond the last are not zero.
+    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). seed: int64 scalar. o_k: int64 (B_K,), rows of
+    the packed matrix. m_k: rows that exist. i_g: int64, number of the group. The columns beyond the last are not zero.
     """
     o_j = tl.arange(0, 64)
     size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)

@@ -4,18 +4,18 @@ With ĥ = h + e as in :mod:`rmm_linear.packing.norms`, the gradient of a row is 
 
     dX̂ − dX = −(rstd / H) · (h ⟨e, g⟩ + e ⟨h, g⟩ + e ⟨e, g⟩ − v ∘ g)
 
-The rotation is orthonormal, so the norm of this is the same for rotated h, g and e. There the elements of e are independent
-within a row: a xor c, with one a per row and the c of different columns independent, is independent for every a. They are
-symmetric, so odd moments are 0, and uniform, so E[e⁴] = 9/5 · v². Summed over the columns of a row,
+The rotation is orthonormal, so the norm of this is the same for rotated h, g and e. There the elements of e are
+independent within a row: their random numbers are a xor c, with one a per row and independent c. They are symmetric, so
+odd moments are 0, and uniform, so E[e⁴] = 9/5 · v². Summed over the columns of a row,
 
     E‖dX̂ − dX‖² = (rstd / H)² · [⟨h, g⟩² Σv + ‖h‖² Σv g² + 2 ⟨h, g⟩ Σv h g + Σv · Σv g² − 0.2 Σv² g²]
 
-The error of dγ_j is Σᵢ y_ij e_ij. In the original columns e_j is a rotation of independent errors of the same variance v, and
-those of two rows are uncorrelated, so that
+The error of dγ_j is Σᵢ y_ij e_ij. In the original columns e_j is a rotation of independent errors of the same variance
+v, and those of two rows are uncorrelated, so that
 
     Var(dγ_j) = Σᵢ v_ij y_ij²
 
-dβ is exact. The formulas hold given the scales that were stored, which depend on the seed a little: it is an argument.
+dβ is exact. The formulas hold for the scales that were stored; they depend on the seed a little, so it is an argument.
 """
 
 from __future__ import annotations
