@@ -26,6 +26,9 @@ typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias))
 #define AT(type, pointer) (*(type *)(pointer))
 #define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
 
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+
 /* Joins the codes of a group: byte i of the h bytes holds the codes i, i + h, …, lower bits first. */
 INLINE void join(const uint8_t *restrict q, int size, int bits, uint8_t *restrict to) {
     int h = (size * bits + 7) / 8;
@@ -57,7 +60,7 @@ INLINE void split(const uint8_t *restrict from, int size, int bits, uint8_t *res
 INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t *c, uint8_t *q) {
     lanes place[GROUP / LANES];
     int32_t knot[GROUP];
-    float left[GROUP], right[GROUP];
+    float pair[2 * GROUP]; /* the knots on both sides of every element, copied as one number of 64 bits */
     for (int k = 0; k < GROUP / LANES; k++) {
         lanes at = (AT(const lanes, x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
         at = PICK(at > zero, at, zero); /* NaN too */
@@ -67,12 +70,14 @@ INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t 
         place[k] = at - __builtin_convertvector(number, lanes);
     }
     for (int i = 0; i < GROUP; i++) {
-        const float *pair = t->knots + knot[i];
-        left[i] = pair[0], right[i] = pair[1];
+        uint64_t both;
+        memcpy(&both, t->knots + knot[i], 8);
+        memcpy(pair + 2 * i, &both, 8);
     }
     for (int k = 0; k < GROUP / LANES; k++) {
-        lanes v = AT(const lanes, x + k * LANES), zero = {0}, l = AT(lanes, left + k * LANES);
-        lanes steps = l + place[k] * (AT(lanes, right + k * LANES) - l);
+        lanes v = AT(const lanes, x + k * LANES), zero = {0};
+        lanes first = AT(lanes, pair + 2 * k * LANES), second = AT(lanes, pair + (2 * k + 1) * LANES);
+        lanes left = EVEN(first, second), steps = left + place[k] * (ODD(first, second) - left);
         steps = PICK(v > zero + t->begin, steps, zero + t->below);
         steps = PICK(v >= zero + t->end, zero + t->above, steps);
         lanes noise = (lanes)(AT(const ints, c + k * LANES) ^ a); /* 1 + u */
