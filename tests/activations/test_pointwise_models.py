@@ -25,10 +25,7 @@ class Block(nn.Module):
         return self.down(self.dropout(self.act(self.up(x))))
 
     def forward(self, x, attention_mask=None):
-        if self.reentrant is None:
-            out = self._inner(x)
-        else:
-            out = checkpoint(self._inner, x, use_reentrant=self.reentrant)
+        out = self._inner(x) if self.reentrant is None else checkpoint(self._inner, x, use_reentrant=self.reentrant)
         return out * attention_mask.unsqueeze(-1) if self.masked else out
 
 

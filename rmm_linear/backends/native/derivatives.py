@@ -60,9 +60,9 @@ def pack_derivative(
         knots, line = table.knots, [table.begin, table.density, table.end, table.below, table.above]
     a, c = noise or (None, None)
     function("rmm_pack_derivative")(
-        pointer(x), ctypes.c_int(x.itemsize), long(x.stride(0)), long(len(codes)), long(x.shape[1]), pointer(index), ctypes.c_int(kind),
-        ctypes.c_int(bits), pointer(knots), long(0 if knots is None else len(knots)), *map(ctypes.c_float, line),
-        pointer(a), pointer(c), pointer(codes), threads(x),
+        pointer(x), ctypes.c_int(x.itemsize), long(x.stride(0)), long(len(codes)), long(x.shape[1]), pointer(index),
+        ctypes.c_int(kind), ctypes.c_int(bits), pointer(knots), long(0 if knots is None else len(knots)),
+        *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(codes), threads(x),
     )  # fmt: skip
 
 
@@ -92,7 +92,8 @@ def apply_derivative(
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     a, c = noise or (None, None)
     function("rmm_apply_derivative")(
-        pointer(y), ctypes.c_int(y.itemsize), pointer(codes), long(len(codes)), long(y.shape[1]), pointer(index), ctypes.c_int(kind),
-        ctypes.c_int(bits), *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(out), threads(y),
+        pointer(y), ctypes.c_int(y.itemsize), pointer(codes), long(len(codes)), long(y.shape[1]), pointer(index),
+        ctypes.c_int(kind), ctypes.c_int(bits), *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(out),
+        threads(y),
     )  # fmt: skip
     return out
