@@ -26,7 +26,7 @@ _DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched line
 
   python -m glue_finetune --demo
   python -m glue_finetune --task_name cola --kind countsketch --ratio 0.1 --output_dir out/cola
-  python -m glue_finetune --task_name cola --compare exact gaussian:0.1 countsketch:0.1 --seeds 0 1 2 --output_dir out/c
+  python -m glue_finetune --task_name cola --compare exact gaussian:0.1@linear countsketch --seeds 0 1 --output_dir out/c
 
 The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
 
@@ -60,7 +60,7 @@ class GlueArguments:
     demo: bool = _flag(False, f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}.")
     compare: list[str] | None = _flag(  # noqa: RUF009 it makes a field
         None,
-        "Settings, each kind:ratio[:bits] or a kind alone, as in: exact gaussian:0.1 rows:0.3:4. "
+        "Settings, each kind:ratio[:bits] or a kind alone, and @ with operations, as in: exact gaussian:0.1@linear. "
         "A norm estimator follows the kind: wta+token:0.3.",
     )
     seeds: list[int] | None = _flag(None, "Seeds of a comparison. Default: the one of --seed.")  # noqa: RUF009

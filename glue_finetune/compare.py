@@ -41,7 +41,7 @@ class Setting:
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return self.label.replace(":", "-")
+        return self.label.replace(":", "-").replace("@", "-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +57,19 @@ class Run:
 
 def parse_setting(text: str) -> Setting:
     """Read an entry of --compare; a UserError if it has another form. Values are checked where the flags are."""
-    first, *others = text.split(":")
+    sketch, at, operations = text.partition("@")
+    first, *others = sketch.split(":")
     kind, plus, estimator = first.partition("+")
     parts, names = [kind, *others], ("--kind", "--ratio", "--bits")
-    if len(parts) > len(names) or not all(parts) or (plus and not estimator):
+    if len(parts) > len(names) or not all(parts) or (plus and not estimator) or (at and not operations):
         raise UserError(
-            f"An entry of --compare must be kind:ratio[:bits], or kind alone, got {text!r}. Example: rows:0.1"
+            "An entry of --compare must be kind:ratio[:bits], or kind alone, and may end in @ and operations joined by "
+            f"+, got {text!r}. Example: rows:0.1@linear"
         )
     words = [word for pair in zip(names, parts, strict=False) for word in pair]
-    return Setting(text, (*words, *(("--norm_estimator", estimator) if plus else ())))
+    words += ["--norm_estimator", estimator] if plus else []
+    words += ["--operations", *operations.split("+")] if at else []
+    return Setting(text, tuple(words))
 
 
 def run_comparison(arguments: Arguments, describe: Callable[[pd.DataFrame], str] | None = None) -> int:

@@ -17,7 +17,7 @@ from glue_finetune.scratch import save_scratch
 from glue_finetune.summary import COLUMNS, format_table
 
 MARKER = "demo.json"  # tells the demo's folder from somebody's files
-SETTINGS = ("exact", "gaussian:0.1", "countsketch")
+SETTINGS = ("exact", "gaussian:0.1@linear", "countsketch")
 # Not the paper's: they are for 10 epochs of a larger model, and this has to end within minutes on two cores. Batches of
 # 64 short sentences have about a thousand rows, so a tenth of them is more than RMMConfig's min_rows.
 TRAINING = {
@@ -27,20 +27,22 @@ TRAINING = {
     "per_device_eval_batch_size": "250",
     "max_seq_length": "48",
 }
-_INTRODUCTION = """Demo: what does training lose if linear layers keep a tenth of their input for the backward pass?
+_INTRODUCTION = """Demo: what does training lose if a model keeps a tenth of what its backward pass needs?
 
 1. Task: is a sentence grammatical? {train} training and {dev} test sentences, generated here, half of them right.
 2. Model: {model}.
 3. It is fine-tuned three times, each in a process of its own:
-     exact         every layer keeps its whole input, as always
-     gaussian:0.1  a tenth of the rows, dense random mixtures of all of them: the published method
-     countsketch   a tenth of the bytes, more rows in fewer bits: what rmm_linear.convert(model) does by default
-   Both sketches leave padding out, which the published method does not.
+     exact                everything is kept, as always
+     gaussian:0.1@linear  linear layers keep dense random mixtures of their input's rows, a tenth as many: the
+                          published method
+     countsketch          what rmm_linear.convert(model) does: linear layers keep a tenth of the bytes, more rows in
+                          fewer bits; activations, norms, attention and dropout keep a few bits per element
+   Both leave padding out, which the published method does not.
 """
 _NOTES = """
 Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect); the next two columns are what the
-sketched linear layers, and the whole model, keep in memory for the backward pass of one training step, and how much of
-that is saved; time is that of a training step, divided by exact's.
+linear layers, and the whole model, keep in memory for the backward pass of one training step, and how much of that is
+saved; time is that of a training step, divided by exact's.
 """
 
 

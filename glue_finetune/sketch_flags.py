@@ -18,6 +18,7 @@ from rmm_linear.sketches import KINDS
 
 EXACT = "exact"  # the kind that converts nothing
 _NAMES = ("target_modules", "exclude_modules")
+_LISTS = ("operations", *_NAMES)
 # All but the mapping that only a file can hold.
 _FIELDS = {field.name: field for field in dataclasses.fields(RMMConfig) if field.name != "overrides"}
 _WORDS = {"none": None, "true": True, "false": False}
@@ -36,7 +37,7 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in _FIELDS.items():
         # What is wrong with a value, RMMConfig says.
         form: Any = (
-            {"nargs": "+", "metavar": "NAME"} if name in _NAMES else {"type": str if hints[name] is str else _value}
+            {"nargs": "+", "metavar": "NAME"} if name in _LISTS else {"type": str if hints[name] is str else _value}
         )
         baseline = f" Or {EXACT}, the unchanged baseline." if name == "kind" else ""
         group.add_argument(

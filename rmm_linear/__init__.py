@@ -1,4 +1,4 @@
-"""rmm_linear: linear layers that save a small unbiased sketch of their input for the backward pass.
+"""rmm_linear: transformers that save a tenth of what their backward pass needs, at random and without bias.
 
 import rmm_linear
 print(rmm_linear.convert(model, ratio=0.1))   # train as before
@@ -7,7 +7,7 @@ print(rmm_linear.convert(model, ratio=0.1))   # train as before
 from rmm_linear._version import __version__
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert, revert
-from rmm_linear.conversion.report import ConversionReport, ConvertedLayer
+from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.conversion.state import (
     load_sketch_state,
     read_sketch_state,
@@ -21,6 +21,7 @@ from rmm_linear.layers.linear import RMMLinear
 __all__ = [
     "ConversionReport",
     "ConvertedLayer",
+    "PackedEntry",
     "RMMConfig",
     "RMMLinear",
     "__version__",

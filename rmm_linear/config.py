@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rmm_linear._support.files import write_text
-from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, is_newer_version, read_names
+from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
+from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import WIDTHS, packed_bytes
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_block, check_kind
 from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
+OPERATIONS = ("linear", "activation", "norm", "attention", "dropout")
 STATE_KEY = "sketch_state"
-_VERSION_KEY = "rmm_linear_version"
 _DEFAULT_MEMORY, _AUTO_BITS = 0.1, 4
-_SELECTION = ("target_modules", "exclude_modules", "overrides")
+_SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
 
 
 def _field(default: Any, help: str) -> Any:
@@ -32,8 +28,8 @@ def _field(default: Any, help: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RMMConfig:
-    """How layers save their input for the backward pass. Immutable; validated on construction.
+class RMMConfig(SavedSettings):
+    """How a model's modules save what their backward pass needs. Immutable; validated on construction.
 
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
@@ -53,9 +49,17 @@ class RMMConfig:
         min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
             row per sequence.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
-        target_modules: Layers to convert: "all-linear" (all but the output head), a regular expression that the whole
-            name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
-        exclude_modules: Layers not to convert, a regular expression or a list as above.
+        operations: What is converted: "linear" (a sketch of the input), "activation" (its derivative in few bits; a
+            gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention" (query,
+            key and value packed) and "dropout" (one bit per element). ("linear",) is the published method.
+        activation_bits: Bits per element of an activation's derivative: 8, 4, 2, 1, or "auto", see
+            :mod:`rmm_linear.conversion.widths`. ReLU takes 1 and is exact.
+        norm_bits: Bits per element of a norm's input: 8, 4 or 2.
+        attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
+            the gradient is biased.
+        target_modules: Linear layers to convert: "all-linear" (all but the output head), a regular expression that the
+            whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
+        exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.
         overrides: Pattern to fields that differ for the layers it matches, such as ``{"query": {"ratio": 0.5}}``. A
             pattern is a name, a dotted suffix or a regular expression for the whole name; the first match is used.
 
@@ -87,16 +91,29 @@ class RMMConfig:
     )
     min_rows: int = _field(64, "Rows saved at least, so that heads which see one row per sequence stay exact.")
     mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
+    operations: Sequence[str] = _field(OPERATIONS, f"What is converted, of {', '.join(OPERATIONS)}.")
+    activation_bits: int | str = _field("auto", "Bits per element of an activation's derivative: 8, 4, 2, 1, or auto.")
+    norm_bits: int = _field(2, "Bits per element of a norm's input: 8, 4 or 2.")
+    attention_bits: int = _field(4, "Bits per element of attention's query, key and value: 8 or 4.")
     target_modules: str | Sequence[str] = _field(
-        "all-linear", "Layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression."
+        "all-linear",
+        "Linear layers to convert: all-linear, names (exact or dotted suffixes), or one regular expression.",
     )
     exclude_modules: str | Sequence[str] | None = _field(
-        None, "Layers to leave alone: names or one regular expression."
+        None, "Modules to leave alone: names or one regular expression."
     )
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    version: ClassVar[str] = __version__
+    other_keys: ClassVar[tuple[str, ...]] = (STATE_KEY,)
+
     def __post_init__(self) -> None:
         """Validate the fields, and convert lists and mappings to private copies."""
+        object.__setattr__(self, "operations", _read_operations(self.operations))
+        _check_width("activation_bits", self.activation_bits, ("auto", 8, 4, 2, 1))
+        _check_width("norm_bits", self.norm_bits, (8, 4, 2))
+        remedy = "With fewer, the scores from which the gradient is computed would bias it."
+        _check_width("attention_bits", self.attention_bits, (8, 4), remedy)
         check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
             got = f"ratio={self.ratio}, memory={self.memory}"
@@ -219,80 +236,33 @@ class RMMConfig:
                 return pattern
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON types.
-
-        Returns:
-            A dictionary for :meth:`from_dict`.
-        """
-        return {
-            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value
-            for f in dataclasses.fields(self)
-        } | {"overrides": {pattern: dict(changes) for pattern, changes in self.overrides.items()}}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RMMConfig:
-        """Make a configuration from :meth:`to_dict`'s result.
+        """Make a configuration from :meth:`to_dict`'s result, or from what a file has.
 
         Args:
-            values: Field names to values. Unknown keys are ignored with a warning if a newer version of the library
-                wrote them, and are an error otherwise. The state of the sketches, which ``save_conversion`` puts beside
-                the fields, is ignored.
+            values: See :meth:`SavedSettings.from_dict`. A file without ``operations`` was written when there was one:
+                its conversion is that of linear layers.
 
         Returns:
             The configuration.
-
-        Raises:
-            TypeError: If ``values`` is not a mapping.
-            ValueError: If a key is unknown or a value is out of range.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f"A configuration is a mapping of field names to values, got {type(values).__name__}.")
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(values) - {*known, _VERSION_KEY, STATE_KEY})
-        if unknown:
-            written = values.get(_VERSION_KEY)
-            if not is_newer_version(written, __version__):
-                raise ValueError(
-                    f"Unknown keys {', '.join(unknown)}. A configuration has the fields {', '.join(known)}."
-                )
-            warnings.warn(
-                f"Ignoring {', '.join(unknown)}: written by rmm_linear {written}, this is {__version__}. "
-                "Upgrade rmm_linear to use them.",
-                stacklevel=2,
-            )
-        return cls(**{name: values[name] for name in known if name in values})
+        if isinstance(values, Mapping) and VERSION_KEY in values and "operations" not in values:
+            values = {**values, "operations": OPERATIONS[:1]}
+        return super().from_dict(values)
 
-    def to_saved(self) -> dict[str, Any]:
-        """Return the content of the file that :meth:`save` writes.
 
-        Returns:
-            The version of the library, and the fields as plain JSON types.
-        """
-        return {_VERSION_KEY: __version__, **self.to_dict()}
+def _read_operations(value: object) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence | set | frozenset) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"operations must be a list of {', '.join(OPERATIONS)}, got {value!r}.")
+    unknown = [name for name in names if name not in OPERATIONS]
+    if unknown or not names:
+        raise ValueError(f"operations must be one or more of {', '.join(OPERATIONS)}, got {value!r}.")
+    return tuple(name for name in OPERATIONS if name in names)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the configuration as JSON, atomically, with the version of the library.
 
-        Args:
-            path: File to write.
-        """
-        write_text(path, json.dumps(self.to_saved(), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RMMConfig:
-        """Read a configuration that :meth:`save` wrote.
-
-        Args:
-            path: File to read.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ValueError: If the file is not such a configuration; the message names the file.
-        """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (RecursionError, TypeError, ValueError) as error:  # RecursionError: very deeply nested brackets
-            raise ValueError(f"{os.fspath(path)} is not a valid RMMConfig: {error}") from error
+def _check_width(name: str, value: object, widths: tuple[int | str, ...], remedy: str = "") -> None:
+    if type(value) not in (int, str) or value not in widths:
+        *others, last = map(repr, widths)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}. {remedy}".rstrip())

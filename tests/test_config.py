@@ -9,6 +9,7 @@ import pytest
 
 from rmm_linear import RMMConfig, __version__
 from rmm_linear._support import files
+from rmm_linear.config import OPERATIONS
 from rmm_linear.sketches import KINDS, has_blocks
 
 FULL = RMMConfig(
@@ -51,6 +52,14 @@ FULL = RMMConfig(
         ({"target_modules": None}, TypeError, "target_modules must be a regular expression or a list"),
         ({"target_modules": [1]}, TypeError, "target_modules must be a regular expression or a list"),
         ({"exclude_modules": 3}, TypeError, "exclude_modules must be a regular expression or a list"),
+        ({"operations": ["linears"]}, ValueError, "operations must be one or more of linear, activation, norm"),
+        ({"operations": []}, ValueError, "operations must be one or more of linear"),
+        ({"operations": None}, TypeError, "operations must be a list of linear"),
+        ({"activation_bits": 3}, ValueError, "activation_bits must be 'auto', 8, 4, 2 or 1, got 3"),
+        ({"activation_bits": True}, ValueError, "activation_bits must be .* got True"),
+        ({"norm_bits": 1}, ValueError, "norm_bits must be 8, 4 or 2, got 1"),
+        ({"attention_bits": 2}, ValueError, "attention_bits must be 8 or 4, got 2. With fewer, the scores .* bias"),
+        ({"overrides": {"query": {"operations": ["norm"]}}}, ValueError, "may change .*; got operations"),
         ({"overrides": [("query", {})]}, TypeError, "overrides must map a name pattern to fields, got list"),
         ({"overrides": {"query": 0.5}}, TypeError, r"overrides\['query'\] must map field names to values, got 0.5"),
         ({"overrides": {"(": {}}}, ValueError, "overrides must be a valid regular expression"),
@@ -171,12 +180,23 @@ def test_unknown_keys_are_an_error(version):
 
 def test_unknown_keys_of_a_newer_version_are_a_warning():
     with pytest.warns(UserWarning, match="Ignoring speed: written by rmm_linear 99.0, .* Upgrade rmm_linear"):
-        config = RMMConfig.from_dict({"ratio": 0.2, "speed": 3, "rmm_linear_version": "99.0"})
-    assert config == RMMConfig(ratio=0.2)
+        config = RMMConfig.from_dict({"ratio": 0.2, "operations": ["linear"], "speed": 3, "rmm_linear_version": "99.0"})
+    assert config == RMMConfig(ratio=0.2, operations=["linear"])
+
+
+def test_a_file_without_operations_converts_linear_layers_as_when_it_was_written():
+    assert RMMConfig.from_dict({"ratio": 0.2, "rmm_linear_version": "0.1.0"}).operations == ("linear",)
+    assert RMMConfig.from_dict({"ratio": 0.2}).operations == RMMConfig().operations == OPERATIONS
+
+
+@pytest.mark.parametrize("operations", [("dropout", "linear"), ["dropout", "linear"], {"linear", "dropout"}])
+def test_operations_have_one_order(operations):
+    assert RMMConfig(operations=operations).operations == ("linear", "dropout")
+    assert RMMConfig(operations="norm").operations == ("norm",)
 
 
 def test_versions_compare_as_numbers(monkeypatch):
-    monkeypatch.setattr("rmm_linear.config.__version__", "0.9.0")
+    monkeypatch.setattr(RMMConfig, "version", "0.9.0")
     with pytest.warns(UserWarning, match="Ignoring speed"):
         RMMConfig.from_dict({"speed": 3, "rmm_linear_version": "0.10.0"})
 

@@ -36,8 +36,12 @@ TYPES = {
     "p_index": "*i64",
     "p_scale": "*fp32",
     "p_words": "*i32",
+    "p_bits": "*u8",
+    "scale": "fp32",
 }
+TYPES |= {"p_s_codes": "*u8", "p_s_qparams": "*bf16"}
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
 
 
@@ -89,6 +93,33 @@ def cases() -> Any:
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
+    saved = sys.modules["rmm_linear.kernels.norms"]
+    for bits, dtype, centered in ((2, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True)):
+        shape = {"CENTERED": centered, "BITS": bits, "B_K": 16}
+        indexed = {"HAS_INDEX": True} if centered else {"HAS_INDEX": False, "p_index": None}
+        affine = {"HAS_GAMMA": centered, "SUMS": centered} | ({} if centered else {"p_gamma": None, "p_sums": None})
+        yield f"pack_norm {bits}", saved._pack_norm_kernel, dtype, {**shape, **indexed, "B_D": 256}
+        yield f"norm_backward {bits}", saved._norm_backward_kernel, dtype, {**shape, **indexed, **affine}
+    masks = sys.modules["rmm_linear.kernels.masks"]
+    for dtype, absent in (("*u8", {"p_index": None}), ("*fp32", {}), ("*bf16", {"p_index": None})):
+        index = {"HAS_INDEX": not absent, **absent}
+        yield f"pack_mask {dtype}", masks._pack_mask_kernel, dtype, {**index, "B_N": 8, "B_B": 64}
+        if dtype != "*u8":
+            yield f"apply_mask {dtype}", masks._apply_mask_kernel, dtype, {**index, "B_N": 16, "B_C": 128}
+    gated = sys.modules["rmm_linear.kernels.gated"]
+    for activation, bits, dtype in (
+        (0, 4, "*bf16"),
+        (1, 8, "*fp32"),
+        (2, 4, "*bf16"),
+        (2, 2, "*fp16"),
+        (3, 4, "*fp32"),
+    ):
+        both = {"BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 16}
+        both |= {"HAS_INDEX": True} if bits == 2 else {"HAS_INDEX": False, "p_index": None}
+        name = f"{activation} {bits} {dtype}"
+        yield f"pack_gated {name}", gated._pack_gated_kernel, dtype, {**both, "ACTIVATION": activation}
+        if activation != 1:
+            yield f"apply_gated {name}", gated._apply_gated_kernel, dtype, both
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
     yield from derivatives()
 
@@ -99,7 +130,9 @@ def ones() -> Any:
     for name, kernel, dtype, constants in cases():
         if kernel not in seen:
             seen.add(kernel)
-            integers = {key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "block")}
+            integers = {
+                key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "stride_b", "block")
+            }
             yield f"{name} of ones", kernel, dtype, {**constants, **integers}
 
 
@@ -121,7 +154,7 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = made
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
-        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride")):
+        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride", "stride_b")):
             aligned.append(place)
     source = ASTSource(
         fn=kernel,

@@ -29,7 +29,9 @@ def compiled() -> list[dict]:
 def test_every_kernel_compiles_for_every_target(compiled: list[dict]) -> None:
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "unrotate", "random_keys", "hash"}
+    names |= {"pack_norm", "norm_backward"}
     names |= {"pack_derivative", "apply_derivative"}
+    names |= {"pack_mask", "apply_mask", "pack_gated", "apply_gated"}
     assert found == {(name, target) for name in names for target in LIMIT}
 
 

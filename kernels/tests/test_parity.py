@@ -53,6 +53,13 @@ def test_every_kernel_is_compared():
         "packed_as_made",
         "masked_rows_unread",
         "strides",
+        "pack_norm",
+        "norm_gradients",
+        "norm_strides",
+        "pack_and_apply_mask",
+        "strided_masks",
+        "gated_products",
+        "gated_halves",
     }
     assert words >= {"all", "some", "few", "none", "8", "4", "2", "float32", "float16", "bfloat16", "transposed"}
     assert len(COMPARISONS) >= 100
@@ -99,6 +106,9 @@ def test_nothing_is_a_result_too():
     assert kernels().row_norms(torch.ones(0, 4, device=DEVICE)).shape == (0,)
     assert kernels().unrotate(torch.ones(0, 4, device=DEVICE), SEED).shape == (0, 4)
     assert kernels().random_keys(SEED, 0).shape == (0,)
+    assert kernels().pack_mask(torch.ones(0, 9, device=DEVICE)).shape == (0, 2)
+    bits = torch.zeros(0, 2, dtype=torch.uint8, device=DEVICE)
+    assert not kernels().apply_mask(torch.ones(4, 9, device=DEVICE), bits, 2.0, bits.view(-1).long()).any()
     assert [t.shape for t in kernels().pack(torch.ones(0, 70, device=DEVICE), 4, SEED)] == [(0, 35), (0, 2, 2)]
 
 

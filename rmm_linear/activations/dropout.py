@@ -34,19 +34,22 @@ class PackedDropout(PackedModule):
         if not self.training:
             return input if not self.inplace else F.dropout(input, self.p, False, True)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
-        is_saving = torch.is_grad_enabled() and input.requires_grad and input.dim() and input.is_floating_point()
-        if self.inplace or not 0 < self.p < 1 or not is_saving:
+        is_saving = torch.is_grad_enabled() and input.requires_grad and input.is_floating_point()
+        is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel()
+        if not is_saving or is_plain or (self.inplace and torch.compiler.is_compiling()):
             return F.dropout(input, self.p, self.training, self.inplace)
-        return DropoutFunction.apply(input, self.p, call)
+        return DropoutFunction.apply(input, self.p, self.inplace, call)
 
 
 class DropoutFunction(torch.autograd.Function):
     """Dropout with its mask in one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, p: float, call: PackedCall) -> Tensor:
+    def forward(ctx: Any, input: Tensor, p: float, inplace: bool, call: PackedCall) -> Tensor:
         """Apply dropout."""
-        output, kept, ctx.scale = _dropout(input, p)
+        output, kept, ctx.scale = _dropout(input, p, inplace)
+        if inplace:
+            ctx.mark_dirty(input)
         index = call.index
         ctx.call = call
         ctx.save_for_backward(pack_mask(kept.reshape(-1, kept.shape[-1]), index), index)
@@ -60,14 +63,15 @@ class DropoutFunction(torch.autograd.Function):
         y = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.call.on_backward is not None:
             ctx.call.on_backward(y, ctx.call.mask)
-        return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None
+        return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None, None
 
 
-def _dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor, float]:
+def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, float]:
     """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
-    if input.device.type == "cpu" and not torch.compiler.is_compiling():
+    if inplace or (input.device.type == "cpu" and not torch.compiler.is_compiling()):
         noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        return input * noise, noise, float(torch.ones((), dtype=input.dtype).div_(1 - p))
+        scale = float(torch.ones((), dtype=input.dtype).div_(1 - p))
+        return input.mul_(noise) if inplace else input * noise, noise, scale
     output, kept = torch.native_dropout(input, p, True)
     return output, kept, 1 / (1 - p)
 

@@ -37,8 +37,7 @@ def kernels() -> ModuleType:
     """Import the kernels.
 
     Returns:
-        The module with ``sparse_sketch``, ``dense_sketch``, ``pack``, ``unpack``, ``unrotate``, ``random_keys`` and
-        ``row_norms``.
+        The module with ``sparse_sketch``, ``dense_sketch``, ``pack``, ``unpack`` and the others in its ``__all__``.
 
     Raises:
         ImportError: If Triton is not installed, or the kernels are neither installed nor in a checkout.

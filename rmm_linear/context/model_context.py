@@ -43,6 +43,7 @@ class ModelContext:
         estimators: Norm estimator of every layer that has one, by its index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         traced_masks: The masks of compiled forward passes, which share nothing else.
+        salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
@@ -57,6 +58,7 @@ class ModelContext:
         self.auto_bits: dict[int, AutoBits] = {}
         self.estimators: dict[int, NormEstimator] = {}
         self.sketch_cache = SketchCache()
+        self.salt = 0
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._released = 0
@@ -139,7 +141,7 @@ class ModelContext:
         if self._step_seed is None or index in self._seeded_alone:  # a recomputation draws a seed if its first pass did
             return draw_seed()
         self._count += 1
-        return mix(self._step_seed, index, self._count)
+        return mix(self._step_seed, index, self._count, *([self.salt] if self.salt else []))
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids of a call of a layer, and remember them for its recomputation.
@@ -273,7 +275,8 @@ class ModelContext:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
-        fields = ("names", "config", "_signatures", "auto_bits", "estimators", "sketch_cache", "_handles", "_released")
+        fields = ("names", "config", "salt", "auto_bits", "estimators", "sketch_cache")
+        fields += ("_signatures", "_handles", "_released")
         return {name: value for name, value in vars(self).items() if name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,23 +1,29 @@
-"""convert and revert: swap a model's linear layers for sketched ones, in place, and back."""
+"""convert and revert: make a model's modules save small stand-ins for the backward pass, in place, and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear.activations.attention_interface import PackedAttention, attach, detach
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
-from rmm_linear.conversion.report import ConversionReport, ConvertedLayer
-from rmm_linear.layers.base import SketchedLayer
-from rmm_linear.layers.linear import RMMLinear
-from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
+from rmm_linear.conversion.linears import (
+    choose_linears,
+    linear_features,
+    nothing_matches,
+    sketched_class,
+    skip_where_nothing_is_saved,
+)
+from rmm_linear.conversion.names import nearest
+from rmm_linear.conversion.packed import PackedChoice, choose_packed
+from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
+from rmm_linear.layers.converted import ConvertedModule
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +36,13 @@ def convert(
     example: Any = None,
     **overrides: Any,
 ) -> ConversionReport:
-    """Make a model's linear layers save a sketch of their input for the backward pass, in place.
+    """Make a model's modules save small stand-ins for the backward pass, in place. Outputs stay the same to the bit.
 
-    ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers the sketched ``Conv1D``. The
-    layer objects, their parameters, hooks and the state_dict stay the same, so an optimizer made before keeps working.
-    Names are matched as in PEFT. Everything is checked before the first layer changes. Two conditions are logged as
-    warnings: an entry of ``target_modules`` that matches nothing, and a model in which no converted weight requires a
-    gradient.
+    ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers the sketched ``Conv1D``;
+    the other operations' modules get a class derived from their own. The objects, their parameters, hooks and the
+    state_dict stay the same, so an optimizer made before keeps working. Names are matched as in PEFT. Everything is
+    checked before the first module changes. Two conditions are logged as warnings: an entry of ``target_modules`` that
+    matches nothing, and a conversion of linear layers alone, none of whose weights requires a gradient.
 
     Args:
         model: Model whose submodules are converted.
@@ -51,7 +57,7 @@ def convert(
         What was converted and what was skipped, with the reason. Print it.
 
     Raises:
-        ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, no sketch
+        ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
             would save bytes on ``example``, or the model is converted already.
         TypeError: If ``config`` is not an RMMConfig or a keyword is not one of its fields.
 
@@ -64,53 +70,130 @@ def convert(
         RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, memory=0.1, bits=auto, min_rows=64)
     """
     config = _configuration(config, overrides)
-    names = _first_names(model)
-    if any(isinstance(module, SketchedLayer) for module in names):
+    names = first_names(model)
+    if any(isinstance(module, ConvertedModule) for module in names):
         raise ValueError(
-            "convert takes a model that is not converted yet, got one with sketched layers. "
+            "convert takes a model that is not converted yet, got one with converted modules. "
             "Call rmm_linear.revert(model) first."
         )
-    chosen, skipped = _choose(model, config, names)
+    report, linears, packed = _choose(model, config, names, example)
+    if dry_run:
+        return dataclasses.replace(report, dry_run=True)
+    sketched = {name: sketched_class(module) for name, module in linears.items()}
     if example is not None:
-        _skip_where_nothing_is_saved(model, config, example, chosen, skipped)
+        config = _restricted(config, list(linears), list(packed))
+    context = ModelContext([*linears, *packed], config)
+    context.attach(model)
+    for index, (name, module) in enumerate(linears.items()):
+        # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
+        module.__class__ = sketched[name]
+        module._set_up(report.converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
+    _set_up_packed(model, packed, config, context)
+    report = dataclasses.replace(report, context=context)
+    logger.info(report.summary())
+    return report
+
+
+def _choose(
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], example: Any
+) -> tuple[ConversionReport, dict[str, nn.Module], dict[str, PackedChoice]]:
+    """What is to be converted: as a report, and the modules themselves."""
+    is_sketching = "linear" in config.operations
+    linears, skipped = choose_linears(model, config, names) if is_sketching else ({}, {})
+    packed, unpacked = choose_packed(names, config)
+    is_selected = config.target_modules != RMMConfig.target_modules
+    if is_sketching and not linears and (is_selected or not packed):
+        raise ValueError(nothing_matches(model, config, skipped))
+    _check_overrides(config, [*linears, *packed])
+    if example is not None:
+        with packed_only(model, config, packed):  # a packed operation does not save a linear layer's input any more
+            skip_where_nothing_is_saved(model, config, example, linears, skipped)
+    if not linears and not packed:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list((skipped | unpacked).items())[:3])
+        raise ValueError(
+            f"convert needs a module where something is saved, of the operations {', '.join(config.operations)}, and "
+            f"this model has none{f' ({reasons})' if reasons else ''}. Leave the model as it is."
+        )
     converted = {
         name: ConvertedLayer(
-            name, type(module).__name__, *_features(module), config.for_module(name), not _is_trained(module)
+            name, type(module).__name__, *linear_features(module), config.for_module(name), not _is_trained(module)
         )
-        for name, module in chosen.items()
+        for name, module in linears.items()
     }
-    if all(layer.frozen for layer in converted.values()):
+    if converted and not packed and all(layer.frozen for layer in converted.values()):
         logger.warning(
             "No weight of the %d layers to convert requires a gradient, so they save nothing with or without a sketch, "
             "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",
             len(converted),
         )
-    if dry_run:
-        return ConversionReport(config, converted, skipped, dry_run)
-    classes = {name: _sketched_class(module) for name, module in chosen.items()}
-    context = ModelContext(list(chosen), config if example is None else _restricted(config, list(chosen)))
-    context.attach(model)
-    for index, (name, module) in enumerate(chosen.items()):
-        # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
-        module.__class__ = classes[name]
-        module._set_up(converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
-    report = ConversionReport(config, converted, skipped, context=context)
-    logger.info(report.summary())
-    return report
+    stand_ins = {
+        name: PackedEntry(name, type(choice.module).__name__, choice.operation, choice.saved, config.for_module(name))
+        for name, choice in packed.items()
+    }
+    return ConversionReport(config, converted, skipped | unpacked, packed=stand_ins), linears, packed
 
 
-def _restricted(config: RMMConfig, chosen: list[str]) -> RMMConfig:
-    """Return a configuration that selects the chosen layers without an example."""
+@contextmanager
+def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, PackedChoice]) -> Iterator[None]:
+    """Convert the modules that save a packed stand-in, and no linear layer, inside of the block.
+
+    Args:
+        model: A model that is not converted.
+        config: The configuration.
+        choices: Name to choice, see :func:`rmm_linear.conversion.packed.choose_packed`.
+
+    Yields:
+        Nothing.
+    """
+    if not choices:
+        yield
+        return
+    _set_up_packed(model, choices, config, ModelContext(list(choices)))
+    try:
+        yield
+    finally:
+        revert(model)
+
+
+def _set_up_packed(
+    model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext
+) -> None:
+    for index, (name, choice) in enumerate(choices.items(), start=len(context.names) - len(choices)):
+        choice.set_up(config.for_module(name), context, index)
+    attending = [choice.module for choice in choices.values() if isinstance(choice.module, PackedAttention)]
+    if attending:
+        attach(model, attending)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.weight.requires_grad  # pyright: ignore[reportReturnType]
+
+
+def _check_overrides(config: RMMConfig, chosen: Sequence[str]) -> None:
+    for pattern in config.overrides:
+        single = dataclasses.replace(config, overrides={pattern: {}})
+        if not any(single.override_pattern(name) for name in chosen):
+            raise ValueError(
+                f"overrides[{pattern!r}] must match a converted module, and matches none. "
+                f"The nearest are {nearest(pattern, list(chosen))}."
+            )
+
+
+def _restricted(config: RMMConfig, linears: list[str], packed: list[str]) -> RMMConfig:
+    """Return a configuration that selects the chosen modules without an example."""
     overrides = {
         pattern: changes
         for pattern, changes in config.overrides.items()
-        if any(config.override_pattern(name) == pattern for name in chosen)
+        if any(config.override_pattern(name) == pattern for name in (*linears, *packed))
     }
-    return config.replace(target_modules=chosen, exclude_modules=None, overrides=overrides)
+    if not linears:
+        others = [name for name in config.operations if name != "linear"]
+        return config.replace(operations=others, overrides=overrides)
+    return config.replace(target_modules=linears, overrides=overrides)
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Give every sketched layer of a model its original class back, in place.
+    """Give every converted module of a model its original class back, in place.
 
     Args:
         model: A converted model, or part of one.
@@ -119,28 +202,30 @@ def revert(model: nn.Module) -> nn.Module:
         The same model, exact again.
 
     Raises:
-        ValueError: If the model has no sketched layer.
+        ValueError: If the model has no converted module.
     """
-    layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
-    if not layers:
+    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
+    if not converted:
         raise ValueError(
-            "revert takes a converted model, got one without sketched layers. Call rmm_linear.convert first."
+            "revert takes a converted model, got one without converted modules. Call rmm_linear.convert first."
         )
-    for layer in layers:
-        if layer.rmm_context is not None:
-            layer.rmm_context.release()
-        layer._tear_down()
-        layer.__class__ = _original_class(type(layer))
+    for module in converted:
+        if module.rmm_context is not None:
+            module.rmm_context.release()
+        module._tear_down()
+        module.__class__ = _original_class(type(module))
+    for module in model.modules():  # the model that was converted, if this is a wrapper of it
+        detach(module)
     return model
 
 
 def _original_class(kind: type[nn.Module]) -> type[Any]:
-    """Return the class without the sketch; a class that PyTorch derived (fully_shard, parametrize) is derived again."""
+    """Return the class before the conversion; one that PyTorch derived (fully_shard, parametrize) is derived again."""
     if not kind.__module__.startswith("torch."):
-        return next(c for c in kind.__mro__ if not issubclass(c, SketchedLayer))
-    bases = tuple(_original_class(base) if issubclass(base, SketchedLayer) else base for base in kind.__bases__)
+        return next(c for c in kind.__mro__ if not issubclass(c, ConvertedModule))
+    bases = tuple(_original_class(base) if issubclass(base, ConvertedModule) else base for base in kind.__bases__)
     own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__.replace("RMM", ""), bases, own)
+    return type(kind.__name__.replace("RMM", "").replace("Packed", ""), bases, own)
 
 
 def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
@@ -153,137 +238,13 @@ def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMCo
     return (config or RMMConfig()).replace(**overrides)
 
 
-def _first_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Map every submodule but the model itself to the first of its names."""
+def first_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Map every submodule but the model itself to the first of its names.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Module to name.
+    """
     return {module: name for name, module in model.named_modules() if name}
-
-
-def _choose(
-    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str]
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    linears = {name: module for module, name in names.items() if _is_linear_like(module)}
-    if not linears:
-        itself = " Use RMMLinear.from_linear for a layer by itself." if _is_linear_like(model) else ""
-        raise ValueError(f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}")
-    heads = output_heads(model)
-    chosen: dict[str, nn.Module] = {}
-    skipped: dict[str, str] = {}
-    for name, module in linears.items():
-        reason = not_selected(name, module, config, heads) or _not_convertible(module)
-        if reason:
-            skipped[name] = reason
-        else:
-            chosen[name] = module
-    if not chosen:
-        raise ValueError(_nothing_matches(config, linears, skipped))
-    _check_used(config, linears, list(chosen))
-    return chosen, skipped
-
-
-def _skip_where_nothing_is_saved(
-    model: nn.Module, config: RMMConfig, example: Any, chosen: dict[str, nn.Module], skipped: dict[str, str]
-) -> None:
-    inputs, _ = layer_inputs(model, example, list(chosen))
-    for name, seen in inputs.items():
-        features = _features(chosen[name])[0]
-        spec = config.for_module(name).spec(seen.tokens, features, seen.itemsize)
-        if spec is None:
-            continue  # exact, as before
-        size = spec.bytes(seen.tokens, features, seen.itemsize)
-        reason = unsaved_reason(seen)
-        if reason is None and size >= seen.bytes:
-            reason = f"its sketch of {size} bytes is no smaller than its input of {seen.bytes}"
-        if reason is not None:
-            del chosen[name]
-            skipped[name] = reason
-    if not chosen:
-        raise ValueError(
-            f"convert needs a layer where a sketch saves bytes, and on this example none does "
-            f"({'; '.join(f'{n}: {r}' for n, r in list(skipped.items())[:3])}). Leave the model as it is."
-        )
-
-
-def _not_convertible(module: nn.Module) -> str | None:
-    kind = type(module)
-    if is_fsdp_module(module):
-        return f"it was sharded by itself, as {kind.__name__}: call convert before fully_shard"
-    if not (kind is nn.Linear or is_conv1d(module)):
-        return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
-    if _is_tensor_parallel(module):
-        return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
-    if "forward" in vars(module):
-        return "its forward method was replaced on the object (by hooks of accelerate, for example)"
-    return None
-
-
-def _is_tensor_parallel(module: nn.Module) -> bool:
-    """Detected by DTensor parameters or transformers' plan; FSDP's weights are DTensors too, between forward passes."""
-    is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
-    is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
-    return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return module.weight.requires_grad  # pyright: ignore[reportReturnType]
-
-
-def _is_linear_like(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear) or is_conv1d(module):
-        return True
-    looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
-    has_tensors = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # any name
-    return bool(looks_linear) and has_tensors and not any(module.children())
-
-
-def _features(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    inputs, outputs = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
-    return int(inputs), int(outputs)
-
-
-def _sketched_class(module: nn.Module) -> type[nn.Module]:
-    if isinstance(module, nn.Linear):
-        return RMMLinear
-    from rmm_linear.layers.conv1d import RMMConv1D
-
-    return RMMConv1D
-
-
-def _nothing_matches(config: RMMConfig, linears: dict[str, nn.Module], skipped: dict[str, str]) -> str:
-    target = config.target_modules
-    if all(reason == "not in target_modules" for reason in skipped.values()):
-        pattern = target if isinstance(target, str) else target[0]
-        rule = "a regular expression for the whole name" if isinstance(target, str) else "names or dotted suffixes"
-        shown = target if isinstance(target, str) else list(target)
-        return (
-            f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
-            f"The nearest layers are {nearest(pattern, list(linears))}."
-        )
-    named: dict[str, list[str]] = {}
-    for name, reason in skipped.items():
-        named.setdefault(reason, []).append(name)
-    more = {reason: f" and {len(names) - 1} more" if len(names) > 1 else "" for reason, names in named.items()}
-    reasons = "; ".join(f"{names[0]}{more[reason]}: {reason}" for reason, names in list(named.items())[:3])
-    return (
-        f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons}). "
-        f"Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
-    )
-
-
-def _check_used(config: RMMConfig, linears: dict[str, nn.Module], chosen: Sequence[str]) -> None:
-    for pattern in config.overrides:
-        single = dataclasses.replace(config, overrides={pattern: {}})
-        if not any(single.override_pattern(name) for name in chosen):
-            raise ValueError(
-                f"overrides[{pattern!r}] must match a converted layer, and matches none. "
-                f"The nearest layers are {nearest(pattern, list(chosen))}."
-            )
-    if not isinstance(config.target_modules, str):
-        for entry in config.target_modules:
-            if not any(matches([entry], name) for name in linears):
-                logger.warning(
-                    "target_modules: %r matches no linear layer; the nearest are %s.",
-                    entry,
-                    nearest(entry, list(linears)),
-                )

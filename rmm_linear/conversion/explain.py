@@ -9,7 +9,8 @@ from torch import nn
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
-from rmm_linear.conversion.convert import convert, revert
+from rmm_linear.conversion.convert import convert, first_names, packed_only, revert
+from rmm_linear.conversion.packed import choose_packed
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
 
 
@@ -61,8 +62,8 @@ class Explanation:
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:
     """Run a model before and after a trial conversion and report the bytes saved for backward by each layer.
 
-    Where a sketch would not reduce them, the report says why. Two forward passes in training mode are run, no backward
-    pass. Layers, buffers, random number generators and training mode are restored.
+    Where a sketch would not reduce them, the report says why. Three forward passes in training mode are run, and no
+    backward pass. Layers, buffers, random number generators and training mode are restored.
 
     Args:
         model: A model that is not converted.
@@ -82,6 +83,10 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
     """
     report = convert(model, config, dry_run=True, **overrides)
     inputs, before = layer_inputs(model, batch, list(report.converted))
+    with packed_only(model, report.config, choose_packed(first_names(model), report.config)[0]):
+        reasons = {
+            name: unsaved_reason(seen) for name, seen in layer_inputs(model, batch, list(report.converted))[0].items()
+        }
     convert(model, config, **overrides)
     try:
         _, after = layer_inputs(model, batch, [])
@@ -96,7 +101,7 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
         counted = [other.storage for other_name, other in inputs.items() if other_name in layers]
         own = seen.bytes if seen.storage is not None and not seen.others and seen.storage not in counted else 0
         spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
-        reason = unsaved_reason(seen)
+        reason = reasons.get(name)
         if spec is None and reason is None:
             reason = f"the layer sees {seen.tokens} rows and stays exact"
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,22 +35,44 @@ class ConvertedLayer:
 
 
 @dataclass(frozen=True)
+class PackedEntry:
+    """One module of a conversion that saves a packed stand-in.
+
+    Attributes:
+        name: Dotted name in the model.
+        type: Class of the original module.
+        operation: "activation", "norm", "attention" or "dropout".
+        saved: What it saves, in words.
+        config: Its configuration.
+    """
+
+    name: str
+    type: str
+    operation: str
+    saved: str
+    config: RMMConfig
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """The result of :func:`rmm_linear.convert`.
 
     Attributes:
         config: The configuration of the conversion.
-        converted: Name to layer, in the model's order.
-        skipped: Name of every other linear-like layer to the reason why it was not converted.
+        converted: Name to linear layer, in the model's order.
+        skipped: Name to the reason, for every other linear-like layer and for modules of other operations that could
+            not be converted.
         dry_run: Whether the model was left unchanged.
-        context: The state shared by the converted layers, from which ``bits`` and ``groups`` are read; None after a dry
-            run.
+        packed: Name to module that saves a packed stand-in, in the model's order.
+        context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
+            dry run.
     """
 
     config: RMMConfig
     converted: dict[str, ConvertedLayer] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    packed: dict[str, PackedEntry] = field(default_factory=dict)
     context: ModelContext | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -84,14 +107,16 @@ class ConversionReport:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, skipped, bits, groups, estimator_bytes and dry_run.
+            A dictionary with the keys config, converted, packed, skipped, bits, groups, estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
         }
+        packed = self.packed.items()
         return {
             "config": self.config.to_dict(),
             "converted": converted,
+            "packed": {name: {"type": e.type, "operation": e.operation, "saved": e.saved} for name, e in packed},
             "skipped": dict(self.skipped),
             "bits": self.bits,
             "groups": [list(group) for group in self.groups],
@@ -106,8 +131,11 @@ class ConversionReport:
             One line of ``key=value`` pairs behind ``rmm_linear:``.
         """
         config = self.config
+        packed = "".join(
+            f" {name}={count}" for name, count in Counter(e.operation for e in self.packed.values()).items()
+        )
         return (
-            f"rmm_linear: converted={len(self.converted)} skipped={len(self.skipped)} "
+            f"rmm_linear: converted={len(self.converted)}{packed} skipped={len(self.skipped)} "
             f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
             f"dry_run={self.dry_run}"
         )
@@ -115,14 +143,15 @@ class ConversionReport:
     def __str__(self) -> str:
         """Return the summary line and a table in which numbered siblings share a row."""
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        return f"{self.summary()}\n{table(('layer', 'count', 'in', 'out', 'saved'), rows)}"
+        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
             (layer.name, str(layer.in_features), str(layer.out_features), _saved(layer))
             for layer in self.converted.values()
         ]
-        return converted + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+        packed = [(entry.name, "", "", f"{entry.operation}: {entry.saved}") for entry in self.packed.values()]
+        return converted + packed + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
 
 
 def _sketch_fields(config: RMMConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
-from rmm_linear.ops.save import is_capturing
+from rmm_linear.ops.save import is_capturing, is_view_of_more
 from rmm_linear.sketches import TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec
@@ -61,8 +61,11 @@ class SketchedLayer(ConvertedModule):
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
         spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, self.rmm_config, self._bits())
-        if spec is None:
+        if spec is None and not is_view_of_more(input):
             return F.linear(input, weight, bias)
+        if spec is None:  # all rows as they are, but not the tensor that they are a part of
+            spec = SaveSpec("rows", input.shape[:-1].numel())
+            return saved_linear(input, weight, bias, LinearCall(spec, 0, dtype))
         if torch.compiler.is_compiling():
             call = self._traced_call(input, spec, dtype)
         else:

@@ -162,6 +162,35 @@ def _unpack_parts(
     return part
 
 
+def unpacked_rows(
+    codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Unpack a matrix as :func:`unpack` does, some rows at a time.
+
+    Args:
+        codes: See :func:`rmm_linear.packing.unpack`, as the following ones.
+        qparams: Offset and scale of every group.
+        seed: The seed they were packed with.
+        bits: 8, 4 or 2.
+        columns: Columns of the matrix.
+        dtype: dtype of the result.
+
+    Returns:
+        A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
+    """
+    parts, signs = (
+        _unpack_parts(codes, qparams, seed, bits, columns, torch.float32),
+        _rounding_noise(seed, 0, GROUP).signs,
+    )
+
+    def part(begin: int, end: int) -> Tensor:
+        values = parts(begin, end)
+        native.unrotate(values, signs)
+        return values.to(dtype)
+
+    return part
+
+
 def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
     """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
     if matrix.dtype != torch.float32 or not matrix.is_contiguous():

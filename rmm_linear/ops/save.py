@@ -93,6 +93,7 @@ def save_input(
         The tensors of :func:`save`.
     """
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
+        x = x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x
         return x, _on_device(seed, x.device)  # every row, unpacked: the seed is not used
     return tuple(_keep(x, seed, expected, *to_arguments(spec, mask)))
 
@@ -126,6 +127,18 @@ def _on_device(seed: int, device: torch.device) -> Tensor:
         # A Python number would be the same in every replay of the graph; the device's random numbers are not.
         seeds ^= torch.randint(2**63 - 1, (1,), device=device)
     return seeds
+
+
+def is_view_of_more(x: Tensor) -> bool:
+    """Say whether saving a tensor would keep much more memory alive than it needs, as ``hidden[:, 0]`` does.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        True if its storage has more than twice its bytes. Always False in compiled code, which saves no views.
+    """
+    return not torch.compiler.is_compiling() and 0 < 2 * x.nbytes < x.untyped_storage().nbytes()
 
 
 def is_capturing(device: torch.device) -> bool:

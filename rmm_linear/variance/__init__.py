@@ -9,9 +9,11 @@ from rmm_linear.variance.survey.recommendation import quietest, recommend
 from rmm_linear.variance.survey.records import LayerRecord, record_layers
 from rmm_linear.variance.survey.survey import MEMORIES, MemoryNoise, describe, noise_at_memory, train_and_record
 from rmm_linear.variance.targets import effective_batch, required_ratio
+from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 
 __all__ = [
     "MEMORIES",
+    "GradientNoise",
     "GradientProbe",
     "LayerRecord",
     "MemoryNoise",
@@ -21,6 +23,7 @@ __all__ = [
     "correlation",
     "describe",
     "effective_batch",
+    "gradient_noise",
     "noise_at_memory",
     "paper_bound",
     "paper_sketch_variance",

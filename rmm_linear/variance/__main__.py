@@ -25,6 +25,7 @@ from rmm_linear.variance.plots import plot_noise_against_memory
 from rmm_linear.variance.survey.batches import load_tensors, load_texts
 from rmm_linear.variance.survey.recommendation import describe_layers
 from rmm_linear.variance.survey.survey import MEMORIES, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.whole_model import gradient_noise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
     parser.add_argument("--max_seq_length", type=count(1), default=128, help="tokens per text at most")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="of the training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
+    help = "gradients of the converted model by which the noise of all parameters is measured; 0 measures none"
+    parser.add_argument("--draws", type=count(0), default=2, help=help)
 
 
 def count(least: int) -> Callable[[str], int]:
@@ -128,6 +131,12 @@ def print_survey(
     print(f"{title}{describe(records, noises, arguments.itemsize)}")
     if arguments.layers:
         print(f"\n{describe_layers(noises)}")
+    if arguments.draws:
+        print(f"\n{title}whole gradient, converted as by default; D2 / D2_SGD by block and operation")
+        try:
+            print(gradient_noise(model, batches[-1], draws=arguments.draws))
+        except ValueError as error:  # one sequence
+            print(f"not measured: {error}")
     figure: Any = plot_noise_against_memory(noises).figure
     with replacing(picture) as file:
         figure.savefig(file, dpi=150)

@@ -76,6 +76,8 @@ def test_an_example_never_adds_bytes():
 
 def test_an_example_on_which_nothing_is_saved_is_an_error():
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    with pytest.raises(ValueError, match=r"on this example none does .*Tanh saves this tensor anyway"):
-        convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
+    with pytest.raises(
+        ValueError, match=r"of the operations linear, and this model has none .*Tanh saves this tensor anyway"
+    ):
+        convert(model, example=torch.randn(100, 16), target_modules=["2"], operations="linear", **ROUGH)
     assert type(model[2]) is nn.Linear

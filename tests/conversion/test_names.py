@@ -189,12 +189,12 @@ def test_every_linear_layer_of_the_architectures_is_in_the_report():
         (
             {"overrides": {"kuery": {"ratio": 0.5}}},
             ValueError,
-            r"overrides\['kuery'\] must match a converted layer.*query",
+            r"overrides\['kuery'\] must match a converted module.*query",
         ),
         (
             {"overrides": {"query": {"ratio": 0.5}}, "target_modules": ["out"]},
             ValueError,
-            r"overrides\['query'\] must match a converted layer",
+            r"overrides\['query'\] must match a converted module",
         ),
         ({"overrides": {"query": {"ratio": 5}}}, ValueError, r"overrides\['query'\]: ratio must be in"),
         ({"ratio": 7}, ValueError, "ratio must be in"),

@@ -65,7 +65,7 @@ def noises(model, name):
 
 def test_a_configuration_is_read():
     config = RMMConfig.load(DATA / "config.json")
-    assert config == RMMConfig(**SETTINGS)
+    assert config == RMMConfig(**SETTINGS, operations="linear")
     for name, value in SETTINGS.items():
         found = getattr(config, name)
         assert (list(found) if isinstance(value, list) else found) == value, name
@@ -91,7 +91,7 @@ def test_a_conversion_with_norm_estimators_is_read():
     report = convert_as_saved(model, DATA / "conversion")
     assert list(report.converted) == NAMES
     assert report.config == RMMConfig(
-        kind="wta", memory=0.3, min_rows=1, norm_estimator="position", target_modules=NAMES
+        kind="wta", memory=0.3, min_rows=1, norm_estimator="position", target_modules=NAMES, operations="linear"
     )
     assert widths(model) == {"query": 4, "key": 4, "out": 2}
     assert sketch_state(model)["groups"] == [["query", "key"]]

@@ -108,6 +108,15 @@ def check_index(names, out, place):
     assert not any(isinstance(module, RMMLinear) for module in names["model"].modules())
 
 
+def check_blocks(names, out, place):
+    summaries = [line for line in out.splitlines() if line.startswith("rmm_linear: ")]
+    assert all(f" {operation}=" in summaries[0] for operation in ("activation", "norm", "attention", "dropout"))
+    assert {entry.operation for entry in names["report"].packed.values()} == {"norm"}
+    assert all(entry.saved == "its rows, 4 bits" for entry in names["report"].packed.values())
+    assert "| whole gradient " in out
+    assert not any("Packed" in type(module).__name__ for module in names["model"].modules())
+
+
 def check_kinds(names, out, place):
     assert [layer.rmm_config for layer in names["layers"]] == names["configs"]
     assert [line.partition("kind=")[2].partition(",")[0] for line in out.splitlines()] == [
@@ -157,6 +166,7 @@ def check_training_stack(names, out, place):
 
 CHECKS = {
     "README.md": check_readme,
+    "docs/blocks.md": check_blocks,
     "docs/estimators.md": check_estimators,
     "docs/index.md": check_index,
     "docs/kinds.md": check_kinds,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rmm_linear import RMMLinear
+from rmm_linear.memory import track_saved
 
 
 def layer(config=CONFIG, **kwargs):
@@ -214,3 +215,20 @@ def test_tied_weights_collect_the_gradients_of_both_uses():
     assert rest.abs().sum() > 0
     assert not torch.allclose(rest, alone)  # another S
     assert (rest * exact).sum() != 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_exact_layer_that_reads_part_of_a_tensor_keeps_that_part_alone(autocast):
+    """As a classifier reads the first token of each sequence."""
+    torch.manual_seed(0)
+    hidden, exact = torch.randn(8, 100, 32), nn.Linear(32, 4)
+    layer = RMMLinear.from_linear(exact)
+    with torch.autocast("cpu", enabled=autocast):
+        with track_saved(layer) as ledger:
+            output = layer(hidden[:, 0])
+        expected = exact(hidden[:, 0])
+    assert torch.equal(output, expected)
+    assert ledger.total == 8 * 32 * (2 if autocast else 4) + 8  # and a seed
+    found, stated = (torch.autograd.grad(y.float().square().sum(), exact.weight)[0] for y in (output, expected))
+    near = 8 * 2**-8 if autocast else 8 * 2**-23  # sums of 8 terms
+    torch.testing.assert_close(found, stated, rtol=0, atol=near * float(stated.abs().max()))

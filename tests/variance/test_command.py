@@ -38,6 +38,8 @@ def test_the_command_measures_a_text_file(
     assert "rows, 2 bits" in out
     assert AUTO in out
     assert "50 %" in out
+    whole = out.split("whole gradient, converted as by default")[1]
+    assert re.search(r"roberta\.encoder\.layer\.1 .*\d\.\d{4}", whole)
     assert picture.read_bytes().startswith(b"\x89PNG")
     sys.modules["matplotlib.pyplot"].close("all")
 

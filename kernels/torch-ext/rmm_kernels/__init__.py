@@ -2,7 +2,9 @@
 
 from .dense_sketch import dense_sketch
 from .derivatives import apply_derivative, pack_derivative
+from .gated import apply_gated, pack_gated
 from .masks import apply_mask, pack_mask
+from .norms import norm_gradients, pack_norm
 from .packing import pack, unpack, unrotate
 from .random_keys import random_keys
 from .row_norms import row_norms
@@ -10,11 +12,15 @@ from .sparse_sketch import sparse_sketch
 
 __all__ = [
     "apply_derivative",
+    "apply_gated",
     "apply_mask",
     "dense_sketch",
+    "norm_gradients",
     "pack",
     "pack_derivative",
+    "pack_gated",
     "pack_mask",
+    "pack_norm",
     "random_keys",
     "row_norms",
     "sparse_sketch",

@@ -17,15 +17,15 @@ def _pack_mask_kernel(
     """
     n_bytes = tl.cdiv(n_columns, 8)
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_b = tl.program_id(1).to(tl.int64) * B_B + tl.arange(0, B_B)
+    i_b = tl.program_id(1).to(tl.int64) * B_B
+    o_c = i_b * 8 + tl.arange(0, 8 * B_B)
     m_n = o_n < n_rows
     o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
-    b_bits = tl.zeros((B_N, B_B), dtype=tl.int32)
-    for j in tl.static_range(8):
-        o_c = o_b * 8 + j
-        m_m = m_n[:, None] & (o_c < n_columns)[None, :]
-        b_m = tl.load(p_m + o_row[:, None] * stride + o_c[None, :], mask=m_m, other=0)
-        b_bits += (b_m != 0).to(tl.int32) << j
+    m_m = m_n[:, None] & (o_c < n_columns)[None, :]
+    b_m = tl.load(p_m + o_row[:, None] * stride + o_c[None, :], mask=m_m, other=0)
+    b_kept = (b_m != 0).to(tl.int32) << (o_c % 8).to(tl.int32)[None, :]
+    b_bits = tl.sum(tl.reshape(b_kept, (B_N, B_B, 8)), axis=2)
+    o_b = i_b + tl.arange(0, B_B)
     m_b = m_n[:, None] & (o_b < n_bytes)[None, :]
     tl.store(p_bits + o_n[:, None] * n_bytes + o_b[None, :], b_bits.to(tl.uint8), mask=m_b)
 
@@ -66,11 +66,11 @@ def pack_mask(mask: torch.Tensor, index: torch.Tensor | None = None) -> torch.Te
     rows, columns = mask.shape[0] if index is None else index.shape[0], mask.shape[1]
     bits = torch.empty(rows, triton.cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 512))
+        grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
         with on_device(mask):
             _pack_mask_kernel[grid](
                 mask, index, bits, rows, columns, mask.stride(0),
-                HAS_INDEX=index is not None, B_N=16, B_B=64, num_warps=4,
+                HAS_INDEX=index is not None, B_N=8, B_B=64, num_warps=4,
             )  # fmt: skip
     return bits
 

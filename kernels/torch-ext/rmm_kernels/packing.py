@@ -124,17 +124,13 @@ def _pack_kernel(
 
 
 @triton.jit
-def _unpack_kernel(
-    p_codes, p_qparams, p_seed, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
-):  # fmt: skip
-    """One tile of B_K rows and one group, left rotated.
+def load_rotated(p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr):
+    """One group of some rows, left rotated, float32 (B_K, 64), and its scales, float32 (B_K,); 0 for rows masked out.
 
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). p_seed: int64 (1,). p_z: (K, I), contiguous.
+    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_qparams: bfloat16 (K, ⌈I/64⌉, 2). seed: int64 scalar. o_k: int64 (B_K,), rows of the
+    packed matrix. m_k: rows that exist. i_g: int64, number of the group. The columns beyond the last are not zero.
     """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
     o_j = tl.arange(0, 64)
-    m_k = o_k < n_rows
     size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
     m_z = m_k[:, None] & (o_j < size)[None, :]
     h = (size * BITS + 7) // 8
@@ -144,10 +140,38 @@ def _unpack_kernel(
     o_range = (o_k * tl.cdiv(n_columns, 64) + i_g) * 2
     b_offset = tl.load(p_qparams + o_range, mask=m_k, other=0.0).to(tl.float32)
     b_scale = tl.load(p_qparams + o_range + 1, mask=m_k, other=0.0).to(tl.float32)
-    b_u = _dither(tl.load(p_seed), o_k, i_g * 64 + o_j)
-    b_z = (b_codes.to(tl.float32) - (b_u - 0.5)) * b_scale[:, None] + b_offset[:, None]
-    o_z = o_k[:, None] * n_columns + i_g * 64 + o_j[None, :]
-    tl.store(p_z + o_z, b_z.to(p_z.dtype.element_ty), mask=m_z)
+    b_u = _dither(seed, o_k, i_g * 64 + o_j)
+    return (b_codes.to(tl.float32) - (b_u - 0.5)) * b_scale[:, None] + b_offset[:, None], b_scale
+
+
+@triton.jit
+def load_packed(
+    p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """As load_rotated, with the rotation undone, and 0 in the columns beyond the last."""
+    b_z, b_scale = load_rotated(p_codes, p_qparams, seed, o_k, m_k, i_g, n_columns, BITS)
+    if n_columns - i_g * 64 >= 64:
+        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(seed)[None, :]
+    else:
+        b_z = tl.where((i_g * 64 + tl.arange(0, 64) < n_columns)[None, :], b_z, 0.0)
+    return b_z, b_scale
+
+
+@triton.jit
+def _unpack_kernel(
+    p_codes, p_qparams, p_seed, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
+):  # fmt: skip
+    """One tile of B_K rows and one group, left rotated.
+
+    p_codes, p_qparams: see load_rotated. p_seed: int64 (1,). p_z: (K, I), contiguous.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_k = o_k < n_rows
+    b_z, _ = load_rotated(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS)
+    p_tile = p_z + o_k[:, None] * n_columns + o_j[None, :]
+    tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_j < n_columns)[None, :])
 
 
 @triton.jit

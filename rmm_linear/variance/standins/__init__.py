@@ -1,1 +1,1 @@
-"""Closed-form variances of what stand-ins other than sketches add to gradients."""
+"""Closed-form variances of the gradients that packed stand-ins give, exact and without simulation."""

@@ -1,0 +1,153 @@
+"""pack_gated and apply_gated: the packed products of a gated MLP, made and applied in one pass over its activations."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import on_device, precision
+from .packing import GROUP, empty_sketch, load_packed, store_packed
+
+_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+
+
+@triton.jit
+def _activate(b_a, ACTIVATION: tl.constexpr):
+    """act(a) and act'(a), float32."""
+    if ACTIVATION == 0:
+        b_phi = 0.5 + 0.5 * tl.erf(b_a * 0.7071067811865476)
+        return b_a * b_phi, b_phi + b_a * (tl.exp(-0.5 * b_a * b_a) * 0.3989422804014327)
+    elif ACTIVATION == 3:
+        return tl.where(b_a <= 0, 0.0, b_a), tl.where(b_a <= 0, 0.0, 1.0)
+    else:
+        b_inner = b_a
+        b_slope = b_a * 0 + 1.0
+        if ACTIVATION == 1:
+            b_inner = b_a * (1.5957691216057308 + 0.07135481627159628 * b_a * b_a)
+            b_slope = 1.5957691216057308 + 0.21406444881478884 * b_a * b_a
+        b_sigmoid = tl.sigmoid(b_inner)
+        return b_a * b_sigmoid, b_sigmoid + b_a * b_slope * (b_sigmoid * (1.0 - b_sigmoid))
+
+
+@triton.jit
+def _pack_gated_kernel(
+    p_a, p_b, p_index, p_seed, p_codes, p_qparams, p_s_codes, p_s_qparams, n_rows, n_columns, stride, stride_b,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
+    PRECISION: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of B_K rows and one group.
+
+    p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
+    p_codes, p_s_codes: uint8 (n, ⌈C·BITS/8⌉). p_qparams, p_s_qparams: bfloat16 (n, ⌈C/64⌉, 2).
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_k = o_k < n_rows
+    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
+    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+    p_gate = p_a + o_row[:, None] * stride + o_j[None, :]
+    if HAS_P:
+        _, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+        store_packed(b_p, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
+    if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
+        b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_qparams, BITS, PRECISION)
+
+
+@triton.jit
+def _apply_gated_kernel(
+    p_y, p_index, p_seed, p_codes, p_qparams, p_s_codes, p_s_qparams, p_da, p_db, n_rows, n_columns, stride,
+    BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr, PRECISION: tl.constexpr,
+    B_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of B_K rows and one group.
+
+    p_y: (N, C), rows ``stride`` apart. p_index … p_s_qparams: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_k = o_k < n_rows
+    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
+    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+    o_out = o_row[:, None] * n_columns + o_j[None, :]
+    b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+    if HAS_P:
+        b_p, _ = load_packed(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS, PRECISION)
+        tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
+    if HAS_S:
+        b_s, _ = load_packed(p_s_codes, p_s_qparams, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS, PRECISION)
+        tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
+
+
+def pack_gated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    seeds: torch.Tensor,
+    activation: str,
+    bits: int,
+    wanted: tuple[bool, bool] = (True, True),
+    index: torch.Tensor | None = None,
+) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Pack p = b · act'(a) and s = act(a), without bias.
+
+    Args:
+        a: float16, bfloat16 or float32, shape (N, C), any row stride.
+        b: The same.
+        seeds: int64, shape (2,), on the device of ``a``: of p and of s.
+        activation: "gelu", "gelu_tanh", "silu" or "relu".
+        bits: 8, 4 or 2.
+        wanted: Whether p and s are needed.
+        index: Rows to store, int64, shape (n,); None for all.
+
+    Returns:
+        For p and for s: codes, uint8, shape (n, ⌈C·bits/8⌉), and qparams, bfloat16, shape (n, ⌈C/64⌉, 2); or None.
+    """
+    a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
+    rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
+    packed = [empty_sketch(rows, columns, bits, a) if needed else None for needed in wanted]
+    if rows and columns:
+        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        with on_device(a):
+            _pack_gated_kernel[grid](
+                a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, columns,
+                a.stride(0), b.stride(0), ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits,
+                HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], PRECISION=precision(), B_K=16,
+                num_warps=4,
+            )  # fmt: skip
+    return packed
+
+
+def apply_gated(
+    y: torch.Tensor,
+    seeds: torch.Tensor,
+    packed: list[tuple[torch.Tensor, torch.Tensor] | None],
+    bits: int,
+    index: torch.Tensor | None = None,
+) -> list[torch.Tensor | None]:
+    """Multiply a gradient by p and by s.
+
+    Args:
+        y: float16, bfloat16 or float32, shape (N, C), any row stride.
+        seeds: The seeds they were packed with.
+        packed: Result of ``pack_gated``.
+        bits: Its width.
+        index: The rows that are stored, int64, shape (n,); None for all. All others get zeros.
+
+    Returns:
+        y · p and y · s, shape (N, C), dtype of ``y``; or None.
+    """
+    y = y if y.stride(1) == 1 else y.contiguous()
+    rows, columns = y.shape[0] if index is None else index.shape[0], y.shape[1]
+    make = torch.empty if index is None else torch.zeros
+    found = [None if one is None else make(y.shape, dtype=y.dtype, device=y.device) for one in packed]
+    if rows and columns:
+        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        with on_device(y):
+            _apply_gated_kernel[grid](
+                y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, columns,
+                y.stride(0), BITS=bits, HAS_INDEX=index is not None, HAS_P=packed[0] is not None,
+                HAS_S=packed[1] is not None, PRECISION=precision(), B_K=16, num_warps=4,
+            )  # fmt: skip
+    return found

@@ -1,0 +1,192 @@
+"""pack_norm and norm_gradients: LayerNorm and RMSNorm whose backward pass reads a packed copy of the normalized rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .draws import as_int64
+from .launch import on_device, precision
+from .packing import empty_sketch, load_packed, store_packed
+
+_ROWS = 16  # of a tile: the fewest that the matrix unit takes
+
+
+@triton.jit
+def _pack_norm_kernel(
+    p_x, p_index, p_seed, p_codes, p_qparams, p_rstd, n_rows, n_columns, stride, eps,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    B_K: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """B_K rows: their statistics, merged over blocks of B_D columns, then their groups.
+
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). p_codes, p_qparams:
+    see store_packed.
+    """
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    m_k = o_k < n_rows
+    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+    p_rows = p_x + o_row[:, None] * stride
+    b_mean = tl.zeros((B_K,), dtype=tl.float32)
+    b_squares = tl.zeros((B_K,), dtype=tl.float32)
+    for i_d in range(0, n_columns, B_D):
+        o_d = i_d + tl.arange(0, B_D)
+        m_x = m_k[:, None] & (o_d < n_columns)[None, :]
+        b_x = tl.load(p_rows + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if CENTERED:
+            size = tl.minimum(n_columns - i_d, B_D).to(tl.float32)
+            share = size / (i_d + size)
+            b_block = tl.sum(b_x, axis=1) / size
+            b_x = tl.where(m_x, b_x - b_block[:, None], 0.0)
+            b_apart = b_block - b_mean
+            b_squares += b_apart * b_apart * (i_d * share)
+            b_mean += b_apart * share
+        b_squares += tl.sum(b_x * b_x, axis=1)
+    b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
+    tl.store(p_rstd + o_k, b_rstd, mask=m_k)
+    seed = tl.load(p_seed)
+    # Where the matrix unit has no tf32, on AMD, masks that are made before the loop would not fit into its registers.
+    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=PRECISION == "ieee"):
+        o_j = i_g * 64 + tl.arange(0, 64)
+        m_x = m_k[:, None] & (o_j < n_columns)[None, :]
+        b_x = tl.load(p_rows + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_h = (b_x - b_mean[:, None]) * b_rstd[:, None]
+        store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+
+
+@triton.jit
+def _load_gradient(
+    p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA: tl.constexpr
+):  # fmt: skip
+    """y and γ ∘ y of one group, float32 (B_K, 64)."""
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_j = o_j < n_columns
+    b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_k[:, None] & m_j[None, :], other=0.0)
+    b_y = b_y.to(tl.float32)
+    b_gamma = tl.load(p_gamma + o_j, mask=m_j, other=0.0) if HAS_GAMMA else tl.full((64,), 1.0, tl.float32)
+    return b_y, b_y * b_gamma[None, :]
+
+
+@triton.jit
+def _norm_backward_kernel(
+    p_y, p_index, p_seed, p_gamma, p_codes, p_qparams, p_rstd, p_out, p_sums, n_rows, n_columns, stride,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, SUMS: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """B_K rows: their sums over columns, then their gradient; h is unpacked twice, not stored.
+
+    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_codes, p_qparams:
+    see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
+    """
+    i_k = tl.program_id(0).to(tl.int64)
+    o_k = i_k * B_K + tl.arange(0, B_K)
+    m_k = o_k < n_rows
+    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+    seed = tl.load(p_seed)
+    b_sum_g = tl.zeros((B_K,), dtype=tl.float32)
+    b_sum_gh = tl.zeros((B_K,), dtype=tl.float32)
+    for i_g in range(0, tl.cdiv(n_columns, 64)):
+        b_h, _ = load_packed(p_codes, p_qparams, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION)
+        b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
+        b_sum_g += tl.sum(b_g, axis=1)
+        b_sum_gh += tl.sum(b_g * b_h, axis=1)
+        if SUMS:
+            o_j = i_g * 64 + tl.arange(0, 64)
+            p_sum = p_sums + i_k * 2 * n_columns + o_j
+            tl.store(p_sum, tl.sum(b_y * b_h, axis=0), mask=o_j < n_columns)
+            tl.store(p_sum + n_columns, tl.sum(b_y, axis=0), mask=o_j < n_columns)
+    b_rstd = tl.load(p_rstd + o_k, mask=m_k, other=0.0)
+    b_mean = b_sum_g / n_columns
+    b_slope = b_sum_gh / n_columns
+    for i_g in range(0, tl.cdiv(n_columns, 64)):
+        b_h, b_scale = load_packed(p_codes, p_qparams, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION)
+        _, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
+        b_kept = 1.0 + b_scale * b_scale / (12.0 * n_columns)
+        b_out = b_g * b_kept[:, None] - b_h * b_slope[:, None]
+        if CENTERED:
+            b_out -= b_mean[:, None]
+        o_j = i_g * 64 + tl.arange(0, 64)
+        m_out = m_k[:, None] & (o_j < n_columns)[None, :]
+        p_tile = p_out + o_row[:, None] * n_columns + o_j[None, :]
+        tl.store(p_tile, (b_out * b_rstd[:, None]).to(p_out.dtype.element_ty), mask=m_out)
+
+
+def pack_norm(
+    x: torch.Tensor, bits: int, seed: torch.Tensor, eps: float, centered: bool = True, index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalize rows and round them to ``bits`` per element.
+
+    Args:
+        x: float16, bfloat16 or float32, shape (N, H), any row stride.
+        bits: 8, 4 or 2.
+        seed: int64, shape (1,), on the device of ``x``.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+        index: Rows to save, int64, shape (n,); None for all.
+
+    Returns:
+        Codes, uint8, shape (n, ⌈H·bits/8⌉), qparams, bfloat16, shape (n, ⌈H/64⌉, 2), and rstd, float32, shape (n,).
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
+    codes, qparams = empty_sketch(rows, columns, bits, x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if codes.numel():
+        with on_device(x):
+            _pack_norm_kernel[(triton.cdiv(rows, _ROWS),)](
+                x, index, seed, codes, qparams, rstd, rows, columns, x.stride(0), eps,
+                CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, PRECISION=precision(),
+                B_K=_ROWS, B_D=256, num_warps=4,
+            )  # fmt: skip
+    return codes, qparams, rstd
+
+
+def norm_gradients(
+    y: torch.Tensor,
+    codes: torch.Tensor,
+    qparams: torch.Tensor,
+    rstd: torch.Tensor,
+    bits: int,
+    seed: torch.Tensor,
+    gamma: torch.Tensor | None = None,
+    *,
+    centered: bool = True,
+    index: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    sums: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Compute the gradients of a norm from what ``pack_norm`` has made, the known variance of the copy taken out.
+
+    Args:
+        y: Gradient with respect to the output, float16, bfloat16 or float32, shape (N, H), any row stride.
+        codes: uint8, shape (n, ⌈H·bits/8⌉), contiguous.
+        qparams: bfloat16, shape (n, ⌈H/64⌉, 2), contiguous.
+        rstd: float32, shape (n,), contiguous.
+        bits: 8, 4 or 2.
+        seed: The seed it was packed with.
+        gamma: γ, shape (H,); None is 1.
+        centered: True for LayerNorm, False for RMSNorm.
+        index: Rows that are saved, int64, shape (n,); None for all.
+        dtype: dtype of dX; None is that of ``y``.
+        sums: Whether dγ and dβ are needed.
+
+    Returns:
+        dX, shape (N, H), zero in rows that are not in ``index``; dγ and dβ, float32, shape (H,), or None.
+    """
+    y = y if y.stride(1) == 1 else y.contiguous()
+    rows, columns = rstd.shape[0], y.shape[1]
+    gamma = None if gamma is None else gamma.to(torch.float32).contiguous()
+    x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype, device=y.device)
+    programs = triton.cdiv(rows, _ROWS)
+    shape = (programs, 2, columns) if sums else (0,)
+    partial = torch.empty(shape, dtype=torch.float32, device=y.device)
+    if rows and columns:
+        with on_device(y):
+            _norm_backward_kernel[(programs,)](
+                y, index, seed, gamma, codes, qparams, rstd, x, partial if sums else None, rows, columns, y.stride(0),
+                CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums, BITS=bits,
+                PRECISION=precision(), B_K=_ROWS, num_warps=4,
+            )  # fmt: skip
+    if not sums:
+        return x, None, None
+    weight, bias = partial.sum(0, dtype=torch.float64).unbind()
+    return x, weight.float(), bias.float()

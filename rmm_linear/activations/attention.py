@@ -1,0 +1,193 @@
+"""Attention that saves packed queries, keys and values: the function, and the modules that call it.
+
+Two kinds of modules can be converted without changing PyTorch or transformers:
+
+* Those of transformers that look their function up in its ``AttentionInterface``: ``attention_interface.py`` registers
+  a function of ours there, which packs for modules of the class ``PackedAttention`` and is that of "sdpa" for all
+  others.
+* Those whose ``forward`` calls ``F.scaled_dot_product_attention`` itself, ``nn.MultiheadAttention`` among them (and so
+  ``nn.TransformerEncoderLayer``): :class:`PackedAttentionCaller` runs the module's own ``forward`` under a
+  ``TorchFunctionMode`` that packs this one call. Everything else of the module stays what it is, such as
+  ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and keeps them.
+
+Modules with a softmax of their own (``attn_implementation="eager"``) stay exact: its output and that of
+``F.scaled_dot_product_attention`` differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_exact
+from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.config import RMMConfig
+from rmm_linear.packing.attention import check_attention_bits
+from rmm_linear.sketches.seeds import draw_seed
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    bits: int = BITS,
+    attend: Callable[..., Tensor | None] | None = None,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` that saves packed queries, keys and values instead of these and its output.
+
+    The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU. The
+    gradients have the noise of packing, and at 4 bits a bias whose square is 0.0005 of its variance. Where a gradient
+    cannot be packed, as that of a mask, everything is exact.
+
+    Args:
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        attn_mask: Bool (true where a query sees a key) or additive, of a shape that (B, h, Tq, Tk) broadcasts with.
+        dropout_p: Probability of dropout.
+        is_causal: Whether query i sees the keys 0 … i only.
+        scale: Factor of the scores; None is 1 / √d.
+        enable_gqa: Whether keys may have fewer heads than queries.
+        bits: Bits of queries, keys and values: 8 or 4.
+        attend: Packs a call, or returns None; None packs it with a seed of its own, and padding too.
+
+    Returns:
+        Shape (B, h, Tq, dv).
+    """
+    check_attention_bits(bits)
+    named = {"scale": scale, "enable_gqa": enable_gqa}
+
+    def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **named).transpose(1, 2)
+
+    attention = Attention(query.shape[-1] ** -0.5 if scale is None else scale, is_causal, dropout_p, bits)
+    output = (attend or _attend_alone)(query, key, value, attn_mask, attention, exact)
+    if output is not None:
+        return output.transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
+
+
+def _attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention, exact: Exact
+) -> Tensor | None:
+    call = PackedCall(None if torch.compiler.is_compiling() else draw_seed())
+    if not _is_saving(query, key, value) or why_exact(query, key, value, mask, attention.is_causal, attention.p):
+        return None
+    return packed_attention(query, key, value, mask, attention, call, exact)
+
+
+def _is_saving(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class AttendingModule(PackedModule):
+    """Base class of modules whose attention is packed.
+
+    Attributes:
+        rmm_exact: Why the last call in training was exact; None if it was packed.
+    """
+
+    rmm_exact: str | None
+
+    def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
+        super()._set_up(config, *arguments, **named)
+        self.rmm_exact = None
+        check_attention_bits(self._bits)
+
+    @property
+    def _bits(self) -> int:
+        return getattr(self.rmm_config, "attention_bits", BITS)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        attention: Attention,
+        exact: Exact,
+        reason: str | None = None,
+    ) -> Tensor | None:
+        """The output, shape (B, Tq, h, dv); None where the exact function is to be called, as for a ``reason``."""
+        if not self.training:
+            return None
+        call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
+        if not _is_saving(query, key, value):
+            return None
+        self.rmm_exact = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
+        if self.rmm_exact is not None:
+            return None
+        return packed_attention(query, key, value, mask, attention, call, exact)
+
+
+class PackedAttentionCaller(AttendingModule):
+    """A module that calls ``F.scaled_dot_product_attention``, which is packed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward; exact in compiled code, as compilers do not trace all of a mode."""
+        if not self.training or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with _PackingMode(self):
+            return super().forward(*args, **kwargs)
+
+
+class _PackingMode(TorchFunctionMode):
+    """Hands calls of F.scaled_dot_product_attention to a module."""
+
+    def __init__(self, module: AttendingModule) -> None:
+        super().__init__()
+        attend, bits = module._attend, module._bits
+        self.packed = functools.partial(scaled_dot_product_attention, bits=bits, attend=attend)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            func = self.packed
+        elif func is F.multi_head_attention_forward:  # the mode does not hold inside of it
+            func = _rebound(func, scaled_dot_product_attention=self.packed)
+        return func(*args, **(kwargs or {}))
+
+
+def _rebound(function: FunctionType, **names: Any) -> FunctionType:
+    """The same code, with other objects for some of its global names."""
+    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Say whether a module's own forward calls ``F.scaled_dot_product_attention``.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if it does, or if it is ``nn.MultiheadAttention`` itself.
+    """
+    return type(module) is nn.MultiheadAttention or "scaled_dot_product_attention" in names_in_forward(module)
+
+
+def names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the global names and attributes that a module's own forward reads.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The names.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names

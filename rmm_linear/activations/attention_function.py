@@ -1,0 +1,151 @@
+"""The autograd function of attention that saves packed queries, keys and values, and which calls it can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import autocast_dtype, cast
+from rmm_linear.activations.base import PackedCall
+from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
+from rmm_linear.ops.masks import pack_mask
+from rmm_linear.packing.attention import hides_padding, score_rows
+
+Exact = Callable[..., Tensor]
+BITS = 4  # the default of attention_bits
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of one call that are no tensors.
+
+    Attributes:
+        scale: Factor of the scores.
+        is_causal: Whether query i sees the keys 0 … i only.
+        p: Probability of dropout.
+        bits: Bits of queries, keys and values.
+    """
+
+    scale: float
+    is_causal: bool = False
+    p: float = 0.0
+    bits: int = BITS
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Attention that saves packed queries, keys and values. Shapes as for ``F.scaled_dot_product_attention``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        attention: Attention,
+        call: PackedCall,
+        exact: Exact,
+    ) -> Tensor:
+        """Apply attention; ``exact`` makes the output without dropout, shape (B, Tq, h, dv)."""
+        ctx.attention, ctx.call, ctx.dtypes = attention, call, (query.dtype, key.dtype, value.dtype)
+        ctx.sizes = key.shape[2], key.shape[1], key.shape[3]
+        output = exact(query, key, value) if not attention.p else None
+        dtype = autocast_dtype(query.device.type, query.dtype)
+        query, key, value = (cast(tensor, dtype) for tensor in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
+            kept = None
+            if output is None:
+                kept = _kept(query, key, attention.p)
+                named = attention.scale, attention.is_causal, attention.p
+                output = dropped_attention(query, key, value, mask, kept, *named)
+                rows = score_rows(call.index, query.shape[1], query.shape[2])
+                kept = pack_mask(kept.flatten(0, 2), rows)
+            kv_index = _kv_index(key, mask, attention.is_causal, call)
+            stored = pack_attention(query, key, value, call.index, kv_index, call.seed, *(attention.bits,) * 3)
+        # Seed and indices are saved tensors: on ctx, a recomputation could not replace them.
+        ctx.save_for_backward(stored, mask, kept, call.index, kv_index)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        refuse_double_backward("a packed attention")
+        (y,), (stored, mask, kept, index, kv_index) = grad_outputs, ctx.saved_tensors
+        attention: Attention = ctx.attention
+        if ctx.call.on_backward is not None:
+            ctx.call.on_backward(y.reshape(y.shape[0] * y.shape[1], -1), ctx.call.mask)
+        with torch.autocast(y.device.type, enabled=False):
+            gradients = attention_backward(
+                y, stored, mask, kept, index, kv_index, *ctx.sizes,
+                attention.scale, attention.is_causal, attention.p, *(attention.bits,) * 3,
+            )  # fmt: skip
+        found = (one.transpose(1, 2).to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
+        return *found, None, None, None, None
+
+
+def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
+    """Which scores dropout keeps, by the random numbers that PyTorch's dropout of all scores draws on CPU."""
+    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli_(1 - p)
+
+
+def _kv_index(key: Tensor, mask: Tensor | None, is_causal: bool, call: PackedCall) -> Tensor | None:
+    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
+    index, (batch, _, keys, _) = call.index, key.shape
+    if index is None or call.mask is None or len(call.mask.order) != batch * keys:
+        return None
+    return index if bool(hides_padding(call.mask.valid.view(batch, keys), mask, is_causal)) else None
+
+
+def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float) -> str | None:
+    """Return why a call of attention cannot be packed.
+
+    Args:
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        mask: Bool or additive, or None.
+        is_causal: Whether query i sees the keys 0 … i only.
+        p: Probability of dropout.
+
+    Returns:
+        The reason, or None if it can be packed.
+    """
+    if query.is_nested or not all(tensor.dim() == 4 for tensor in (query, key, value)):
+        return "queries, keys and values are not of the shape (batch, heads, tokens, features)"
+    if not query.shape[0] == key.shape[0] == value.shape[0] or query.shape[1] % key.shape[1]:
+        return "queries and keys have different batches, or heads of queries do not share heads of keys evenly"
+    if mask is not None and mask.requires_grad:
+        return "the attention mask needs a gradient"
+    if mask is not None and is_causal:
+        return "a mask and is_causal=True are given together"
+    if is_causal and query.shape[2] != key.shape[2]:
+        return "a causal attention has more keys than queries, as with a KV cache"
+    return None if p < 1 else "dropout keeps nothing"
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention, call: PackedCall, exact: Exact
+) -> Tensor:
+    """Apply attention and save it packed. The caller has asked :func:`why_exact` before.
+
+    Args:
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        mask: Bool or additive, of a shape that (B, h, Tq, Tk) broadcasts with, or None.
+        attention: The other arguments.
+        call: Seed and padding.
+        exact: A function of queries, keys and values that returns the output without dropout, shape (B, Tq, h, dv).
+
+    Returns:
+        Shape (B, Tq, h, dv).
+    """
+    if mask is not None:
+        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
+        mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
+    return AttentionFunction.apply(query, key, value, mask, attention, call, exact)  # pyright: ignore[reportReturnType]

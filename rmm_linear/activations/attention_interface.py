@@ -1,0 +1,178 @@
+"""Packed attention through transformers' ``AttentionInterface``.
+
+The function of a model's attention is looked up by the name in its configuration. :func:`attach` registers one of ours,
+with the mask function of "sdpa", and writes its name where "sdpa" was; :func:`detach` writes "sdpa" again. It is the
+function of "sdpa" itself for modules that are not converted, and wherever it cannot pack.
+
+Configurations of other functions stay as they are: "eager" and "flash_attention_2" give outputs that differ from those
+of "sdpa" in the last bits, so converting would change the model. So do those of models whose code asks whether the
+name is "sdpa", as some do where they prepare masks.
+
+The name is in no file: transformers leaves it out of ``config.json``, so ``save_pretrained`` needs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from rmm_linear.activations.attention import AttendingModule, names_in_forward
+from rmm_linear.activations.attention_function import Attention
+
+NAME = "rmm_sdpa"
+_SDPA = "sdpa"
+_KEPT = "rmm_attention"  # attribute of a model: the configurations whose name was changed
+_ASKS = re.compile(r"""_attn_implementation\s*(?:[!=]=|(?:not\s+)?in\b)[^\n]*["']sdpa["']""")
+_UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cache")
+
+
+class PackedAttention(AttendingModule):
+    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Register the function, whose name is in the configuration that comes with the module."""
+        super().__setstate__(state)
+        register()
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Say whether a module looks its attention function up in transformers' ``AttentionInterface``.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if its forward does.
+    """
+    return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module) and hasattr(module, "config")
+
+
+def stays_exact(module: Any) -> str | None:
+    """Return why an attention of transformers cannot be packed, before it is converted.
+
+    Args:
+        module: A module for which :func:`is_attention` is true.
+
+    Returns:
+        The reason, or None if it can be packed.
+    """
+    name = getattr(module.config, "_attn_implementation", None)
+    if name not in (_SDPA, NAME):
+        remedy = "Use model.set_attn_implementation('sdpa')."
+        return f"its attn_implementation is {name!r}, whose output is not that of 'sdpa' to the bit. {remedy}"
+    if _asks_for_sdpa(type(module)):
+        return "its model's code treats attn_implementation='sdpa' in a way of its own"
+    return None
+
+
+def attach(model: nn.Module, modules: Iterable[Any]) -> None:
+    """Make a model call the packed attention in some modules, which are of the class ``PackedAttention`` already.
+
+    Args:
+        model: The model.
+        modules: The modules.
+    """
+    register()
+    wanted = [module.config for module in modules]
+    kept = vars(model).setdefault(_KEPT, [])
+    # A model makes its masks by the name in a configuration, which is the object that its attention modules have.
+    for config in {id(config): config for config in wanted if config._attn_implementation == _SDPA}.values():
+        _set_name(config, NAME)
+        kept.append(config)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`. A name that was changed since then stays.
+
+    Args:
+        model: The model.
+    """
+    for config in vars(model).pop(_KEPT, ()):
+        if config._attn_implementation == NAME:
+            _set_name(config, _SDPA)
+
+
+def _set_name(config: Any, name: str) -> None:
+    """Write a name in a configuration, and leave the configurations inside of it as they are."""
+    config._attn_implementation = {"": name}
+
+
+def register() -> None:
+    """Register the function and its masks with transformers, which must be imported."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(NAME, packed_sdpa)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[_SDPA])
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply attention as the function of "sdpa" does, and save it packed.
+
+    Args:
+        module: The module that calls it; one that is not converted gets the function of "sdpa".
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        attention_mask: Bool or additive, or None.
+        dropout: Probability of dropout.
+        scaling: Factor of the scores; None is 1 / √d.
+        is_causal: Whether query i sees the keys 0 … i only, without a mask; None asks the module.
+        **kwargs: Other arguments of the function of "sdpa".
+
+    Returns:
+        The output, shape (B, Tq, h, dv), and None for the probabilities.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS[_SDPA]
+
+    def exact(query: Tensor, key: Tensor, value: Tensor, p: float = 0.0) -> Tensor:
+        return sdpa(
+            module, query, key, value, attention_mask, dropout=p, scaling=scaling, is_causal=is_causal, **kwargs
+        )[0]
+
+    output = None
+    if isinstance(module, PackedAttention):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(query.shape[2] > 1 and attention_mask is None and causal)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attention = Attention(scale, causal, dropout, module._bits)
+        output = module._attend(query, key, value, attention_mask, attention, exact, _reason(kwargs))
+    return (exact(query, key, value, dropout) if output is None else output), None
+
+
+def _reason(kwargs: dict[str, Any]) -> str | None:
+    """Why arguments are not supported."""
+    given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    given += ["output_attentions"] if kwargs.get("output_attentions") else []
+    return f"it is called with {', '.join(given)}" if given else None
+
+
+def _asks_for_sdpa(kind: type[nn.Module]) -> bool:
+    """Whether the code of a module's file compares the name of the function with "sdpa"."""
+    for base in kind.__mro__:
+        file = sys.modules.get(base.__module__)
+        if file is not None and base.__module__.startswith(("torch.", "rmm_linear.", "builtins")):
+            continue
+        try:
+            if file is not None and _ASKS.search(inspect.getsource(file)):
+                return True
+        except (OSError, TypeError):
+            continue
+    return False

@@ -1,0 +1,216 @@
+"""Find out whether a module is a gated MLP, by its structure and by what it computes, not by its name.
+
+A gated MLP computes down(dropout(act(gate(x)) · up(x))) with children gate, up, down, act and, perhaps, dropout; gate
+and up may be the two halves of one child's output. Which child is which follows from one forward pass of the module
+itself: two linear children read its input, one writes its output, and the activation reads what the gate wrote. The
+answer is confirmed by computing the formula with these children: it must give the module's output to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.packing.gated import ACTIVATIONS
+
+_TOKENS = 3  # of the probe's input
+
+
+@dataclass(frozen=True)
+class GatedParts:
+    """Names of the children of a gated MLP.
+
+    Attributes:
+        gate: The linear child whose output goes into the activation.
+        up: The linear child whose output the activation's is multiplied by; ``gate`` itself if both are halves of one.
+        act: The activation child. Whoever packs the MLP replaces it, so it must not be packed by itself.
+        down: The linear child that reads the product.
+        dropout: The child between the product and ``down``, or None.
+        activation: What ``act`` computes: one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
+        gate_first: Whether the gate is called before ``up``; of halves, whether it is the first one.
+    """
+
+    gate: str
+    up: str
+    act: str
+    down: str
+    dropout: str | None
+    activation: str
+    gate_first: bool
+
+    def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of gate and up, called in the module's own order.
+
+        Args:
+            module: The MLP.
+            x: Its input, shape (*, H).
+
+        Returns:
+            Two tensors of shape (*, C).
+        """
+        if self.gate == self.up:
+            first, second = module.get_submodule(self.gate)(x).chunk(2, dim=-1)
+        else:
+            names = (self.gate, self.up) if self.gate_first else (self.up, self.gate)
+            first, second = (module.get_submodule(name)(x) for name in names)
+        return (first, second) if self.gate_first else (second, first)
+
+    def output(self, module: nn.Module, product: Tensor) -> Tensor:
+        """Return what the module makes of act(gate(x)) · up(x).
+
+        Args:
+            module: The MLP.
+            product: Shape (*, C).
+
+        Returns:
+            Shape (*, H).
+        """
+        if self.dropout is not None:
+            product = module.get_submodule(self.dropout)(product)
+        down = module.get_submodule(self.down)
+        dtype = getattr(getattr(down, "weight", None), "dtype", product.dtype)
+        # Some models keep this weight in float32 and cast its input, see T5. Autocast casts by itself.
+        if dtype.is_floating_point and not torch.is_autocast_enabled(product.device.type):
+            product = product.to(dtype)
+        return down(product)
+
+
+def gated_parts(module: nn.Module) -> GatedParts | None:
+    """Say which children of a module are the parts of a gated MLP.
+
+    Runs the module on three random rows in eval mode, without gradients; random numbers and modes stay as they were.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The parts; None if the module is no gated MLP, if its activation is none of those that can be packed, if it is
+        on the meta device, or if its output is not that of the formula to the bit.
+    """
+    widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
+    if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
+        return None
+    kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
+    if len(kinds) != 1:
+        return None
+    tensors = [tensor for name in widths for tensor in module.get_submodule(name).parameters()]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    if not tensors or any(tensor.is_meta for tensor in tensors):
+        return None
+    forward = getattr(module, "exact_forward", module.forward)
+    generator = torch.Generator().manual_seed(0)
+    # The wanted width is that of two children, or of the one whose output is cut in halves.
+    for features in dict.fromkeys(width[0] for width in widths.values()):
+        x = torch.randn(1, _TOKENS, features, generator=generator)
+        x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
+        with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            parts = _probe(module, forward, x, *kinds.items())
+        if parts is not None:
+            return parts
+    return None
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """Say which activation a module computes, by what it returns for numbers from −12 to 12.
+
+    Args:
+        module: The module.
+
+    Returns:
+        One of :data:`rmm_linear.packing.gated.ACTIVATIONS`; None for any other function, a module with parameters,
+        buffers or children, or one that takes no single tensor.
+    """
+    if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
+        return None
+    if isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
+        return None
+    points = torch.linspace(-12, 12, 193, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            found = module.forward(points.clone())
+    except Exception:  # whatever a module of another kind raises when it is given one tensor
+        return None
+    if not isinstance(found, Tensor) or found.shape != points.shape:
+        return None
+    for name, formula in ACTIVATIONS.items():
+        # The constants of one and the same function are written with seven digits and more.
+        if torch.allclose(found.double(), formula(points)[0], rtol=1e-7, atol=1e-7):
+            return name
+    return None
+
+
+def _width(module: nn.Module) -> tuple[int, int] | None:
+    """in_features and out_features of a linear layer, wrapped, sketched or plain, or of GPT-2's Conv1D."""
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        width = tuple(getattr(module, name, None) for name in names)
+        if all(isinstance(features, int) for features in width):
+            return width  # pyright: ignore[reportReturnType]
+    return None
+
+
+def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tuple[str, str]) -> GatedParts | None:
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    handles = [
+        child.register_forward_hook(lambda _m, args, output, name=name: calls.append((name, args[0], output)))
+        for name, child in module.named_children()
+    ]
+    try:
+        output = forward(x)
+    except Exception:  # a forward that takes other arguments, or an input of another width
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    parts = _parts_of(x, output, calls, *kind)
+    if parts is None:
+        return None
+    # The module's own flag in both states: a functional dropout looks at it.
+    for training in (False, True):
+        module.training = training
+        a, b = parts.gate_and_up(module, x)
+        expected = parts.output(module, module.get_submodule(parts.act)(a) * b)
+        if not torch.equal(forward(x) if training else output, expected):
+            return None
+    return parts
+
+
+def _parts_of(
+    x: Tensor, output: Any, calls: list[tuple[str, Tensor, Tensor]], act: str, activation: str
+) -> GatedParts | None:
+    """The parts, as far as what the children read and wrote tells; each is called once."""
+    by_name = {name: (read, written) for name, read, written in calls}
+    readers = [name for name, read, _ in calls if read is x and name != act]
+    if len(by_name) != len(calls) or act not in by_name or len(readers) not in (1, 2):
+        return None
+    writers = [name for name, _, written in calls if written is output and name not in readers]
+    others = [name for name in by_name if name not in (*readers, *writers, act)]
+    if len(writers) != 1 or len(others) > 1:
+        return None
+    gated, written = by_name[act][0], [by_name[name][1] for name in readers]
+    halves = written if len(written) == 2 else written[0].chunk(2, dim=-1)
+    gates = [place for place, half in enumerate(halves) if half.shape == gated.shape and torch.equal(half, gated)]
+    if len(gates) != 1:
+        return None
+    names = readers if len(readers) == 2 else readers * 2
+    gate, up = names[gates[0]], names[1 - gates[0]]
+    return GatedParts(gate, up, act, writers[0], others[0] if others else None, activation, gates[0] == 0)
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """All flags as in eval mode, then as before; random numbers stay as they were."""
+    flags = [(child, child.training) for child in module.modules()]
+    devices = [tensor.device for tensor in module.parameters() if tensor.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices):
+        try:
+            for child, _ in flags:
+                child.training = False
+            yield
+        finally:
+            for child, training in flags:
+                child.training = training

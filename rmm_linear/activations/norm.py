@@ -1,0 +1,124 @@
+"""LayerNorm and RMSNorm that save a packed copy of the normalized rows: exact forward, unbiased gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.distributed import is_dtensor
+from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.norm_form import NormForm, norm_of
+from rmm_linear.config import RMMConfig
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.norms import norm_backward, pack_norm
+
+_BITS = 2
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """What the autograd function knows of a call beside tensors."""
+
+    form: NormForm
+    bits: int
+    call: PackedCall
+
+
+class PackedNorm(PackedModule):
+    """A norm that saves its normalized rows in few bits. The output and dβ are exact, dX and dγ unbiased.
+
+    Memory: :func:`rmm_linear.ops.norms.norm_bytes`, about bits/8 + 1/16 bytes per element, where ``nn.LayerNorm`` saves
+    its input, and RMSNorm classes in half types several float32 copies of it.
+
+    Attributes:
+        rmm_norm: What the module computes; None where it stays exact.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    rmm_norm: NormForm | None
+
+    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+        super()._set_up(config, context, index)
+        self.rmm_norm = norm_of(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize.
+
+        Args:
+            input: Shape (*, H).
+
+        Returns:
+            The shape of ``input``.
+        """
+        form = self.rmm_norm
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        if not self.training or form is None or not input.is_floating_point() or input.dim() < form.dims:
+            return super().forward(input)
+        call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
+        is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
+        if is_distributed or not (torch.is_grad_enabled() and input.requires_grad):
+            return super().forward(input)
+        norm = _Norm(form, getattr(self.rmm_config, "norm_bits", _BITS), call)
+        return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
+
+    def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
+        """The packed copy, which norms that read the same input share; made outside of the autograd function for that."""
+        context, call, form = self.rmm_context, norm.call, norm.form
+        cache = context.sketch_cache if context is not None and context.is_open() and call.seed is not None else None
+        eps = form.eps_of(input.dtype)
+        key = ("norm", norm.bits, eps, form.centered, form.dims, call.mask)
+        saved = None if cache is None else cache.find(input, key, self.rmm_index)
+        if saved is None:
+            with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+                saved = (pack_norm(input, call.index, call.seed, norm.bits, eps, form.centered, form.dims),)
+            if cache is not None:
+                cache.add(input, key, self.rmm_index, saved)
+        return saved[0]
+
+
+class NormFunction(torch.autograd.Function):
+    """A norm with the gradients of a packed copy of its normalized rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        stored: Tensor,
+        index: Tensor | None,
+        run: Callable[[Tensor], Tensor],
+        norm: _Norm,
+    ) -> Tensor:
+        """Apply the norm exactly."""
+        ctx.norm, ctx.input_shape, ctx.input_dtype = norm, input.shape, input.dtype
+        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(weight, stored, index)
+        return run(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        refuse_double_backward("a packed norm")
+        (grad_output,), (weight, stored, index) = grad_outputs, ctx.saved_tensors
+        norm: _Norm = ctx.norm
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        with torch.autocast(grad_output.device.type, enabled=False):
+            y = grad_output.flatten(grad_output.dim() - norm.form.dims).flatten(0, -2)
+            if norm.call.on_backward is not None:
+                norm.call.on_backward(y, norm.call.mask)
+            x, grad_weight, grad_bias = norm_backward(
+                y, stored, norm.form.gamma(weight), index, norm.bits, norm.form.centered, ctx.input_dtype,
+                needs_weight or needs_bias,
+            )  # fmt: skip
+        grad_weight = grad_weight.view(weight.shape).to(weight.dtype) if needs_weight else None
+        if needs_bias:
+            shape, dtype = ctx.bias_like
+            grad_bias = grad_bias.view(shape).to(dtype)
+        return x.view(ctx.input_shape), grad_weight, grad_bias if needs_bias else None, None, None, None, None

@@ -1,0 +1,165 @@
+"""What a module that may be a norm computes, found by what it does to a probe, not by its name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear._support.distributed import is_dtensor
+from rmm_linear.activations.base import PackedModule
+
+_EPS = ("eps", "variance_epsilon", "epsilon")
+_ELEMENTS, _WIDTH = 4096, 64  # of a probe, at least; columns where the module has no weight
+_TOLERANCE = 1e-5  # of float32 sums of few thousand elements, made in another order
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """What a norm computes: γ ∘ (x − mean) · rstd + β over the last dimensions.
+
+    Attributes:
+        centered: True for LayerNorm, False for RMSNorm, which has no mean.
+        eps: What is added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
+        shift: γ = shift + weight: 1 in Gemma's form, else 0.
+        dims: The dimensions that are normalized.
+    """
+
+    centered: bool
+    eps: float | None
+    shift: float = 0.0
+    dims: int = 1
+
+    def gamma(self, weight: Tensor | None) -> Tensor | None:
+        """Return γ.
+
+        Args:
+            weight: The module's weight, or None.
+
+        Returns:
+            float32 at least, one dimension; None without a weight.
+        """
+        if weight is None:
+            return None
+        return weight.detach().reshape(-1).to(torch.promote_types(weight.dtype, torch.float32)) + self.shift
+
+    def eps_of(self, dtype: torch.dtype) -> float:
+        """Return what is added to the variance.
+
+        Args:
+            dtype: dtype of the input.
+
+        Returns:
+            The number.
+        """
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
+
+
+def norm_of(module: nn.Module) -> NormForm | None:
+    """Find out whether a module is a LayerNorm or an RMSNorm over the last dimension, and in which form.
+
+    nn.LayerNorm and nn.RMSNorm are known, over any number of dimensions. Other modules without children and buffers whose
+    forward takes one tensor, with a ``weight`` and a ``bias`` of one dimension or without, are run on random input with
+    random parameters, in train and in eval mode, and compared with what a norm computes; so are BatchNorm, GroupNorm,
+    dropout and activations told apart. Inputs as small as √eps confirm the eps that an attribute states. A copy of the
+    module is run, in float32, without its hooks; random number generators are as before afterwards. Modules on the meta
+    device and sharded ones are not run.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The form; None for everything else.
+
+    Example:
+        >>> norm_of(nn.LayerNorm(8)), norm_of(nn.BatchNorm1d(8))
+        (NormForm(centered=True, eps=1e-05, shift=0.0, dims=1), None)
+    """
+    parameters = {name: parameter for name, parameter in module.named_parameters(recurse=False)}
+    if (
+        any(True for _ in module.children())
+        or any(True for _ in module.buffers())
+        or set(parameters) - {"weight", "bias"}
+    ):
+        return None
+    forward = _forward(module)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+        return NormForm(isinstance(module, nn.LayerNorm), module.eps, 0.0, len(module.normalized_shape))
+    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), 0.0)
+    if not 0 < eps < 1 or forward is None or not _can_run(parameters):
+        return None
+    shifts = (0.0, 1.0) if "weight" in parameters else (0.0,)
+    forms = [NormForm(centered, eps, shift) for centered in (True, False) for shift in shifts]
+    try:
+        return _probe(module, forward, parameters, forms)
+    except Exception:  # whatever a module that is no norm may raise
+        return None
+
+
+def _forward(module: nn.Module) -> Callable[..., object] | None:
+    """What computes the output of a tensor: not a packed class's, which calls it. None if there is more to it."""
+    own = (
+        vars(kind)["forward"]
+        for kind in type(module).__mro__
+        if "forward" in vars(kind) and not issubclass(kind, PackedModule)
+    )
+    forward = next(own)
+    is_simple = inspect.isfunction(forward) and len(inspect.signature(forward).parameters) == 2  # and self
+    return forward if is_simple and "forward" not in vars(module) else None
+
+
+def _can_run(parameters: dict[str, nn.Parameter]) -> bool:
+    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+    is_vector = len(shapes) <= 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)
+    is_whole = all(type(p) is nn.Parameter and not is_dtensor(p) and not p.is_meta for p in parameters.values())
+    return is_vector and is_whole and all(p.is_floating_point() for p in parameters.values())
+
+
+def _probe(
+    module: nn.Module, forward: Callable[..., object], parameters: dict[str, nn.Parameter], forms: list[NormForm]
+) -> NormForm | None:
+    """The one of the forms that a copy of the module, with random parameters and without hooks, computes."""
+    columns = next((len(p) for p in parameters.values()), _WIDTH)
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    generator, copy = torch.Generator().manual_seed(0), object.__new__(type(module))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    chosen = {name: random(columns) for name in parameters}
+    rows = 2 + math.ceil(_ELEMENTS / columns)
+    x = random(2, rows + (rows == columns), columns) + 0.5  # channels are told from columns
+    small = x * (forms[0].eps_of(x.dtype) ** 0.5)
+    own = {name: None if p is None else nn.Parameter(chosen[name], False) for name, p in module._parameters.items()}
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),
+        torch.autocast(device.type, enabled=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for mode in (True, False):
+            vars(copy).update({**vars(module), "_parameters": own, "training": mode})
+            for values in (x, x[:, :2].unsqueeze(0), small):
+                output = forward(copy, values.clone())
+                forms = [form for form in forms if _is_close(output, _norm(values, form, **chosen))]
+    return forms[0] if len(forms) == 1 else None
+
+
+def _norm(x: Tensor, form: NormForm, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if form.centered else x
+    h = x * (x.square().mean(-1, keepdim=True) + form.eps_of(x.dtype)).rsqrt()
+    h = h if weight is None else h * (weight + form.shift)
+    return h if bias is None else h + bias
+
+
+def _is_close(found: object, expected: Tensor) -> bool:
+    if not isinstance(found, Tensor) or found.shape != expected.shape or not found.is_floating_point():
+        return False
+    return bool((found.float() - expected).norm() <= _TOLERANCE * expected.norm())

@@ -1,0 +1,191 @@
+"""Choose the linear layers to convert, and say why the others are not."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear.config import RMMConfig
+from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
+from rmm_linear.layers.linear import RMMLinear
+from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
+
+logger = logging.getLogger(__name__)
+
+
+def choose_linears(
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Choose the linear layers that a configuration converts.
+
+    Args:
+        model: The model.
+        config: The configuration.
+        names: Every submodule to its name.
+
+    Returns:
+        Name to layer for those to convert; and name to reason for the other linear-like ones.
+    """
+    linears = {name: module for module, name in names.items() if is_linear_like(module)}
+    heads = output_heads(model)
+    chosen: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
+    for name, module in linears.items():
+        reason = not_selected(name, module, config, heads) or _not_convertible(module)
+        if reason:
+            skipped[name] = reason
+        else:
+            chosen[name] = module
+    if not isinstance(config.target_modules, str):
+        for entry in config.target_modules:
+            if not any(matches([entry], name) for name in linears):
+                logger.warning(
+                    "target_modules: %r matches no linear layer; the nearest are %s.",
+                    entry,
+                    nearest(entry, list(linears)),
+                )
+    return chosen, skipped
+
+
+def skip_where_nothing_is_saved(
+    model: nn.Module, config: RMMConfig, example: Any, chosen: dict[str, nn.Module], skipped: dict[str, str]
+) -> None:
+    """Move the layers where a sketch adds bytes from ``chosen`` to ``skipped``.
+
+    Args:
+        model: The model.
+        config: The configuration.
+        example: A training batch.
+        chosen: Name to layer.
+        skipped: Name to reason.
+    """
+    inputs, _ = layer_inputs(model, example, list(chosen))
+    for name, seen in inputs.items():
+        features = linear_features(chosen[name])[0]
+        spec = config.for_module(name).spec(seen.tokens, features, seen.itemsize)
+        if spec is None:
+            continue  # exact, as before
+        size = spec.bytes(seen.tokens, features, seen.itemsize)
+        reason = unsaved_reason(seen)
+        if reason is None and size >= seen.bytes:
+            reason = f"its sketch of {size} bytes is no smaller than its input of {seen.bytes}"
+        if reason is not None:
+            del chosen[name]
+            skipped[name] = reason
+
+
+def _not_convertible(module: nn.Module) -> str | None:
+    kind = type(module)
+    if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module)):
+        return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
+    if _is_tensor_parallel(module):
+        return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
+    return replaced_reason(module)
+
+
+def replaced_reason(module: nn.Module) -> str | None:
+    """Say why the class of a module cannot be changed.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The reason, or None.
+    """
+    if is_fsdp_module(module):
+        return f"it was sharded by itself, as {type(module).__name__}: call convert before fully_shard"
+    if "forward" in vars(module):
+        return "its forward method was replaced on the object (by hooks of accelerate, for example)"
+    return None
+
+
+def _is_tensor_parallel(module: nn.Module) -> bool:
+    """Detected by DTensor parameters or transformers' plan; FSDP's weights are DTensors too, between forward passes."""
+    is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
+    is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
+    return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
+
+
+def is_linear_like(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer of any class.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True if it is, or looks like one.
+    """
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return True
+    looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
+    has_tensors = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)  # any name
+    return bool(looks_linear) and has_tensors and not any(module.children())
+
+
+def linear_features(module: nn.Module) -> tuple[int, int]:
+    """Return the sizes of a linear layer.
+
+    Args:
+        module: An ``nn.Linear`` or Conv1D.
+
+    Returns:
+        I and O.
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    inputs, outputs = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
+    return int(inputs), int(outputs)
+
+
+def sketched_class(module: nn.Module) -> type[Any]:
+    """Return the sketched class for a linear layer.
+
+    Args:
+        module: An ``nn.Linear`` or Conv1D.
+
+    Returns:
+        The class.
+    """
+    if isinstance(module, nn.Linear):
+        return RMMLinear
+    from rmm_linear.layers.conv1d import RMMConv1D
+
+    return RMMConv1D
+
+
+def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]) -> str:
+    """Say why no linear layer of a model is converted.
+
+    Args:
+        model: The model.
+        config: The configuration.
+        skipped: Name of every linear-like layer to the reason.
+
+    Returns:
+        The message of the error.
+    """
+    if not skipped:
+        itself = " Use RMMLinear.from_linear for a layer by itself." if is_linear_like(model) else ""
+        return f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}"
+    target = config.target_modules
+    if all(reason == "not in target_modules" for reason in skipped.values()):
+        pattern = target if isinstance(target, str) else target[0]
+        rule = "a regular expression for the whole name" if isinstance(target, str) else "names or dotted suffixes"
+        shown = target if isinstance(target, str) else list(target)
+        return (
+            f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
+            f"The nearest layers are {nearest(pattern, list(skipped))}."
+        )
+    named: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        named.setdefault(reason, []).append(name)
+    more = {reason: f" and {len(names) - 1} more" if len(names) > 1 else "" for reason, names in named.items()}
+    reasons = "; ".join(f"{names[0]}{more[reason]}: {reason}" for reason, names in list(named.items())[:3])
+    return (
+        f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons}). "
+        f"Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
+    )

@@ -1,0 +1,193 @@
+"""The packed products of a gated MLP, and the operators that make and apply them: see packing/gated.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from rmm_linear.backends import native as library
+from rmm_linear.backends.native import gated as native
+from rmm_linear.backends.triton import kernels
+from rmm_linear.ops.save import is_capturing
+from rmm_linear.ops.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.ops.table import Operation
+from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, row_parts
+from rmm_linear.packing import gated as plain
+from rmm_linear.packing.gated import ACTIVATIONS, Packed
+from rmm_linear.sketches.seeds import draw_seed, mix
+
+_CHUNK = 1 << 20  # elements of a half type that are widened at a time
+_SEEDS: Part = ((2,), torch.int64)
+
+
+def _pack_natively(
+    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+) -> list[Packed | None]:
+    """As :func:`rmm_linear.packing.gated.pack_gated`."""
+    if a.dtype == torch.float64:
+        return plain.pack_gated(a, b, seeds, activation, bits, wanted, index)
+    check_bits(bits)
+    rows, columns = len(a) if index is None else len(index), a.shape[1]
+    packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]
+    signs, row_noise, column_noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
+    chunk = rows * columns if a.dtype == torch.float32 else _CHUNK
+    for part in row_parts(rows, columns, a.device, max(1, chunk)):
+        taken = index if index is None else index[part].contiguous()
+        gate, other = a, b
+        if a.dtype != torch.float32:
+            gate, other = (matrix[part if taken is None else taken].float() for matrix in (a, b))
+            taken = None
+        gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (gate, other))
+        noise = signs, row_noise[:, part].contiguous(), column_noise
+        found = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in packed]
+        if not native.pack_gated(gate, other, list(ACTIVATIONS).index(activation), bits, noise, [*found], taken):
+            for one in found:
+                if one is not None:
+                    mark_infinite(one.qparams)
+    return packed
+
+
+def _apply_natively(
+    y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
+) -> list[Tensor | None]:
+    """As :func:`rmm_linear.packing.gated.apply_gated`."""
+    if y.dtype == torch.float64:
+        return plain.apply_gated(y, seeds, packed, bits, index)
+    rows, columns = len(y) if index is None else len(index), y.shape[1]
+    make = torch.empty if index is None else torch.zeros
+    found = [None if one is None else make(y.shape, dtype=y.dtype) for one in packed]
+    signs, row_noise, column_noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
+    stored = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
+    if y.dtype == torch.float32:
+        index = None if index is None else index.contiguous()
+        native.apply_gated(y.contiguous(), bits, (signs, row_noise, column_noise), [*stored], index, found)
+        return found
+    for part in row_parts(rows, columns, y.device, _CHUNK):
+        place = part if index is None else index[part]
+        wide = y[place].float().contiguous()
+        gradients = [None if one is None else torch.empty_like(wide) for one in stored]
+        pieces = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in stored]
+        noise = signs, row_noise[:, part].contiguous(), column_noise
+        native.apply_gated(wide, bits, noise, [*pieces], None, gradients)
+        for gradient, result in zip(gradients, found, strict=True):
+            if gradient is not None and result is not None:
+                result[place] = gradient.to(y.dtype)
+    return found
+
+
+PACK_GATED = Operation(
+    plain.pack_gated,
+    _pack_natively if library.is_available() else None,
+    lambda *arguments: [None if one is None else Packed(*one) for one in kernels().pack_gated(*arguments)],
+)
+APPLY_GATED = Operation(
+    plain.apply_gated,
+    _apply_natively if library.is_available() else None,
+    lambda *arguments: kernels().apply_gated(*arguments),
+)
+
+
+def _parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
+    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
+    qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
+    return [_SEEDS, *[codes, qparams] * count]
+
+
+@torch.library.custom_op("rmm_linear::keep_gated", mutates_args=())
+def keep_gated(
+    a: Tensor,
+    b: Tensor,
+    activation: str,
+    bits: int,
+    seed: int | None,
+    index: Tensor | None,
+    needs_a: bool,
+    needs_b: bool,
+) -> Tensor:
+    """Make what a gated MLP saves: b · act'(a) and act(a), packed, and their seeds.
+
+    Args:
+        a: The gate's output, floating point, shape (N, C).
+        b: What act(a) is multiplied by, shape and dtype of ``a``.
+        activation: Name of act, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
+        bits: 8, 4 or 2.
+        seed: Seed of the rounding; None draws one.
+        index: Rows to store, int64, shape (n,); None for all.
+        needs_a: Whether the gradient with respect to ``a`` is needed, and with it b · act'(a).
+        needs_b: Whether the gradient with respect to ``b`` is needed, and with it act(a).
+
+    Returns:
+        uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
+    """
+    seed = draw_seed() if seed is None else seed
+    rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
+    parts = _parts(rows, columns, bits, needs_a + needs_b)
+    stored = empty_stored(a, parts).zero_()
+    seeds, *tensors = views(stored, parts)
+    seeds[0].fill_(seed)
+    seeds[1].fill_(mix(seed, 1))
+    if is_capturing(a.device):
+        # Python numbers would be the same in every replay of the graph; the device's random numbers are not.
+        seeds ^= torch.randint(2**63 - 1, (2,), device=a.device)
+    packed = PACK_GATED(a, b, seeds, activation, bits, (needs_a, needs_b), index)
+    for view, tensor in zip(tensors, [tensor for one in packed for tensor in one or ()], strict=True):
+        view.copy_(tensor)
+    return stored
+
+
+@keep_gated.register_fake
+def _(a, b, activation, bits, seed, index, needs_a, needs_b):
+    rows = a.shape[0] if index is None else index.shape[0]
+    return a.new_empty(stored_bytes(_parts(rows, a.shape[1], bits, needs_a + needs_b)), dtype=torch.uint8)
+
+
+@torch.library.custom_op("rmm_linear::apply_gated", mutates_args=())
+def _apply(
+    y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
+) -> tuple[Tensor, Tensor]:
+    rows, columns = y.shape[0] if index is None else index.shape[0], y.shape[1]
+    seeds, *tensors = views(stored, _parts(rows, columns, bits, needs_a + needs_b))
+    pairs = iter([Packed(*tensors[place : place + 2]) for place in range(0, len(tensors), 2)])
+    packed = [next(pairs) if needed else None for needed in (needs_a, needs_b)]
+    first, second = APPLY_GATED(y, seeds, packed, bits, index)
+    return tuple(y.new_empty(0) if one is None else one for one in (first, second))  # pyright: ignore[reportReturnType]
+
+
+@_apply.register_fake
+def _(y, stored, bits, index, needs_a, needs_b):
+    return tuple(y.new_empty(y.shape if needed else (0,)) for needed in (needs_a, needs_b))
+
+
+def apply_gated(
+    y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients with respect to a and b from what a gated MLP saved.
+
+    Args:
+        y: Gradient with respect to act(a) · b, floating point, shape (N, C).
+        stored: Result of :func:`keep_gated`, as the following ones were given to it.
+        bits: 8, 4 or 2.
+        index: The rows that are stored; all others get zeros.
+        needs_a: Whether the gradient with respect to a is needed.
+        needs_b: Whether the gradient with respect to b is needed.
+
+    Returns:
+        Both gradients, shape (N, C), dtype of ``y``; None for one that is not needed.
+    """
+    gradients = cast("tuple[Tensor, Tensor]", _apply(y, stored, bits, index, needs_a, needs_b))
+    return gradients[0] if needs_a else None, gradients[1] if needs_b else None
+
+
+@register_flop_formula(torch.ops.rmm_linear.keep_gated)
+def _(a: Sequence[int], *arguments, out_shape=None, **named) -> int:
+    return 2 * 2 * GROUP * math.prod(a)  # two rotations
+
+
+@register_flop_formula(torch.ops.rmm_linear.apply_gated)
+def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
+    return 2 * 2 * GROUP * math.prod(y)

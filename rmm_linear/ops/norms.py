@@ -1,0 +1,158 @@
+"""LayerNorm and RMSNorm from one packed copy of the normalized rows: the operators that make it and read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from rmm_linear.backends.triton import kernels
+from rmm_linear.ops import native_norms as native
+from rmm_linear.ops.save import _on_device
+from rmm_linear.ops.stored import SEED, Part, empty_stored, stored_bytes, views
+from rmm_linear.ops.table import Operation
+from rmm_linear.packing import GROUP, check_bits
+from rmm_linear.packing import norms as plain
+from rmm_linear.packing.norms import NormCopy, NormGradients
+from rmm_linear.sketches.seeds import draw_seed
+
+
+def _pack_on_triton(
+    x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
+) -> NormCopy:
+    return NormCopy(*kernels().pack_norm(x, check_bits(bits), seed, eps, centered, index))
+
+
+def _gradients_on_triton(
+    y: Tensor, saved: NormCopy, bits: int, seed: Tensor, gamma: Tensor | None = None, **options: object
+) -> NormGradients:
+    return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, **options))
+
+
+PACK_NORM = Operation(plain.pack_norm, native.pack_norm, _pack_on_triton)
+NORM_GRADIENTS = Operation(plain.norm_gradients, native.norm_gradients, _gradients_on_triton)
+
+
+def norm_bytes(rows: int, columns: int, bits: int) -> int:
+    """Return the bytes that are saved of the input of a norm.
+
+    Args:
+        rows: Rows that are saved, n.
+        columns: H.
+        bits: 8, 4 or 2.
+
+    Returns:
+        Bytes of the seed, of rstd, and of the packed copy, each rounded up to a multiple of 16.
+
+    Example:
+        >>> norm_bytes(1024, 768, 2), 1024 * 768 * 4
+        (249872, 3145728)
+    """
+    return stored_bytes(_parts(rows, columns, bits))
+
+
+@torch.library.custom_op(
+    "rmm_linear::pack_norm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor",
+)
+def pack_norm(x, index, seed, bits, eps, centered, dims=1):
+    """Normalize rows, and store them in few bits.
+
+    Args:
+        x: Floating point; its last ``dims`` dimensions have H elements together, and make a row of the others' N.
+        index: Rows to store, int64, shape (n,); None for all.
+        seed: Seed of the rounding; None draws one.
+        bits: 8, 4 or 2.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+        dims: The dimensions that are normalized.
+
+    Returns:
+        uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd, codes and qparams.
+    """
+    matrix = x.reshape(-1, math.prod(x.shape[-dims:])) if x.numel() else x.new_empty(_shape(x.shape, dims))
+    parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
+    seeds = _on_device(draw_seed() if seed is None else seed, x.device)
+    saved = PACK_NORM(matrix, bits, seeds, eps, centered, index)
+    stored = empty_stored(x, parts).zero_()
+    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.qparams), strict=True):
+        view.copy_(tensor)
+    return stored
+
+
+@pack_norm.register_fake
+def _(x, index, seed, bits, eps, centered, dims=1):
+    rows, columns = _shape(x.shape, dims)
+    return empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
+
+
+@torch.library.custom_op("rmm_linear::norm_backward", mutates_args=())
+def norm_backward(
+    y: Tensor,
+    stored: Tensor,
+    gamma: Tensor | None,
+    index: Tensor | None,
+    bits: int,
+    centered: bool,
+    dtype: torch.dtype,
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of a norm from what :func:`pack_norm` stored.
+
+    Args:
+        y: Gradient with respect to the output, floating point, shape (N, H).
+        stored: The bytes.
+        gamma: γ, floating point, shape (H,); None is 1.
+        index: The rows that are stored; None for all.
+        bits: 8, 4 or 2.
+        centered: True for LayerNorm, False for RMSNorm.
+        dtype: dtype of dX.
+        sums: Whether dγ and dβ are needed.
+
+    Returns:
+        dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,) if not needed.
+    """
+    seeds, rstd, codes, qparams = views(
+        stored, _parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
+    )
+    saved = NormCopy(codes, qparams, rstd)
+    found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, centered=centered, index=index, dtype=dtype, sums=sums)
+    none = y.new_empty(0, dtype=plain.wide(y[:0]).dtype)
+    return (
+        found.x.contiguous(),
+        none if found.weight is None else found.weight,
+        none.clone() if found.bias is None else found.bias,
+    )
+
+
+@norm_backward.register_fake
+def _(y, stored, gamma, index, bits, centered, dtype, sums):
+    sum_dtype = torch.promote_types(y.dtype, torch.float32)
+    one, other = (y.new_empty(y.shape[1] if sums else 0, dtype=sum_dtype) for _ in range(2))
+    return y.new_empty(y.shape, dtype=dtype), one, other
+
+
+@register_flop_formula(torch.ops.rmm_linear.pack_norm)
+def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
+    return (2 * GROUP + 8) * math.prod(x)  # the rotation, the statistics and the rounding
+
+
+@register_flop_formula(torch.ops.rmm_linear.norm_backward)
+def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
+    return (2 * GROUP + 16) * math.prod(y)
+
+
+def _shape(shape: Sequence[int], dims: int) -> tuple[int, int]:
+    """N and H; not by Size.numel, which would fix the lengths in compiled code."""
+    return math.prod(shape[: len(shape) - dims]), math.prod(shape[len(shape) - dims :])
+
+
+def _parts(rows: int, columns: int, bits: int) -> list[Part]:
+    """Seed, rstd, codes and qparams."""
+    groups = (columns + GROUP - 1) // GROUP
+    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
+    return [SEED, ((rows,), torch.float32), codes, ((rows, groups, 2), torch.bfloat16)]

@@ -1,0 +1,244 @@
+"""Scaled-dot-product attention: what is saved of it, and its forward pass with dropout, in plain PyTorch.
+
+    S = scale · Q Kᵀ + mask        P = softmax(S)        O = (P ∘ D) V
+
+for every head, where D is dropout's: 0, or 1 / (1 − p) for the scores that are kept. The backward pass needs Q, K, V
+and D only, since P follows from them, and with dP = (dO Vᵀ) ∘ D, δ = rowsum(P ∘ dP) = rowsum(dO ∘ O) needs no O:
+
+    dV = (P ∘ D)ᵀ dO        dS = P ∘ (dP − δ)        dQ = scale · dS K        dK = scale · dSᵀ Q
+
+So Q, K and V are packed, one row for each token, all heads side by side, and O is not saved at all. The keys are packed
+less their mean over the sequence, which makes their range smaller: it adds one number to all scores of a query, which
+softmax does not see, and dQ does not see it either, because the rows of dS sum to 0. Any number that is the same for
+all keys of a sequence and head would do, so padding may have a part in the mean.
+
+What is random: the errors of the packed Q, K and V are independent and have the mean 0. V enters linearly, so its error
+leaves all gradients unbiased at any width. Those of Q and K pass through softmax, which makes the only bias of a packed
+operation: bias² is 0.0005 of the variance at 4 bits, but 0.016 at 2 bits, so 2 bits are refused.
+
+Padding: a query of padding has dO = 0, so nothing depends on it, and it leaves what is packed. Its key and value leave
+too if the mask hides them from every valid query, as :func:`hides_padding` says; keys that a valid query sees matter,
+padding or not, and stay. Without a mask, all keys are seen.
+
+Memory: 3 · (bits / 8 + 1/16) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout.
+Time of the backward pass: five products of the size of Q Kᵀ, as for every attention that does not save P.
+
+Source: Dao et al. 2022 (FlashAttention), arXiv 2205.14135, section 3, for the recomputed P and for δ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ATTENTION_WIDTHS = (8, 4)
+_BLOCK = 1 << 18  # scores that a thread has at a time on CPU: they fit into its cache, and outweigh the overhead
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How an attention computes its output.
+
+    Attributes:
+        keys: Keys per sequence, Tk.
+        kv_heads: Heads of keys and values; each serves the same number of heads of queries.
+        width: Features of a head of queries and keys, d.
+        scale: Factor of the scores.
+        is_causal: Whether query i sees the keys 0 … i only.
+        p: Probability of dropout.
+    """
+
+    keys: int
+    kv_heads: int
+    width: int
+    scale: float
+    is_causal: bool = False
+    p: float = 0.0
+
+    @property
+    def kept_scale(self) -> float:
+        """What dropout multiplies a probability by that it keeps; 0 if it keeps none."""
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
+
+
+def check_attention_bits(bits: int) -> int:
+    """Refuse a width that queries, keys and values should not be packed to.
+
+    Args:
+        bits: The width.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: If it is not 8 or 4.
+    """
+    if bits not in ATTENTION_WIDTHS:
+        raise ValueError(
+            f"attention_bits must be 8 or 4, got {bits!r}. Fewer bits bias the gradient: queries and keys pass through "
+            "softmax, and at 2 bits the bias is no longer small beside the noise. Leave attention exact instead."
+        )
+    return bits
+
+
+def attention_rows(
+    query: Tensor, key: Tensor, value: Tensor, index: Tensor | None = None, kv_index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is packed of queries, keys and values.
+
+    Args:
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        index: Tokens whose queries are packed, int64, shape (n,), ascending, of B · Tq; None for all.
+        kv_index: Tokens whose keys and values are packed, likewise of B · Tk.
+
+    Returns:
+        Shapes (n, h · d), (nk, hk · d) and (nk, hk · dv); the keys less their mean over each sequence.
+    """
+    key = key - key.mean(2, keepdim=True)
+    places = ((query, index), (key, kv_index), (value, kv_index))
+    rows, keys, values = (_rows(tensor) if at is None else _rows(tensor).index_select(0, at) for tensor, at in places)
+    return rows, keys, values
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """All heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
+    return tensor.transpose(1, 2).reshape(tensor.shape[0] * tensor.shape[2], -1)
+
+
+def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Say whether no valid query sees the key of a padded token.
+
+    Args:
+        valid: Which tokens are no padding, bool, shape (B, T).
+        mask: Bool (true where a query sees a key) or additive, shape (B or 1, h or 1, T, T); None for none.
+        is_causal: Whether query i sees the keys 0 … i only.
+
+    Returns:
+        bool, no dimension.
+    """
+    if mask is None:
+        sees = valid.unsqueeze(1) if not is_causal else valid.flip(1).cummax(1).values.flip(1).unsqueeze(1)
+        sees = sees.any(2, keepdim=True) if not is_causal else sees
+        return ~(sees.squeeze(1) & ~valid).any()
+    # An additive mask hides by a number so low that softmax gives 0 beside any other score.
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return ~(seen.any(1) & valid.unsqueeze(2) & ~valid.unsqueeze(1)).any()
+
+
+def score_rows(index: Tensor | None, heads: int, queries: int) -> Tensor | None:
+    """Return the rows of all scores, (B · h · Tq, Tk), that belong to some tokens: the masks that dropout saves.
+
+    Args:
+        index: Tokens, int64, shape (n,), of B · Tq; None for all.
+        heads: h.
+        queries: Tq.
+
+    Returns:
+        int64, shape (n · h,), token after token; None for all rows, which are in another order.
+    """
+    if index is None:
+        return None
+    sequence, place = (index // queries).unsqueeze(1), (index % queries).unsqueeze(1)
+    return ((sequence * heads + torch.arange(heads, device=index.device)) * queries + place).flatten()
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers that are added to scores.
+
+    Args:
+        mask: Bool, true where a query sees a key, or additive.
+        dtype: Of the scores.
+
+    Returns:
+        The shape of ``mask``; −∞ where it is false.
+    """
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def softmax(scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return softmax over the last dimension, 0 for queries that see no key.
+
+    Args:
+        scores: Any shape (…, Tk).
+        hidden: Which queries see no key, bool, of a shape that (…, 1) broadcasts with; None if there are none.
+
+    Returns:
+        The shape of ``scores``.
+    """
+    probabilities = torch.softmax(scores, -1)
+    return probabilities if hidden is None else probabilities.masked_fill_(hidden, 0)
+
+
+def sees_nothing(bias: Tensor | None) -> Tensor | None:
+    """Return which queries see no key.
+
+    Args:
+        bias: Result of :func:`additive`, shape (…, Tk), or None.
+
+    Returns:
+        bool, shape (…, 1); None if every query sees a key.
+    """
+    hidden = None if bias is None else (bias == -math.inf).all(-1, keepdim=True)
+    return hidden if hidden is not None and bool(hidden.any()) else None
+
+
+def block_size(device: torch.device) -> int:
+    """Return how many scores are made at a time.
+
+    Args:
+        device: Where.
+
+    Returns:
+        Scores; on CPU, as many as fit into the caches of all threads.
+    """
+    return _BLOCK * torch.get_num_threads() if device.type == "cpu" else _BLOCK << 8
+
+
+def dropped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Return the output with a known mask of dropout, as ``F.scaled_dot_product_attention`` does up to rounding.
+
+    Args:
+        query: Shape (B, h, Tq, d).
+        key: Shape (B, hk, Tk, d).
+        value: Shape (B, hk, Tk, dv).
+        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
+        kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
+        spec: The attention.
+
+    Returns:
+        Shape (B, Tq, h, dv).
+    """
+    (batch, heads, queries, _), dtype = query.shape, query.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    # PyTorch, too, multiplies queries and keys by the root of the scale: the same numbers, to the last bit mostly.
+    root = math.sqrt(abs(spec.scale))
+    bias = _visible(query, mask, spec, wide)
+    output = query.new_empty(batch, queries, heads, value.shape[-1])
+    step, group = max(1, block_size(query.device) // max(1, queries * spec.keys)), heads // spec.kv_heads
+    for b in range(batch):
+        for begin in range(0, heads, step):
+            head = slice(begin, min(begin + step, heads))
+            shared = torch.arange(heads, device=query.device)[head] // group
+            k, v = (tensor[b].index_select(0, shared).to(wide) for tensor in (key, value))
+            scores = (query[b, head].to(wide) * math.copysign(root, spec.scale)) @ (k * root).transpose(-1, -2)
+            own = None if bias is None else bias[min(b, len(bias) - 1)]
+            own = own if own is None or len(own) == 1 else own[head]
+            p = softmax(scores if own is None else scores.add_(own), sees_nothing(own))
+            p.mul_(kept[b, head].to(wide).div_(1 - spec.p))
+            output[b, :, head] = (p @ v).transpose(0, 1)
+    return output
+
+
+def _visible(query: Tensor, mask: Tensor | None, spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
+    if spec.is_causal:
+        mask = query.new_ones(1, 1, query.shape[2], spec.keys, dtype=torch.bool).tril()
+    return None if mask is None else additive(mask, dtype)

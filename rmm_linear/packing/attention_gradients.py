@@ -1,0 +1,231 @@
+"""The gradients of scaled-dot-product attention in blocks of scores, see :mod:`rmm_linear.packing.attention`.
+
+A few sequences are handled at a time, or one sequence, or some of its heads, or some of their queries: as many as make
+one block of scores. A block has all keys that its queries can see, so its softmax is complete and needs nothing of
+other blocks. Queries, keys and values are unpacked for these sequences only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rmm_linear.packing.attention import AttentionSpec, additive, block_size, score_rows, sees_nothing, softmax
+from rmm_linear.packing.masks import apply_mask
+
+Rows = Callable[[int, int], Tensor]
+ApplyMask = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def attention_gradients(
+    grad_output: Tensor,
+    rows: tuple[Rows, Rows, Rows],
+    spec: AttentionSpec,
+    mask: Tensor | None = None,
+    kept: Tensor | None = None,
+    index: Tensor | None = None,
+    kv_index: Tensor | None = None,
+    *,
+    apply: ApplyMask = apply_mask,
+    block: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients with respect to queries, keys and values.
+
+    Args:
+        grad_output: dO, shape (B, Tq, h, dv).
+        rows: Functions of ``begin`` and ``end`` that return the rows begin … end − 1 of what
+            :func:`~rmm_linear.packing.attention.attention_rows` returns: queries, keys, values.
+        spec: The attention.
+        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
+        kept: Which scores dropout kept, one bit each, as :func:`rmm_linear.packing.masks.pack_mask` stores the rows
+            :func:`~rmm_linear.packing.attention.score_rows` of (B · h · Tq, Tk); None without dropout.
+        index: Tokens of the rows of queries, ascending; None for all.
+        kv_index: Tokens of the rows of keys and values, likewise.
+        apply: Multiplies by the bits of ``kept``; :func:`rmm_linear.packing.masks.apply_mask` or a faster one.
+        block: Scores at a time; None for what suits the device.
+
+    Returns:
+        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``; 0 for tokens that have no
+        row.
+    """
+    batch, queries, heads, value_width = grad_output.shape
+    block = block or block_size(grad_output.device)
+    shapes = (
+        (queries, heads, spec.width),
+        (spec.keys, spec.kv_heads, spec.width),
+        (spec.keys, spec.kv_heads, value_width),
+    )
+    # All is written where every token has a row, and every key a query that sees it.
+    is_written = index is None and kv_index is None and not spec.is_causal
+    found = [(grad_output.new_empty if is_written else grad_output.new_zeros)(batch, *shape) for shape in shapes]
+    flat, wide = grad_output.flatten(0, 1), torch.promote_types(grad_output.dtype, torch.float32)
+    together = max(1, block // max(1, heads * queries * spec.keys))
+    of_scores = score_rows(index, heads, queries)
+    for (begin, ours), (_, theirs) in zip(
+        _spans(index, batch, queries, together), _spans(kv_index, batch, spec.keys, together), strict=True
+    ):
+        if not (ours.count and theirs.count):
+            continue
+        count = min(together, batch - begin)
+        y = ours.place(flat[ours.tokens].to(wide), count)
+        q, k, v = (
+            at.place(row(at.first, at.first + at.count).to(wide), count).unflatten(2, (size[1], -1))
+            for row, at, size in zip(rows, (ours, theirs, theirs), shapes, strict=True)
+        )
+        places = slice(begin, begin + count)
+        part = None if mask is None else additive(
+            mask[places if mask.shape[0] > 1 else slice(None), :, ours.columns, theirs.columns], wide
+        )  # fmt: skip
+        bits = None if kept is None else _bits(kept, of_scores, ours, begin, (count, heads, queries))
+        one = _Sequences(y, q * spec.scale, k, v, part, bits, spec, ours.columns, theirs.columns, apply)
+        targets = (whole[places, at.columns] for whole, at in zip(found, (ours, theirs, theirs), strict=True))
+        one.gradients(block, *targets)
+    dq, dk, dv = found
+    return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Rows of some sequences, the columns of these sequences that they lie in, and their places among those."""
+
+    first: int
+    count: int
+    columns: slice
+    tokens: Tensor | slice
+    places: Tensor | None  # None: all places, in order
+
+    def place(self, rows: Tensor, sequences: int) -> Tensor:
+        """Rows (n, …) at their places, shape (sequences, columns, …), and 0 at the others."""
+        width = self.columns.stop - self.columns.start
+        if self.places is not None:
+            rows = rows.new_zeros(sequences * width, *rows.shape[1:]).index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (sequences, width))
+
+
+def _spans(index: Tensor | None, batch: int, tokens: int, together: int) -> Iterator[tuple[int, _Span]]:
+    """Yield the first of every few sequences, and their rows."""
+    starts = [sequence * tokens for sequence in range(0, batch, together)]
+    ends = [min(start + together * tokens, batch * tokens) for start in starts]
+    if index is None:
+        for start, end in zip(starts, ends, strict=True):
+            yield start // max(1, tokens), _Span(start, end - start, slice(0, tokens), slice(start, end), None)
+        return
+    edges = torch.searchsorted(index, torch.tensor([*starts, batch * tokens], device=index.device)).tolist()
+    for start, first, end in zip(starts, edges[:-1], edges[1:], strict=True):
+        sequence, own = start // max(1, tokens), index[first:end]
+        place = own % tokens
+        low, high = (int(place.min()), int(place.max()) + 1) if len(own) else (0, 0)
+        places = (own // tokens - sequence) * (high - low) + place - low
+        yield sequence, _Span(first, end - first, slice(low, high), own, places)
+
+
+def _bits(kept: Tensor, of_scores: Tensor | None, span: _Span, begin: int, shape: tuple[int, int, int]) -> Tensor:
+    """The bits of some sequences, shape (sequences, h, columns of the span, bytes)."""
+    sequences, heads, queries = shape
+    first = begin * heads * queries
+    if of_scores is None:
+        found = kept[first : first + sequences * heads * queries]
+    else:
+        own = slice(span.first * heads, (span.first + span.count) * heads)
+        found = kept.new_zeros(sequences * heads * queries, kept.shape[1])
+        found.index_copy_(0, of_scores[own] - first, kept[own])
+    return found.view(sequences, heads, queries, -1)[:, :, span.columns]
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Some sequences, all of whose tokens lie in the same columns; shapes (sequences, columns, heads, features)."""
+
+    y: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    bits: Tensor | None
+    spec: AttentionSpec
+    rows: slice
+    columns: slice
+    apply: ApplyMask
+
+    def gradients(self, block: int, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write the gradients, of the shapes of q, k and v."""
+        (count, queries, heads, _), keys = self.q.shape, self.k.shape[1]
+        group, hidden = heads // self.spec.kv_heads, sees_nothing(self.bias)
+        step = max(1, block // max(1, count * group * queries * keys))  # heads of keys at a time
+        rows = min(queries, max(1, block // max(1, count * group * keys)))
+        if self.spec.is_causal:  # short blocks, so that scores which are not seen are mostly not made
+            rows = min(rows, max(64, queries // 4))
+        for first in range(0, self.spec.kv_heads, step):
+            own = slice(first, min(first + step, self.spec.kv_heads))
+            head = slice(own.start * group, own.stop * group)
+            k, v = (_by_head(tensor[:, :, own], 1) for tensor in (self.k, self.v))
+            sums = None
+            for end in range(queries, 0, -rows):
+                place = slice(max(0, end - rows), end)
+                seen = min(keys, end + self.rows.start - self.columns.start) if self.spec.is_causal else keys
+                if seen <= 0:
+                    dq[:, place, head] = 0
+                    continue
+                q, y = (_by_head(tensor[:, place, head], group) for tensor in (self.q, self.y))
+                dropped, ds = self._scores(q, y, k[:, :seen], v[:, :seen], head, place, hidden)
+                product = torch.bmm(ds, k[:, :seen]).mul_(self.spec.scale)
+                dq[:, place, head] = _by_token(product, count, group)
+                pairs = (ds.transpose(1, 2), q), (dropped.transpose(1, 2), y)
+                if sums is None:  # the last queries, which see the most keys
+                    sums = [torch.bmm(*pair) for pair in pairs]
+                else:
+                    for one, pair in zip(sums, pairs, strict=True):
+                        one[:, :seen].baddbmm_(*pair)
+            for whole, one in zip((dk, dv), sums or (), strict=False):
+                whole[:, : one.shape[1], own] = _by_token(one, count, 1)
+
+    def _scores(
+        self, q: Tensor, y: Tensor, k: Tensor, v: Tensor, head: slice, place: slice, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """P ∘ D and dS of a block, shape (sequences · heads of keys, group · queries, keys)."""
+        scores = torch.bmm(q, k.transpose(1, 2))  # the queries are scaled
+        shape = (self.q.shape[0], head.stop - head.start, place.stop - place.start, k.shape[1])
+        by_query = scores.view(shape)
+        if self.bias is not None:
+            by_query.add_(_cut(self.bias, head)[:, :, place])
+        if self.spec.is_causal:
+            first = self.rows.start + place.start - self.columns.start
+            visible = torch.ones(shape[2:], dtype=torch.bool, device=k.device).tril(first)
+            by_query.masked_fill_(~visible, -torch.inf)
+        p = softmax(by_query, None if hidden is None else _cut(hidden, head)[:, :, place]).view_as(scores)
+        dp = torch.bmm(y, v.transpose(1, 2))
+        dropped = p
+        if self.bits is not None:
+            bits = self.bits[:, head, place].reshape(-1, self.bits.shape[-1])
+            dropped, dp = (self._drop(tensor.view(len(bits), -1), bits).view_as(p) for tensor in (p, dp))
+        dp.mul_(p)
+        return dropped, dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
+
+    def _drop(self, values: Tensor, bits: Tensor) -> Tensor:
+        """Rows of scores times D, of which the bits hold all Tk columns."""
+        if values.shape[1] == self.spec.keys:
+            return self.apply(values, bits, self.spec.kept_scale)
+        whole = values.new_zeros(len(values), self.spec.keys)
+        place = slice(self.columns.start, self.columns.start + values.shape[1])
+        whole[:, place] = values
+        return self.apply(whole, bits, self.spec.kept_scale)[:, place]
+
+
+def _by_head(tensor: Tensor, group: int) -> Tensor:
+    """(sequences, columns, heads, features) to (sequences · heads / group, group · columns, features)."""
+    tensor = tensor.transpose(1, 2)  # a view of one sequence stays one
+    if group > 1:
+        tensor = tensor.unflatten(1, (-1, group)).flatten(2, 3)
+    return tensor.squeeze(0) if len(tensor) == 1 else tensor.flatten(0, 1)
+
+
+def _by_token(tensor: Tensor, count: int, group: int) -> Tensor:
+    """The inverse of :func:`_by_head` for ``count`` sequences."""
+    return tensor.unflatten(0, (count, -1)).unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)
+
+
+def _cut(tensor: Tensor, head: slice) -> Tensor:
+    return tensor if tensor.shape[1] == 1 else tensor[:, head]

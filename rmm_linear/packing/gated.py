@@ -1,0 +1,140 @@
+"""The two products that the backward pass of a gated MLP needs, each packed.
+
+A gated MLP computes h = act(a) · b, element by element, with a the output of its gate and b that of its second linear
+layer. With y the gradient of the loss with respect to h,
+
+    da = y · p,  p = b · act'(a)        db = y · s,  s = act(a)
+
+Both gradients are linear in what is kept, p and s. Each is packed in rotated groups as :mod:`rmm_linear.packing.pack`
+describes, with a seed of its own, so E[da^] = y · E[p^] = da and E[db^] = db. The error of an element of a group has
+the variance scale² / 12 before it is rotated back and after it, since the rotation is orthonormal and the errors of two
+elements are uncorrelated: E‖da^ − da‖² = Σ y² · scale² / 12 over all elements.
+
+act and act' are computed by formula, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.packing.pack import pack_parts, unpack
+
+
+class Packed(NamedTuple):
+    """Codes and qparams of a matrix, as :func:`rmm_linear.packing.pack` makes them."""
+
+    codes: Tensor
+    qparams: Tensor
+
+
+def _gelu(a: Tensor) -> tuple[Tensor, Tensor]:
+    phi = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
+    return a * phi, phi + a * (torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh(a: Tensor) -> tuple[Tensor, Tensor]:
+    # ½ (1 + tanh u) = sigmoid(2u)
+    c = 2 * math.sqrt(2 / math.pi)
+    sigmoid = torch.sigmoid(a * (c + 0.044715 * c * a * a))
+    slope = c + 3 * 0.044715 * c * a * a
+    return a * sigmoid, sigmoid + a * slope * (sigmoid * (1 - sigmoid))
+
+
+def _silu(a: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(a)
+    return a * sigmoid, sigmoid + a * (sigmoid * (1 - sigmoid))
+
+
+def _relu(a: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(a), torch.where(a <= 0, 0.0, 1.0).to(a.dtype)
+
+
+# The place of a name is its number in the C library and in the kernels.
+ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+    "relu": _relu,
+}
+
+
+@without_autocast
+def pack_gated(
+    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+) -> list[Packed | None]:
+    """Pack p = b · act'(a) and s = act(a).
+
+    Args:
+        a: The gate's output, floating point, shape (N, C).
+        b: What act(a) is multiplied by, shape (N, C).
+        seeds: int64, shape (2,): of p and of s.
+        activation: Name of act, one of :data:`ACTIVATIONS`.
+        bits: 8, 4 or 2.
+        wanted: Whether p and s are needed.
+        index: Rows to store, int64, shape (n,); None for all.
+
+    Returns:
+        p and s, packed; None for one that is not wanted.
+
+    Raises:
+        ValueError: If ``bits`` is not 8, 4 or 2.
+
+    Example:
+        >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
+        >>> p, s = pack_gated(a, a, seeds, "relu", 8, (True, True), None)
+        >>> p.codes.shape, s.qparams.shape
+        (torch.Size([1, 2]), torch.Size([1, 1, 2]))
+    """
+    rows = len(a) if index is None else len(index)
+
+    def part(which: int) -> Callable[[int, int], Tensor]:
+        def rows_of(begin: int, end: int) -> Tensor:
+            taken = slice(begin, end) if index is None else index[begin:end]
+            gate, other = (_wide(matrix[taken]) for matrix in (a, b))
+            value, derivative = ACTIVATIONS[activation](gate)
+            return value if which else other * derivative
+
+        return rows_of
+
+    return [
+        Packed(*pack_parts(part(which), (rows, a.shape[1]), bits, seeds[which : which + 1])) if wanted[which] else None
+        for which in range(2)
+    ]
+
+
+@without_autocast
+def apply_gated(
+    y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
+) -> list[Tensor | None]:
+    """Multiply a gradient by p and by s.
+
+    Args:
+        y: Gradient with respect to act(a) · b, floating point, shape (N, C).
+        seeds: The seeds of :func:`pack_gated`.
+        packed: Its result.
+        bits: Its width.
+        index: The rows that are stored; None for all. All others get zeros.
+
+    Returns:
+        da and db, shape (N, C), dtype of ``y``; None where there is no product.
+    """
+    stored = _wide(y if index is None else y.index_select(0, index))
+    found: list[Tensor | None] = []
+    for which, product in enumerate(packed):
+        if product is None:
+            found.append(None)
+            continue
+        values = unpack(*product, seeds[which : which + 1], bits, y.shape[1], stored.dtype)
+        gradient = values.mul_(stored).to(y.dtype)
+        found.append(gradient if index is None else torch.zeros_like(y).index_copy_(0, index, gradient))
+    return found
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))

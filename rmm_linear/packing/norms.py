@@ -1,0 +1,163 @@
+"""LayerNorm and RMSNorm whose backward pass reads one packed copy of the normalized rows: unbiased.
+
+A row x of H elements is normalized to h = (x − mean(x)) · rstd with rstd = 1 / √(mean((x − mean(x))²) + eps); RMSNorm has
+no means. The output is γ ∘ h + β, and with Y the gradient of the output and g = γ ∘ y its gradient is
+
+    dX = rstd · (g − mean(g) − h ⟨h, g⟩ / H)        dγ = Σ y ∘ h        dβ = Σ y        sums over rows
+
+Saved are rstd and h, rotated and packed in groups of 64 (:mod:`rmm_linear.packing.pack`), not x: h needs no mean, and the
+mean of a row, which the rotation would spread over all elements, does not widen the scales. What is unpacked is ĥ = h + e.
+Rotated, the elements of e are independent of each other within the row and of h and y, have the mean 0 and, within a
+group, all the variance v = scale² / 12. The rotation of a group is orthonormal and v is the same within it, so that
+E[e eᵀ] = diag(v) in the original columns too (the shorter last group is not rotated at all). Hence
+
+    E[ĥ ⟨ĥ, g⟩] = h ⟨h, g⟩ + E[e ⟨e, g⟩] = h ⟨h, g⟩ + v ∘ g
+
+and v is known from what is stored. Taken out again, the gradient from this one copy has the exact mean:
+
+    dX = rstd · (g − mean(g) − ĥ ⟨ĥ, g⟩ / H + v ∘ g / H)        dγ = Σ y ∘ ĥ        dβ = Σ y, exact
+
+Bytes: those of :func:`rmm_linear.packing.pack`, and 4 per row. Variance: :mod:`rmm_linear.variance.standins.norms`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.packing.pack import pack, unpack
+from rmm_linear.packing.rounding import GROUP
+
+
+class NormCopy(NamedTuple):
+    """What is saved of the input of a norm.
+
+    Attributes:
+        codes: Of h, uint8, shape (n, ⌈H · bits / 8⌉).
+        qparams: Offset and scale of its groups, bfloat16, shape (n, ⌈H / 64⌉, 2).
+        rstd: float32, shape (n,).
+    """
+
+    codes: Tensor
+    qparams: Tensor
+    rstd: Tensor
+
+
+class NormGradients(NamedTuple):
+    """The gradients of a norm.
+
+    Attributes:
+        x: Of its input, shape (N, H).
+        weight: Of γ, shape (H,); None if the sums over rows are not needed.
+        bias: Of β, shape (H,); None likewise.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@without_autocast
+def pack_norm(
+    x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
+) -> NormCopy:
+    """Normalize rows, and round them to ``bits`` per element.
+
+    Args:
+        x: Floating point, shape (N, H). Statistics are computed in float32, of float64 in float64.
+        bits: 8, 4 or 2.
+        seed: int64 with one element, on the device of ``x``; the seed of the rotation and the rounding.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+        index: The rows to save, int64, shape (n,); None for all.
+
+    Returns:
+        The packed copy.
+
+    Raises:
+        ValueError: If ``bits`` is not 8, 4 or 2.
+
+    Example:
+        >>> saved = pack_norm(torch.tensor([[1.0, 3.0]]), 2, torch.tensor([0]), eps=0.0)
+        >>> saved.rstd
+        tensor([1.])
+    """
+    x = wide(x if index is None else x.index_select(0, index))
+    x = x - x.mean(1, keepdim=True) if centered else x
+    rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
+    return NormCopy(*pack(x * rstd, bits, seed), rstd.squeeze(1).float())
+
+
+@without_autocast
+def norm_gradients(
+    y: Tensor,
+    saved: NormCopy,
+    bits: int,
+    seed: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    centered: bool = True,
+    index: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    sums: bool = True,
+) -> NormGradients:
+    """Compute the gradients of a norm from the packed copy of its normalized input.
+
+    Args:
+        y: Gradient with respect to the output, floating point, shape (N, H).
+        saved: Result of :func:`pack_norm`.
+        bits: As for packing.
+        seed: As for packing.
+        gamma: γ, floating point, shape (H,); None is 1.
+        centered: As for packing.
+        index: The rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read.
+        dtype: dtype of dX; None is that of ``y``.
+        sums: Whether dγ and dβ are needed.
+
+    Returns:
+        dX, and in float32 (float64 if ``y`` is) the sums over rows, which are accumulated in float64.
+    """
+    rows = wide(y if index is None else y.index_select(0, index))
+    columns, rstd = y.shape[1], saved.rstd.to(rows.dtype).unsqueeze(1)
+    h = unpack(saved.codes, saved.qparams, seed, bits, columns, rows.dtype)
+    g = rows if gamma is None else rows * gamma.to(rows.dtype)
+    x = g * (1 + copy_variance(saved.qparams, columns).to(rows.dtype) / columns) - h * (h * g).mean(1, keepdim=True)
+    x = ((x - g.mean(1, keepdim=True) if centered else x) * rstd).to(dtype or y.dtype)
+    if index is not None:
+        x = x.new_zeros(y.shape).index_copy_(0, index, x)
+    if not sums:
+        return NormGradients(x, None, None)
+    weight, bias = ((rows * h).sum(0, dtype=torch.float64), rows.sum(0, dtype=torch.float64))
+    return NormGradients(x, weight.to(rows.dtype), bias.to(rows.dtype))
+
+
+def copy_variance(qparams: Tensor, columns: int) -> Tensor:
+    """Return v, the variance of every element of a packed copy, which is the same within a group.
+
+    Args:
+        qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2).
+        columns: H.
+
+    Returns:
+        scale² / 12, float64, shape (n, H).
+
+    Example:
+        >>> copy_variance(torch.tensor([[[0.0, 6.0]]]), 2)
+        tensor([[3., 3.]], dtype=torch.float64)
+    """
+    return (qparams[..., 1].double().square() / 12).repeat_interleave(GROUP, dim=1)[:, :columns]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return half types in float32.
+
+    Args:
+        tensor: Floating point.
+
+    Returns:
+        The tensor in float32, or itself if it is float32 or float64.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,100 @@
+"""Variance of the gradients that LayerNorm and RMSNorm compute from a packed copy of their normalized rows.
+
+With ĥ = h + e as in :mod:`rmm_linear.packing.norms`, the gradient of a row is off by
+
+    dX̂ − dX = −(rstd / H) · (h ⟨e, g⟩ + e ⟨h, g⟩ + e ⟨e, g⟩ − v ∘ g)
+
+The rotation is orthonormal, so the norm of this is the same for rotated h, g and e. There the elements of e are independent
+within a row: a xor c, with one a per row and the c of different columns independent, is independent for every a. They are
+symmetric, so odd moments are 0, and uniform, so E[e⁴] = 9/5 · v². Summed over the columns of a row,
+
+    E‖dX̂ − dX‖² = (rstd / H)² · [⟨h, g⟩² Σv + ‖h‖² Σv g² + 2 ⟨h, g⟩ Σv h g + Σv · Σv g² − 0.2 Σv² g²]
+
+The error of dγ_j is Σᵢ y_ij e_ij. In the original columns e_j is a rotation of independent errors of the same variance v, and
+those of two rows are uncorrelated, so that
+
+    Var(dγ_j) = Σᵢ v_ij y_ij²
+
+dβ is exact. The formulas hold given the scales that were stored, which depend on the seed a little: it is an argument.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rmm_linear._support.autocast import without_autocast
+from rmm_linear.ops.norms import PACK_NORM
+from rmm_linear.packing import RoundingNoise
+from rmm_linear.packing.norms import copy_variance
+from rmm_linear.packing.rounding import rotate_groups
+
+
+@without_autocast
+def norm_input_variance(
+    x: Tensor,
+    grad_output: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bits: int,
+    seed: int,
+    eps: float,
+    centered: bool = True,
+) -> Tensor:
+    """Return the variance of the gradient with respect to the input of a norm, for every row.
+
+    Args:
+        x: Input, shape (N, H).
+        grad_output: Gradient with respect to the output, shape (N, H).
+        weight: γ, shape (H,); None is 1.
+        bits: Bits per stored element: 8, 4 or 2.
+        seed: Seed of the rotation and the rounding.
+        eps: What the norm adds to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+
+    Returns:
+        E‖dX̂ − dX‖², float64, shape (N,), in squared units of the gradient.
+
+    Example:
+        >>> x, y = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 0.0]])
+        >>> norm_input_variance(x, y, bits=2, seed=0, eps=0.0).shape
+        torch.Size([1])
+    """
+    seeds, columns = torch.tensor([seed], device=x.device), x.shape[1]
+    v = copy_variance(PACK_NORM(x, bits, seeds, eps, centered).qparams, columns)
+    x = x.double()
+    x = x - x.mean(1, keepdim=True) if centered else x
+    rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
+    g = grad_output.double() if weight is None else grad_output.double() * weight.double()
+    rotation = RoundingNoise.of(seeds, 0, 0).rotation.double()
+    h, g = rotate_groups(x * rstd, rotation), rotate_groups(g, rotation)
+    hg = (h * g).sum(1)
+    vg = (v * g.square()).sum(1)
+    terms = hg.square() * v.sum(1) + h.square().sum(1) * vg + 2 * hg * (v * h * g).sum(1)
+    return (rstd.squeeze(1) / columns).square() * (terms + v.sum(1) * vg - 0.2 * (v * g).square().sum(1))
+
+
+@without_autocast
+def norm_weight_variance(
+    x: Tensor, grad_output: Tensor, *, bits: int, seed: int, eps: float, centered: bool = True
+) -> Tensor:
+    """Return the variance of every element of dγ, the gradient with respect to the weight of a norm.
+
+    Args:
+        x: Input, shape (N, H).
+        grad_output: Gradient with respect to the output, shape (N, H).
+        bits: Bits per stored element: 8, 4 or 2.
+        seed: Seed of the rotation and the rounding.
+        eps: What the norm adds to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+
+    Returns:
+        float64, shape (H,), in squared units of the gradient.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0]])
+        >>> norm_weight_variance(x, torch.tensor([[1.0, 0.0]]), bits=2, seed=0, eps=0.0)[1]
+        tensor(0., dtype=torch.float64)
+    """
+    saved = PACK_NORM(x, bits, torch.tensor([seed], device=x.device), eps, centered)
+    return (copy_variance(saved.qparams, x.shape[1]) * grad_output.double().square()).sum(0)

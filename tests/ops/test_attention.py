@@ -1,0 +1,230 @@
+"""The operators of packed attention: bytes, backends, operator rules, and the statistics of their gradients."""
+
+import math
+
+import pytest
+import torch
+from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
+from statistical import Z, assert_unbiased, z_scores
+from torch.utils.flop_counter import FlopCounterMode
+
+from rmm_linear.ops import fused_attention
+from rmm_linear.ops.attention import attention_backward, attention_parts, dropped_attention, pack_attention
+from rmm_linear.ops.fused_attention import fused_gradients
+from rmm_linear.ops.stored import views
+from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.attention import attention_rows
+from rmm_linear.packing.attention_gradients import attention_gradients
+from rmm_linear.variance.standins.attention import simulate_attention, value_variance
+
+INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens
+HIDING = (torch.zeros(18).index_fill_(0, INDEX, 1) > 0).view(2, 1, 1, 9).expand(2, 1, 9, 9)
+
+
+def backward(y, stored, spec, mask=None, kept=None, index=None, kv_index=None, bits=(4, 4, 4)):
+    sizes = spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p
+    return attention_backward(y, stored, mask, kept, index, kv_index, *sizes, *bits)
+
+
+def made(dtype=torch.float32, heads=4, kv_heads=2, tokens=9, width=16):
+    return tensors(2, heads, kv_heads, tokens, tokens, width, width, dtype)
+
+
+@pytest.mark.parametrize("bits", [(4, 4, 4), (8, 8, 4)])
+@pytest.mark.parametrize("index", [None, INDEX], ids=["all", "some"])
+def test_bytes_are_those_of_three_packed_matrices_and_their_seeds(index, bits):
+    q, k, v, _ = made()
+    stored = pack_attention(q, k, v, index, index, 7, *bits)
+    rows = 18 if index is None else len(index)
+    each = [packed_bytes(rows, columns, one) for columns, one in zip((64, 32, 32), bits, strict=True)]
+    assert 0 <= len(stored) - (24 + sum(each)) < 7 * 16  # every part begins at a multiple of 16
+    parts = attention_parts(rows, rows, (64, 32, 32), bits)
+    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts) == 24 + sum(each)
+
+
+def test_errors_of_queries_keys_and_values_are_independent():
+    """One seed for all would give three equal tensors equal codes: their errors would be the same numbers."""
+    x = torch.randn(1, 2, 40, 64)
+    x = x - x.mean(2, keepdim=True)
+    parts = attention_parts(40, 40, (128, 128, 128), (4, 4, 4))
+    seeds, *packed = views(pack_attention(x, x, x, None, None, 3, 4, 4, 4), parts)
+    assert len(set(seeds.tolist())) == 3
+    wanted = attention_rows(x, x, x)
+    errors = torch.stack(
+        [
+            (UNPACK(*packed[2 * i : 2 * i + 2], seeds[i : i + 1], 4, 128, torch.float32) - wanted[i]).flatten()
+            for i in range(3)
+        ]
+    )
+    found = torch.corrcoef(errors)[tuple(torch.triu_indices(3, 3, 1))]
+    assert found.abs().max() < Z / math.sqrt(errors.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "padding"])
+def test_backends_agree_on_the_same_bytes(kind, dtype, monkeypatch):
+    """Sums of 16 products in another order, rounded to the dtype at the end."""
+    q, k, v, y = made(dtype)
+    spec = spec_of(q, k, is_causal=kind == "causal", p=0.3 if kind == "dropout" else 0.0)
+    index, mask = (INDEX, HIDING) if kind == "padding" else (None, None)
+    kept = packed_kept(torch.rand(2, 4, 9, 9) > 0.3) if kind == "dropout" else None
+    stored = pack_attention(q, k, v, index, index, 5, 4, 4, 4)
+    found = backward(y, stored, spec, mask, kept, index, index)
+    monkeypatch.setenv("RMM_BACKEND", "torch")
+    expected = backward(y, stored, spec, mask, kept, index, index)
+    assert all(one.dtype == dtype and one.is_contiguous() for one in found)
+    assert relative(found, expected) < (5e-3 if dtype == torch.bfloat16 else 1e-5) ** 2
+
+
+def test_operators_obey_the_rules_of_pytorch():
+    q, k, v, y = made()
+    mask, kept = HIDING, torch.rand(2, 4, 9, 9) > 0.3
+    spec = spec_of(q, k, p=0.3)
+    stored = pack_attention(q, k, v, INDEX, INDEX, 5, 8, 4, 4)
+    named = spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p
+    backwards = (y, stored, mask, packed_kept(kept, INDEX), INDEX, INDEX, *named, 8, 4, 4)
+    for operator, arguments in (
+        (pack_attention, (q, k, v, None, None, 5, 4, 4, 4)),
+        (pack_attention, (q, k, v, INDEX, INDEX, 5, 8, 4, 4)),
+        (attention_backward, backwards),
+        (dropped_attention, (q, k, v, mask, kept, spec.scale, False, 0.3)),
+    ):
+        torch.library.opcheck(operator, arguments)
+
+
+def test_floating_point_operations():
+    q, k, v, y = made()
+    with FlopCounterMode(display=False) as counter:
+        stored = pack_attention(q, k, v, None, None, 5, 4, 4, 4)
+    turned = 2 * 64 * (q.numel() + k.numel() + v.numel())
+    assert counter.get_total_flops() == turned
+    with FlopCounterMode(display=False) as counter:
+        backward(y, stored, spec_of(q, k))
+    assert counter.get_total_flops() == 5 * (2 * 2 * 4 * 9 * 9 * 16) + 2 * 64 * 3 * q.numel()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gradients_of_packed_tensors_are_near_the_exact_ones(bits):
+    """The range of 64 normal numbers is about 5 deviations: steps of 1/51 of a deviation with 8 bits, 1/3 with 4.
+
+    The error of an element is step / √12: 1/177 and 1/10.4 of its size. A gradient has this relative error for each of
+    the up to five tensors that it is a product of, squared and added: 5 / 177² and 5 / 10.4² at most, 1/177² at least.
+    """
+    q, k, v, y = made(tokens=24)
+    found = backward(y, pack_attention(q, k, v, None, None, 5, bits, bits, bits), spec_of(q, k), bits=(bits,) * 3)
+    error = relative(found, formula_gradients(q.double(), k.double(), v.double(), y.double(), spec_of(q, k)))
+    one = 1 / {8: 177, 4: 10.4}[bits] ** 2
+    assert one < error < 5 * one
+
+
+def packed_values(q, k, v, y, spec, mask, bits, draws):
+    """Gradients from exact queries and keys and packed values, and the qparams of the values, for every seed."""
+    rows, values = exact_rows(q, k, v), attention_rows(q, k, v)[2]
+    for seed in range(draws):
+        packed = PACK(values.float(), bits, torch.tensor([seed]))
+        unpacked = UNPACK(*packed, torch.tensor([seed]), bits, values.shape[1], torch.float64)
+        found = attention_gradients(y, (*rows[:2], lambda b, e, u=unpacked: u[b:e]), spec, mask)
+        yield found, packed[1]
+
+
+AT_LENGTH = [pytest.param(*case, 20_000, marks=pytest.mark.montecarlo) for case in ((8, False), (2, True))]
+
+
+@pytest.mark.parametrize(("bits", "causal", "draws"), [(4, False, 400), (2, True, 400), *AT_LENGTH])
+def test_packed_values_leave_gradients_unbiased_with_the_variance_of_the_closed_form(bits, causal, draws):
+    """Values enter linearly, so both hold for 2 bits as well."""
+    q, k, v, y = tensors(2, 4, 2, 6, 6, 8, 32)
+    v = v.float().double()  # what is packed is float32
+    spec, mask = spec_of(q, k, is_causal=causal), None if causal else torch.rand(2, 1, 6, 6) > 0.2
+    exact = attention_gradients(y, exact_rows(q, k, v), spec, mask)
+    stated, squares, sums = [], [], []
+    for found, qparams in packed_values(q, k, v, y, spec, mask, bits, draws):
+        assert torch.equal(found[2], exact[2])
+        errors = [one - wanted for one, wanted in zip(found, exact, strict=True)]
+        squares.append(torch.stack([errors[i].square().sum() for i in (0, 1)]))
+        sums.append(torch.stack([(errors[i] * exact[i]).sum() for i in (0, 1)]))
+        variances = value_variance(q, k, y.transpose(1, 2), qparams, scale=spec.scale, mask=mask, is_causal=causal)
+        stated.append(torch.stack(variances))
+    squares, stated = torch.stack(squares), torch.stack(stated)
+    # The ranges, and so the variance, differ from draw to draw with the rotation: compared draw by draw.
+    assert (z_scores(squares - stated).abs() < Z).all()
+    assert (squares.std(0) / math.sqrt(draws) < 0.03 * stated.mean(0)).all()
+    assert (z_scores(torch.stack(sums)).abs() < Z).all()
+
+
+def check_bias(draws, of_error):
+    """At 4 bits, bias² of each gradient is at most 0.002 of its noise: the target of a whole model."""
+    q, k, v, y = tensors(2, 4, 2, 32, 32, 32, 32, torch.float32)
+    for noise in simulate_attention(q, k, v, y.transpose(1, 2), bits=4, draws=draws):
+        assert noise.standard_error < of_error * noise.variance
+        assert noise.bias - 2 * noise.standard_error < 0.002 * noise.variance
+        assert 0.005 < noise.variance / noise.exact < 0.1
+    return noise
+
+
+def test_the_bias_is_small_beside_the_noise():
+    check_bias(200, 5e-4)
+
+
+@pytest.mark.montecarlo
+def test_the_bias_is_small_beside_the_noise_at_length():
+    check_bias(8000, 2e-5)
+
+
+def test_gradients_have_the_right_scale():
+    q, k, v, y = tensors(2, 4, 2, 16, 16, 32, 32, torch.float32)
+    spec = spec_of(q, k)
+    exact = dict(zip("qkv", formula_gradients(q.double(), k.double(), v.double(), y.double(), spec), strict=True))
+
+    def draw(seed):
+        stored = pack_attention(q, k, v, None, None, seed, 8, 8, 8)
+        return dict(zip("qkv", backward(y, stored, spec, bits=(8, 8, 8)), strict=True))
+
+    assert_unbiased(draw, exact, draws=50, widest=1e-3)
+
+
+def by_autograd(y, query, key, value, bias, spec):
+    """In place of the kernels of CUDA: the formula, for heads that are repeated already."""
+    found = formula_gradients(query, key, value, y.transpose(1, 2), spec, bias)
+    return [gradient.transpose(1, 2) for gradient in found]
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding"])
+def test_what_surrounds_the_kernels_of_cuda(kind, monkeypatch):
+    """Places of rows, heads that share keys, padding: with the formula in place of the kernels."""
+    monkeypatch.setattr(fused_attention, "_kernel_gradients", by_autograd)
+    q, k, v, y = made(torch.float64)
+    spec = spec_of(q, k, is_causal=kind == "causal")
+    mask = torch.rand(2, 1, 9, 9) > 0.3 if kind == "mask" else HIDING if kind == "padding" else None
+    index = INDEX if kind == "padding" else None
+    rows = attention_rows(q, k, v, index, index)
+    found = fused_gradients(y, rows, spec, mask, index, index)
+    expected = attention_gradients(y, exact_rows(q, k, v, index, index), spec, mask, None, index, index)
+    assert relative(found, expected) < 1e-24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding", "dropout"])
+def test_the_kernels_of_cuda_have_the_gradients_of_the_blocks(kind, dtype):
+    q, k, v, y = (tensor.cuda() for tensor in tensors(2, 4, 2, 96, 96, 64, 64, dtype))
+    spec = spec_of(q, k, is_causal=kind == "causal", p=0.3 if kind == "dropout" else 0.0)
+    valid = torch.arange(96, device="cuda") < torch.tensor([[96], [50]], device="cuda")
+    mask = {
+        "mask": torch.rand(2, 1, 96, 96, device="cuda") > 0.3,
+        "padding": valid.view(2, 1, 1, 96).expand(2, 1, 96, 96),
+    }
+    index = valid.flatten().nonzero().squeeze(1) if kind == "padding" else None
+    kept = packed_kept(torch.rand(2, 4, 96, 96, device="cuda") > 0.3) if kind == "dropout" else None
+    stored = pack_attention(q, k, v, index, index, 5, 8, 8, 8)
+    found = backward(y, stored, spec, mask.get(kind), kept, index, index, (8, 8, 8))
+    columns, count = (256, 128, 128), 192 if index is None else len(index)
+    seeds, *packed = views(stored, attention_parts(count, count, columns, (8, 8, 8)))
+    rows = [
+        UNPACK(*packed[2 * i : 2 * i + 2], seeds[i : i + 1], 8, columns[i], torch.float64).to(dtype).double()
+        for i in range(3)
+    ]
+    parts = tuple(lambda begin, end, row=row: row[begin:end] for row in rows)
+    expected = attention_gradients(y.double(), parts, spec, mask.get(kind), kept, index, index)
+    assert relative(found, expected) < (1e-2 if dtype != torch.float32 else 1e-4) ** 2

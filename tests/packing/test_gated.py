@@ -1,0 +1,130 @@
+"""The products of a gated MLP: formulas are PyTorch's, packing is unbiased, and its bytes are the formula's."""
+
+import math
+
+import pytest
+import torch
+from statistical import assert_unbiased
+from torch.nn import functional as F
+
+from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.gated import ACTIVATIONS, apply_gated, pack_gated
+
+SEEDS = torch.tensor([77, -5])
+BOTH = (True, True)
+FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_width = pytest.mark.parametrize("bits", [2, 4, 8])
+
+
+def inputs(rows=6, columns=70, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rows + columns)
+    return [torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+
+
+def exact(a, b, y, activation):
+    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+    return torch.autograd.grad(FUNCTIONS[activation](a) * b, (a, b), y)
+
+
+@every_activation
+def test_formulas_are_pytorchs(activation):
+    points = torch.linspace(-30, 30, 6001, dtype=torch.float64).requires_grad_()
+    value, derivative = ACTIVATIONS[activation](points.detach())
+    expected = FUNCTIONS[activation](points)
+    (slope,) = torch.autograd.grad(expected.sum(), points)
+    # Of numbers up to 30, and of products of a few of them, each rounded to 2⁻⁵³ of itself.
+    torch.testing.assert_close(value, expected.detach(), rtol=0, atol=30 * 2**-50)
+    torch.testing.assert_close(derivative, slope, rtol=0, atol=30 * 2**-50)
+
+
+@every_activation
+@every_width
+@pytest.mark.parametrize("columns", [64, 70, 5])
+def test_gradients_are_unbiased(activation, bits, columns):
+    a, b, y = inputs(4, columns)
+
+    def draw(seed):
+        seeds = torch.tensor([seed, seed + 1_000_000])
+        packed = pack_gated(a, b, seeds, activation, bits, BOTH, None)
+        return dict(zip("ab", apply_gated(y, seeds, packed, bits, None), strict=True))
+
+    assert_unbiased(draw, dict(zip("ab", exact(a, b, y, activation), strict=True)), draws=60, widest=0.1)
+
+
+@every_width
+@pytest.mark.parametrize("shape", [(6, 70), (3, 64), (2, 1), (0, 9), (4, 0)])
+def test_bytes_are_the_formula(bits, shape):
+    a, b, y = inputs(*shape)
+    packed = pack_gated(a, b, SEEDS, "silu", bits, BOTH, None)
+    assert [one.codes.nbytes + one.qparams.nbytes for one in packed] == [packed_bytes(*shape, bits)] * 2
+    assert [one.shape for one in apply_gated(y, SEEDS, packed, bits, None)] == [shape] * 2
+
+
+def test_what_is_not_wanted_is_not_made():
+    a, b, y = inputs()
+    both = apply_gated(y, SEEDS, pack_gated(a, b, SEEDS, "gelu", 4, BOTH, None), 4, None)
+    for place, wanted in enumerate(((True, False), (False, True))):
+        found = apply_gated(y, SEEDS, pack_gated(a, b, SEEDS, "gelu", 4, wanted, None), 4, None)
+        assert found[1 - place] is None
+        assert torch.equal(found[place], both[place])
+
+
+def test_rows_that_are_left_out_have_no_gradient():
+    a, b, y = inputs()
+    index = torch.tensor([4, 1, 2])
+    packed = pack_gated(a, b, SEEDS, "silu", 4, BOTH, index)
+    taken = pack_gated(a[index], b[index], SEEDS, "silu", 4, BOTH, None)
+    found = apply_gated(y, SEEDS, packed, 4, index)
+    for one, other, expected in zip(packed, taken, apply_gated(y[index], SEEDS, taken, 4, None), strict=True):
+        assert torch.equal(one.codes, other.codes)
+        gradient = found.pop(0)
+        assert torch.equal(gradient[index], expected)
+        assert not gradient[[0, 3, 5]].any()
+
+
+def test_the_errors_of_the_two_products_are_independent():
+    """With a = b and ReLU of positive numbers, p = s: one seed for both would make their errors the same."""
+    a = torch.rand(50, 640, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    packed = pack_gated(a, a, SEEDS, "relu", 4, BOTH, None)
+    one = torch.ones_like(a)
+    errors = [gradient - a for gradient in apply_gated(one, SEEDS, packed, 4, None)]
+    first, second = (error / error.norm() for error in errors)
+    # The correlation of 32,000 pairs that are independent is 0 ± 1/√32,000.
+    assert abs((first * second).sum()) < 4 / math.sqrt(32_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_types_are_computed_in_float32(dtype):
+    a, b, y = inputs(dtype=dtype)
+    wide = [matrix.float() for matrix in (a, b, y)]
+    packed = pack_gated(a, b, SEEDS, "gelu", 8, BOTH, None)
+    expected = pack_gated(*wide[:2], SEEDS, "gelu", 8, BOTH, None)
+    assert all(torch.equal(one.codes, other.codes) for one, other in zip(packed, expected, strict=True))
+    wide_gradients = apply_gated(wide[2], SEEDS, expected, 8, None)
+    for found, gradient in zip(apply_gated(y, SEEDS, packed, 8, None), wide_gradients, strict=True):
+        assert torch.equal(found, gradient.to(dtype))
+
+
+@every_activation
+def test_nan_stays_in_its_group(activation):
+    a, b, y = inputs(3, 130)
+    a[1, 70] = math.nan
+    packed = pack_gated(a, b, SEEDS, activation, 4, BOTH, None)
+    gradients = apply_gated(y, SEEDS, packed, 4, None)
+    # PyTorch's ReLU passes the gradient of a NaN on.
+    for gradient in gradients[1:] if activation == "relu" else gradients:
+        assert gradient[1, 64:128].isnan().all()
+        gradient[1, 64:128] = 0
+        assert gradient.isfinite().all()
+
+
+def test_other_widths_are_refused():
+    a, b, _ = inputs()
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
+        pack_gated(a, b, SEEDS, "silu", 1, BOTH, None)

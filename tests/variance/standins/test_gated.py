@@ -1,0 +1,62 @@
+"""The variance of a gated MLP's gradients is the closed form's."""
+
+import pytest
+import torch
+from statistical import assert_variance
+
+from rmm_linear.ops.gated import APPLY_GATED, PACK_GATED
+from rmm_linear.packing.gated import ACTIVATIONS
+from rmm_linear.variance.simulation import Simulation
+from rmm_linear.variance.standins.gated import gated_variance, product_variance
+
+BOTH = (True, True)
+
+
+def check(activation, bits, columns, draws, widest):
+    generator = torch.Generator().manual_seed(3)
+    a, b, y = (torch.randn(5, columns, generator=generator, dtype=torch.float64) for _ in range(3))
+    y *= torch.randn(5, 1, generator=generator, dtype=torch.float64).exp()
+    exact = exact_gradients(a, b, y, activation)
+    ratios = []
+    for seed in range(draws):
+        seeds = torch.tensor([seed, seed + 1_000_000])
+        packed = PACK_GATED(a, b, seeds, activation, bits, BOTH, None)
+        found = APPLY_GATED(y, seeds, packed, bits, None)
+        stated = [product_variance(y, one.qparams) for one in packed]  # for every rotation its own
+        errors = [(one - other).square().sum() for one, other in zip(found, exact, strict=True)]
+        ratios.append(torch.stack([e / s for e, s in zip(errors, stated, strict=True)]))
+    for ratio in torch.stack(ratios).T:
+        assert_variance(Simulation.of(ratio.split(1)), 1.0, widest=widest)
+
+
+def exact_gradients(a, b, y, activation):
+    value, derivative = ACTIVATIONS[activation](a)
+    return y * b * derivative, y * value
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("columns", [128, 70, 5])
+def test_simulated_by_stated_is_one(activation, bits, columns):
+    check(activation, bits, columns, 150, 0.1)
+
+
+@pytest.mark.montecarlo
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("columns", [128, 70])
+def test_simulated_by_stated_is_one_heavy(bits, columns):
+    check("silu", bits, columns, 10_000, 0.01)
+
+
+def test_the_variance_is_that_of_both_products():
+    a, b, y = (torch.randn(5, 70) for _ in range(3))
+    seeds = torch.tensor([1, 2])
+    packed = PACK_GATED(a, b, seeds, "silu", 4, BOTH, None)
+    found = gated_variance(a, b, y, activation="silu", bits=4, seeds=seeds)
+    assert found == tuple(product_variance(y, one.qparams) for one in packed)
+    by_hand = sum(
+        float(y[i, j].double() ** 2 * packed[0].qparams[i, j // 64, 1].double() ** 2 / 12)
+        for i in range(5)
+        for j in range(70)
+    )
+    assert float(found[0]) == pytest.approx(by_hand, rel=1e-12)
