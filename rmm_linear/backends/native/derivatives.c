@@ -2,9 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "packing.h"
 #include "variants.h"
-
-#define GROUP 64
 
 /* g', in steps above its low end: linear between `count` knots, the first at `begin`, `density` of them per unit of x.
  * `below` up to `begin` (and for NaN), `above` from `end` on. */
@@ -17,15 +16,8 @@ typedef struct {
 enum { TABLE, RELU, LEAKY_RELU };
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16
 
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4), may_alias));
-typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-#define AT(type, pointer) (*(type *)(pointer))
-#define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
-
+/* The first and the second of every two lanes of a and b, one after the other. */
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
@@ -68,15 +60,15 @@ INLINE void split(const uint8_t *from, int size, int bits, uint8_t *q) {
 
 /* The codes of 64 elements. */
 INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t *c, uint8_t *q) {
-    lanes place[GROUP / LANES];
+    lanes place[PARTS];
     int32_t knot[GROUP];
     float pair[2 * GROUP]; /* the knots on both sides of every element, copied as one number of 64 bits */
-    for (int k = 0; k < GROUP / LANES; k++) {
-        lanes at = (AT(const lanes, x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
+    for (int k = 0; k < PARTS; k++) {
+        lanes at = (LOAD(x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
         at = PICK(at > zero, at, zero); /* NaN too */
         at = PICK(at < last, at, last);
         ints number = __builtin_convertvector(at, ints);
-        AT(ints, knot + k * LANES) = number;
+        *(stored_ints *)(knot + k * LANES) = number;
         place[k] = at - __builtin_convertvector(number, lanes);
     }
     for (int i = 0; i < GROUP; i++) {
@@ -84,14 +76,15 @@ INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t 
         memcpy(&both, t->knots + knot[i], 8);
         memcpy(pair + 2 * i, &both, 8);
     }
-    for (int k = 0; k < GROUP / LANES; k++) {
-        lanes v = AT(const lanes, x + k * LANES), zero = {0};
-        lanes first = AT(lanes, pair + 2 * k * LANES), second = AT(lanes, pair + (2 * k + 1) * LANES);
+    for (int k = 0; k < PARTS; k++) {
+        lanes v = LOAD(x + k * LANES), zero = {0};
+        lanes first = LOAD(pair + 2 * k * LANES), second = LOAD(pair + (2 * k + 1) * LANES);
         lanes left = EVEN(first, second), steps = left + place[k] * (ODD(first, second) - left);
         steps = PICK(v > zero + t->begin, steps, zero + t->below);
         steps = PICK(v >= zero + t->end, zero + t->above, steps);
-        lanes noise = (lanes)(AT(const ints, c + k * LANES) ^ a); /* 1 + u */
-        AT(bytes, q + k * LANES) = __builtin_convertvector(__builtin_convertvector(steps + noise, ints) - 1, bytes);
+        lanes noise = (lanes)(*(const stored_ints *)(c + k * LANES) ^ a); /* 1 + u */
+        ints code = __builtin_convertvector(steps + noise, ints) - 1;
+        *(stored_bytes *)(q + k * LANES) = __builtin_convertvector(code, bytes);
     }
 }
 
@@ -117,10 +110,7 @@ INLINE void pack_group(
 INLINE const float *elements(const void *m, int size, int64_t at, int count, float *buffer) {
     if (size == 4) return (const float *)m + at;
     const uint16_t *from = (const uint16_t *)m + at;
-    for (int i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        memcpy(buffer + i, &bits, 4);
-    }
+    for (int i = 0; i < count; i++) buffer[i] = from_bfloat16(from[i]);
     return buffer;
 }
 
