@@ -34,7 +34,7 @@ INLINE void join(const uint8_t *q, int size, int bits, uint8_t *to) {
             memcpy(to + 8 * word, &joined, 8);
         }
     } else {
-        memset(to, 0, h);
+        for (int i = 0; i < h; i++) to[i] = 0;
         for (int i = 0; i < size; i++) to[i % h] |= (uint8_t)(q[i] << i / h * bits);
     }
 }
@@ -88,7 +88,7 @@ INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t 
     }
 }
 
-INLINE void pack_group(
+INLINE void code_group(
     const float *x, int size, int kind, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
     uint8_t q[GROUP];
     if (kind == RELU)
@@ -130,10 +130,10 @@ INLINE void pack_row(
     float buffer[GROUP];
     int64_t at = 0;
     for (; at + GROUP <= columns; at += GROUP)
-        pack_group(elements(x, size, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
+        code_group(elements(x, size, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
     int left = (int)(columns - at);
     if (left)
-        pack_group(elements(x, size, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
+        code_group(elements(x, size, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
 }
 
 VARIANTS static void pack_rows(
