@@ -1,4 +1,4 @@
-"""Derivatives in few bits with the C library, which reads them from tables: float32, or half types in parts of rows.
+"""Derivatives in few bits with the C library, which reads them from tables; float16 in parts of rows.
 
 A table is linear between knots that are 1/128 apart, on the whole interval in which the derivative has not reached its
 limits, or between two jumps. Its error is below 1e-4 of the derivative's range everywhere.
@@ -18,6 +18,7 @@ from rmm_linear.packing import ROUNDING_STREAM, row_parts
 from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.pointwise import Pointwise
 
+_DTYPES = (torch.float32, torch.bfloat16)  # that the library reads and writes
 _KINDS = {"relu": native.RELU, "leaky_relu": native.LEAKY_RELU}
 _SPANS = {"hardswish": (-3, 3), "elu": (-16, 0)}  # from jump to jump
 _SPAN = (-16, 16)
@@ -58,7 +59,7 @@ def pack_derivative(
         return
     kind, table = _KINDS.get(function.name, native.TABLE), derivative_table(function, bits)
     noise, index = _noise(seed, len(codes), x.shape[1]), None if index is None else index.contiguous()
-    if x.dtype == torch.float32:
+    if x.dtype in _DTYPES:
         x = x if x.stride(1) == 1 else x.contiguous()
         native.pack_derivative(x, codes, kind, bits, table, noise, index)
         return
@@ -78,7 +79,7 @@ def apply_derivative(
         line = function.parameters[0], 0.0
     noise, index = _noise(seed, len(codes), y.shape[1]), None if index is None else index.contiguous()
     codes = codes.contiguous()
-    if y.dtype == torch.float32:
+    if y.dtype in _DTYPES:
         return native.apply_derivative(y.contiguous(), codes, kind, bits, line, noise, index)
     out = y.new_empty(y.shape) if index is None else y.new_zeros(y.shape)
     for part in row_parts(len(codes), y.shape[1], y.device):

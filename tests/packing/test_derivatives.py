@@ -53,7 +53,7 @@ def test_unbiased_with_the_stated_variance(function, bits, is_masked):
 @pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(("function", "bits"), WIDTHS, ids=str)
 def test_unbiased_with_the_stated_variance_heavy(function, bits, is_masked):
-    check_moments(function, bits, is_masked, 10_000)
+    check_moments(function, bits, is_masked, 4_000)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

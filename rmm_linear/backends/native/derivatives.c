@@ -2,9 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "packing.h"
 #include "variants.h"
-
-#define GROUP 64
 
 /* g', in steps above its low end: linear between `count` knots, the first at `begin`, `density` of them per unit of x.
  * `below` up to `begin` (and for NaN), `above` from `end` on. */
@@ -17,70 +16,79 @@ typedef struct {
 enum { TABLE, RELU, LEAKY_RELU };
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16
 
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4), may_alias));
-typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+/* The first and the second of every two lanes of a and b, one after the other. */
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
-#define AT(type, pointer) (*(type *)(pointer))
-#define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
-
-/* Joins the codes of a group: byte i of the h bytes holds the codes i, i + h, …, lower bits first. */
-INLINE void join(const uint8_t *restrict q, int size, int bits, uint8_t *restrict to) {
+/* Joins the codes of a group: byte i of the h bytes holds the codes i, i + h, …, lower bits first. A whole group is
+ * handled in words of 8 bytes: a code has room in its byte, so shifts do not reach the next one. */
+INLINE void join(const uint8_t *q, int size, int bits, uint8_t *to) {
     int h = (size * bits + 7) / 8;
-    if (size < GROUP) {
-        memset(to, 0, h);
+    if (size == GROUP) {
+        uint64_t codes[8];
+        memcpy(codes, q, GROUP);
+        for (int word = 0; word < bits; word++) {
+            uint64_t joined = 0;
+            for (int j = 0; j < 8 / bits; j++) joined |= codes[j * bits + word] << j * bits;
+            memcpy(to + 8 * word, &joined, 8);
+        }
+    } else {
+        for (int i = 0; i < h; i++) to[i] = 0;
         for (int i = 0; i < size; i++) to[i % h] |= (uint8_t)(q[i] << i / h * bits);
-    } else if (bits == 4)
-        for (int i = 0; i < 32; i++) to[i] = (uint8_t)(q[i] | q[i + 32] << 4);
-    else if (bits == 2)
-        for (int i = 0; i < 16; i++) to[i] = (uint8_t)(q[i] | q[i + 16] << 2 | q[i + 32] << 4 | q[i + 48] << 6);
-    else if (bits == 1)
-        for (int i = 0; i < 8; i++)
-            to[i] = (uint8_t)(q[i] | q[i + 8] << 1 | q[i + 16] << 2 | q[i + 24] << 3 | q[i + 32] << 4 | q[i + 40] << 5 |
-                              q[i + 48] << 6 | q[i + 56] << 7);
-    else memcpy(to, q, GROUP);
+    }
 }
 
 /* The reverse of join. */
-INLINE void split(const uint8_t *restrict from, int size, int bits, uint8_t *restrict q) {
+INLINE void split(const uint8_t *from, int size, int bits, uint8_t *q) {
     int h = (size * bits + 7) / 8, mask = (1 << bits) - 1;
-    if (size < GROUP)
-        for (int i = 0; i < size; i++) q[i] = from[i % h] >> i / h * bits & mask;
-    else
+    if (size == GROUP && bits >= 4)
         for (int j = 0; j < 8 / bits; j++)
             for (int i = 0; i < 8 * bits; i++) q[j * 8 * bits + i] = from[i] >> j * bits & mask;
+    else if (size == GROUP) {
+        uint64_t codes[8];
+        for (int word = 0; word < bits; word++) {
+            uint64_t joined;
+            memcpy(&joined, from + 8 * word, 8);
+            for (int j = 0; j < 8 / bits; j++)
+                codes[j * bits + word] = joined >> j * bits & mask * UINT64_C(0x0101010101010101);
+        }
+        memcpy(q, codes, GROUP);
+    } else
+        for (int i = 0; i < size; i++) q[i] = from[i % h] >> i / h * bits & mask;
 }
 
 /* The codes of 64 elements. */
 INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t *c, uint8_t *q) {
-    lanes place[GROUP / LANES];
+    lanes place[PARTS];
     int32_t knot[GROUP];
-    float left[GROUP], right[GROUP];
-    for (int k = 0; k < GROUP / LANES; k++) {
-        lanes at = (AT(const lanes, x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
+    float pair[2 * GROUP]; /* the knots on both sides of every element, copied as one number of 64 bits */
+    for (int k = 0; k < PARTS; k++) {
+        lanes at = (LOAD(x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
         at = PICK(at > zero, at, zero); /* NaN too */
         at = PICK(at < last, at, last);
         ints number = __builtin_convertvector(at, ints);
-        AT(ints, knot + k * LANES) = number;
+        *(stored_ints *)(knot + k * LANES) = number;
         place[k] = at - __builtin_convertvector(number, lanes);
     }
     for (int i = 0; i < GROUP; i++) {
-        const float *pair = t->knots + knot[i];
-        left[i] = pair[0], right[i] = pair[1];
+        uint64_t both;
+        memcpy(&both, t->knots + knot[i], 8);
+        memcpy(pair + 2 * i, &both, 8);
     }
-    for (int k = 0; k < GROUP / LANES; k++) {
-        lanes v = AT(const lanes, x + k * LANES), zero = {0}, l = AT(lanes, left + k * LANES);
-        lanes steps = l + place[k] * (AT(lanes, right + k * LANES) - l);
+    for (int k = 0; k < PARTS; k++) {
+        lanes v = LOAD(x + k * LANES), zero = {0};
+        lanes first = LOAD(pair + 2 * k * LANES), second = LOAD(pair + (2 * k + 1) * LANES);
+        lanes left = EVEN(first, second), steps = left + place[k] * (ODD(first, second) - left);
         steps = PICK(v > zero + t->begin, steps, zero + t->below);
         steps = PICK(v >= zero + t->end, zero + t->above, steps);
-        lanes noise = (lanes)(AT(const ints, c + k * LANES) ^ a); /* 1 + u */
-        AT(bytes, q + k * LANES) = __builtin_convertvector(__builtin_convertvector(steps + noise, ints) - 1, bytes);
+        lanes noise = (lanes)(*(const stored_ints *)(c + k * LANES) ^ a); /* 1 + u */
+        ints code = __builtin_convertvector(steps + noise, ints) - 1;
+        *(stored_bytes *)(q + k * LANES) = __builtin_convertvector(code, bytes);
     }
 }
 
-INLINE void pack_group(
+INLINE void code_group(
     const float *x, int size, int kind, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
     uint8_t q[GROUP];
     if (kind == RELU)
@@ -98,29 +106,50 @@ INLINE void pack_group(
     join(q, size, bits, to);
 }
 
+/* Some elements of a matrix of float32, or of bfloat16 (size 2): in place, or widened in `buffer`. */
+INLINE const float *elements(const void *m, int size, int64_t at, int count, float *buffer) {
+    if (size == 4) return (const float *)m + at;
+    const uint16_t *from = (const uint16_t *)m + at;
+    for (int i = 0; i < count; i++) buffer[i] = from_bfloat16(from[i]);
+    return buffer;
+}
+
+/* Rounds to bfloat16, ties to even, as PyTorch does. */
+INLINE void narrow(const float *restrict from, int count, uint16_t *restrict to) {
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, 4);
+        int is_nan = (int32_t)(bits & 0x7FFFFFFF) > 0x7F800000;
+        to[i] = is_nan ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+}
+
 INLINE void pack_row(
-    const float *x, int64_t columns, int kind, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
-    int64_t whole = columns / GROUP, left = columns % GROUP;
-    for (int64_t group = 0; group < whole; group++)
-        pack_group(x + group * GROUP, GROUP, kind, bits, t, a, c + group * GROUP, to + group * 8 * bits);
+    const void *x, int size, int64_t place, int64_t columns, int kind, int bits, const table *t, int32_t a,
+    const int32_t *c, uint8_t *to) {
+    float buffer[GROUP];
+    int64_t at = 0;
+    for (; at + GROUP <= columns; at += GROUP)
+        code_group(elements(x, size, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
+    int left = (int)(columns - at);
     if (left)
-        pack_group(x + whole * GROUP, (int)left, kind, bits, t, a, c + whole * GROUP, to + whole * 8 * bits);
+        code_group(elements(x, size, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
 }
 
 VARIANTS static void pack_rows(
-    const float *x, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind, int bits,
-    const table *t, const int32_t *a, const int32_t *c, uint8_t *codes) {
+    const void *x, int size, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
+    int bits, const table *t, const int32_t *a, const int32_t *c, uint8_t *codes) {
     int64_t length = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++) {
-        const float *from = x + (index ? index[row] : row) * stride;
+        int64_t from = (index ? index[row] : row) * stride;
         uint8_t *to = codes + row * length;
         /* kind and bits are constants in each call, so that the compiler specializes it. */
-        if (kind == RELU) pack_row(from, columns, RELU, 1, t, 0, c, to);
-        else if (kind == LEAKY_RELU) pack_row(from, columns, LEAKY_RELU, 1, t, 0, c, to);
-        else if (bits == 4) pack_row(from, columns, TABLE, 4, t, a[row], c, to);
-        else if (bits == 2) pack_row(from, columns, TABLE, 2, t, a[row], c, to);
-        else if (bits == 1) pack_row(from, columns, TABLE, 1, t, a[row], c, to);
-        else pack_row(from, columns, TABLE, 8, t, a[row], c, to);
+        if (kind == RELU) pack_row(x, size, from, columns, RELU, 1, t, 0, c, to);
+        else if (kind == LEAKY_RELU) pack_row(x, size, from, columns, LEAKY_RELU, 1, t, 0, c, to);
+        else if (bits == 4) pack_row(x, size, from, columns, TABLE, 4, t, a[row], c, to);
+        else if (bits == 2) pack_row(x, size, from, columns, TABLE, 2, t, a[row], c, to);
+        else if (bits == 1) pack_row(x, size, from, columns, TABLE, 1, t, a[row], c, to);
+        else pack_row(x, size, from, columns, TABLE, 8, t, a[row], c, to);
     }
 }
 
@@ -138,20 +167,6 @@ INLINE void apply_group(
     }
 }
 
-INLINE void apply_row(
-    const float *y, int64_t columns, int bits, const uint8_t *from, float low, float step, int32_t a, const int32_t *c,
-    float *out) {
-    int64_t whole = columns / GROUP, left = columns % GROUP;
-    for (int64_t group = 0; group < whole; group++) {
-        int64_t at = group * GROUP;
-        apply_group(y + at, GROUP, bits, from + group * 8 * bits, low, step, a, c + at, out + at);
-    }
-    if (left) {
-        int64_t at = whole * GROUP;
-        apply_group(y + at, (int)left, bits, from + whole * 8 * bits, low, step, a, c + at, out + at);
-    }
-}
-
 /* dY where the bit is set; elsewhere 0, or the slope times dY. */
 INLINE void apply_exact_group(const float *y, int size, const uint8_t *from, int kind, float slope, float *out) {
     uint8_t q[GROUP];
@@ -162,47 +177,57 @@ INLINE void apply_exact_group(const float *y, int size, const uint8_t *from, int
         for (int i = 0; i < size; i++) out[i] = y[i] * (q[i] ? 1 : slope);
 }
 
-INLINE void apply_exact_row(
-    const float *y, int64_t columns, const uint8_t *from, int kind, float slope, float *out) {
-    int64_t at = 0;
-    for (; at + GROUP <= columns; at += GROUP) apply_exact_group(y + at, GROUP, from + at / 8, kind, slope, out + at);
-    if (at < columns) apply_exact_group(y + at, (int)(columns - at), from + at / 8, kind, slope, out + at);
-}
-
-VARIANTS static void apply_rows(
-    const float *y, const uint8_t *codes, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
-    int bits, float low, float step, const int32_t *a, const int32_t *c, float *out) {
-    int64_t length = (columns * bits + 7) / 8;
-    float base = low + 1.5f * step;
-    for (int64_t row = begin; row < end; row++) {
-        int64_t place = (index ? index[row] : row) * columns;
-        const float *dy = y + place;
-        const uint8_t *from = codes + row * length;
-        float *to = out + place;
-        if (kind == RELU) apply_exact_row(dy, columns, from, RELU, 0, to);
-        else if (kind == LEAKY_RELU) apply_exact_row(dy, columns, from, LEAKY_RELU, low, to);
-        else if (bits == 4) apply_row(dy, columns, 4, from, base, step, a[row], c, to);
-        else if (bits == 2) apply_row(dy, columns, 2, from, base, step, a[row], c, to);
-        else if (bits == 1) apply_row(dy, columns, 1, from, base, step, a[row], c, to);
-        else apply_row(dy, columns, 8, from, base, step, a[row], c, to);
+INLINE void apply_row(
+    const void *y, int size, int64_t place, int64_t columns, int kind, int bits, const uint8_t *from, float low,
+    float step, int32_t a, const int32_t *c, void *out) {
+    float buffer[GROUP], made[GROUP];
+    for (int64_t at = 0; at < columns; at += GROUP) {
+        int count = columns - at < GROUP ? (int)(columns - at) : GROUP;
+        const float *dy = elements(y, size, place + at, count, buffer);
+        const uint8_t *codes = from + at / 8 * bits;
+        float *to = size == 4 ? (float *)out + place + at : made;
+        /* 64 is a constant in its own calls, so that the compiler vectorizes them. */
+        if (kind == TABLE && count == GROUP) apply_group(dy, GROUP, bits, codes, low + 1.5f * step, step, a, c + at, to);
+        else if (kind == TABLE) apply_group(dy, count, bits, codes, low + 1.5f * step, step, a, c + at, to);
+        else if (count == GROUP) apply_exact_group(dy, GROUP, codes, kind, low, to);
+        else apply_exact_group(dy, count, codes, kind, low, to);
+        if (size != 4) narrow(made, count, (uint16_t *)out + place + at);
     }
 }
 
-/* x: `stride` elements from one row to the next. index: `rows` rows of it, or null. knots: `count`. a: rows. c: columns.
- * codes: contiguous. Without a table (kind RELU or LEAKY_RELU) knots, a and c may be null. */
+VARIANTS static void apply_rows(
+    const void *y, int size, const uint8_t *codes, int64_t begin, int64_t end, int64_t columns, const int64_t *index,
+    int kind, int bits, float low, float step, const int32_t *a, const int32_t *c, void *out) {
+    int64_t length = (columns * bits + 7) / 8;
+    for (int64_t row = begin; row < end; row++) {
+        int64_t at = (index ? index[row] : row) * columns;
+        const uint8_t *from = codes + row * length;
+        if (kind == RELU) apply_row(y, size, at, columns, RELU, 1, from, 0, 0, 0, c, out);
+        else if (kind == LEAKY_RELU) apply_row(y, size, at, columns, LEAKY_RELU, 1, from, low, 0, 0, c, out);
+        else if (bits == 4) apply_row(y, size, at, columns, TABLE, 4, from, low, step, a[row], c, out);
+        else if (bits == 2) apply_row(y, size, at, columns, TABLE, 2, from, low, step, a[row], c, out);
+        else if (bits == 1) apply_row(y, size, at, columns, TABLE, 1, from, low, step, a[row], c, out);
+        else apply_row(y, size, at, columns, TABLE, 8, from, low, step, a[row], c, out);
+    }
+}
+
+/* x: float32 (size 4) or bfloat16 (size 2), `stride` elements from one row to the next. index: `rows` rows of it, or
+ * null. knots: `count`. a: rows. c: columns. codes: contiguous. Without a table (kind RELU or LEAKY_RELU) knots, a and c
+ * may be null. */
 void rmm_pack_derivative(
-    const float *x, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
+    const void *x, int size, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
     const float *knots, int64_t count, float begin, float density, float end, float below, float above,
     const int32_t *a, const int32_t *c, uint8_t *codes, int threads) {
     table t = {knots, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
 #pragma omp parallel num_threads(threads)
-    pack_rows(x, stride, SHARE(rows), columns, index, kind, bits, &t, a, c, codes);
+    pack_rows(x, size, stride, SHARE(rows), columns, index, kind, bits, &t, a, c, codes);
 }
 
-/* y, codes, out: contiguous. low: the slope if kind is LEAKY_RELU. Rows of `out` not in `index` are left as they are. */
+/* y, out: float32 (size 4) or bfloat16 (size 2), contiguous, as codes. low: the slope if kind is LEAKY_RELU. Rows of
+ * `out` that are not in `index` are left as they are. */
 void rmm_apply_derivative(
-    const float *y, const uint8_t *codes, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
-    float low, float step, const int32_t *a, const int32_t *c, float *out, int threads) {
+    const void *y, int size, const uint8_t *codes, int64_t rows, int64_t columns, const int64_t *index, int kind,
+    int bits, float low, float step, const int32_t *a, const int32_t *c, void *out, int threads) {
 #pragma omp parallel num_threads(threads)
-    apply_rows(y, codes, SHARE(rows), columns, index, kind, bits, low, step, a, c, out);
+    apply_rows(y, size, codes, SHARE(rows), columns, index, kind, bits, low, step, a, c, out);
 }

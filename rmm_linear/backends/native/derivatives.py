@@ -47,7 +47,7 @@ def pack_derivative(
     """Write codes, as :func:`rmm_linear.packing.derivatives.pack_derivative` returns them.
 
     Args:
-        x: float32, shape (N, C), elements of a row side by side.
+        x: float32 or bfloat16, shape (N, C), elements of a row side by side.
         codes: Written to; uint8, shape (n, ⌈C · bits / 8⌉), contiguous.
         kind: ``TABLE``, ``RELU`` or ``LEAKY_RELU``.
         bits: 8, 4, 2 or 1.
@@ -60,9 +60,9 @@ def pack_derivative(
         knots, line = table.knots, [table.begin, table.density, table.end, table.below, table.above]
     a, c = noise or (None, None)
     function("rmm_pack_derivative")(
-        pointer(x), long(x.stride(0)), long(len(codes)), long(x.shape[1]), pointer(index), ctypes.c_int(kind),
-        ctypes.c_int(bits), pointer(knots), long(0 if knots is None else len(knots)), *map(ctypes.c_float, line),
-        pointer(a), pointer(c), pointer(codes), threads(x),
+        pointer(x), ctypes.c_int(x.itemsize), long(x.stride(0)), long(len(codes)), long(x.shape[1]), pointer(index),
+        ctypes.c_int(kind), ctypes.c_int(bits), pointer(knots), long(0 if knots is None else len(knots)),
+        *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(codes), threads(x),
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def apply_derivative(
     """Return what :func:`rmm_linear.packing.derivatives.apply_derivative` does.
 
     Args:
-        y: float32, shape (N, C), contiguous.
+        y: float32 or bfloat16, shape (N, C), contiguous.
         codes: uint8, shape (n, ⌈C · bits / 8⌉), contiguous.
         kind: ``TABLE``, ``RELU`` or ``LEAKY_RELU``.
         bits: 8, 4, 2 or 1.
@@ -87,12 +87,13 @@ def apply_derivative(
         index: int64, shape (n,), contiguous, or None.
 
     Returns:
-        float32, shape (N, C).
+        Shape (N, C), dtype of ``y``.
     """
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     a, c = noise or (None, None)
     function("rmm_apply_derivative")(
-        pointer(y), pointer(codes), long(len(codes)), long(y.shape[1]), pointer(index), ctypes.c_int(kind),
-        ctypes.c_int(bits), *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(out), threads(y),
+        pointer(y), ctypes.c_int(y.itemsize), pointer(codes), long(len(codes)), long(y.shape[1]), pointer(index),
+        ctypes.c_int(kind), ctypes.c_int(bits), *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(out),
+        threads(y),
     )  # fmt: skip
     return out
