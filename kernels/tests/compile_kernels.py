@@ -96,7 +96,13 @@ def cases() -> Any:
         if dtype != "*u8":
             yield f"apply_mask {dtype}", masks._apply_mask_kernel, dtype, {**index, "B_N": 16, "B_C": 128}
     gated = sys.modules["rmm_linear.kernels.gated"]
-    for activation, bits, dtype in ((0, 4, "*bf16"), (1, 8, "*fp32"), (2, 4, "*bf16"), (2, 2, "*fp16"), (3, 4, "*fp32")):
+    for activation, bits, dtype in (
+        (0, 4, "*bf16"),
+        (1, 8, "*fp32"),
+        (2, 4, "*bf16"),
+        (2, 2, "*fp16"),
+        (3, 4, "*fp32"),
+    ):
         both = {"BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 16}
         both |= {"HAS_INDEX": True} if bits == 2 else {"HAS_INDEX": False, "p_index": None}
         name = f"{activation} {bits} {dtype}"
@@ -112,7 +118,9 @@ def ones() -> Any:
     for name, kernel, dtype, constants in cases():
         if kernel not in seen:
             seen.add(kernel)
-            integers = {key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "stride_b", "block")}
+            integers = {
+                key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "stride_b", "block")
+            }
             yield f"{name} of ones", kernel, dtype, {**constants, **integers}
 
 

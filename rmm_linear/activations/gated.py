@@ -19,7 +19,7 @@ _WIDTHS = (2, 4, 8)
 
 
 class PackedGatedMLP(PackedModule):
-    """A gated MLP, down(act(gate(x)) · up(x)), that saves b · act'(a) and act(a) packed, a and b the inputs of its gate.
+    """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
 
     The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
     the two products: see :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be
@@ -86,9 +86,7 @@ class GatedFunction(torch.autograd.Function):
     """act(a) · b, with both of its derivatives packed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, act: nn.Module, activation: str, bits: int, call: PackedCall
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, act: nn.Module, activation: str, bits: int, call: PackedCall) -> Tensor:
         """Compute the product exactly."""
         ctx.call, ctx.bits, ctx.dtype, index = call, bits, a.dtype, call.index
         rows = (matrix.reshape(-1, matrix.shape[-1]) for matrix in (a, b))

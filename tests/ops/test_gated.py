@@ -90,9 +90,7 @@ def test_the_c_library_computes_the_activations_to_float32(activation):
     x = torch.linspace(-5, 20, 4001)
     a = torch.stack((x, torch.zeros_like(x)), dim=1)
     b = torch.ones_like(a)
-    found, expected = (
-        pack(a, b, SEEDS, activation, 8, BOTH, None) for pack in (ops._pack_natively, plain.pack_gated)
-    )
+    found, expected = (pack(a, b, SEEDS, activation, 8, BOTH, None) for pack in (ops._pack_natively, plain.pack_gated))
     for one, other in zip(found, expected, strict=True):
         # Offsets and scales are rounded to bfloat16; an error of 2⁻²² moves one of 4,001 to the next number in 2 %.
         assert (one.qparams != other.qparams).any(-1).float().mean() < 0.05

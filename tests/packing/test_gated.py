@@ -45,7 +45,7 @@ def test_formulas_are_pytorchs(activation):
 
 @every_activation
 @every_width
-@pytest.mark.parametrize("columns", [64, 70, 5])
+@pytest.mark.parametrize("columns", [70, 5])
 def test_gradients_are_unbiased(activation, bits, columns):
     a, b, y = inputs(4, columns)
 

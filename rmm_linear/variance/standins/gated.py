@@ -11,7 +11,6 @@ and the same for db, with the scales of s. Exact given the seeds, from what is s
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
