@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from rmm_linear.losses import chunked_cross_entropy
 
@@ -104,20 +105,27 @@ class LazyLogits(Tensor):
             found = _loss(first, *args[1:], **kwargs) if func is F.cross_entropy else _step(func, *args, **kwargs)
             if found is not None:
                 return found
-        args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.read, (args, kwargs))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.read, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute what reaches an operator by another way, such as copies and printing."""
-        args, kwargs = torch.utils._pytree.tree_map_only(LazyLogits, lambda one: one.read().detach(), (args, kwargs))
+        args, kwargs = tree_map_only(LazyLogits, lambda one: one.read().detach(), (args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
 _METADATA = {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.ndimension}
-_METADATA |= {Tensor.is_complex, Tensor.nelement, Tensor.get_device, Tensor.__len__, torch.is_floating_point, torch.numel}
+_METADATA |= {
+    Tensor.is_complex,
+    Tensor.nelement,
+    Tensor.get_device,
+    Tensor.__len__,
+    torch.is_floating_point,
+    torch.numel,
+}
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _VIEWS = (Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten)
 _PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
@@ -224,10 +232,11 @@ class ChunkedHead(nn.Linear):
         """
         needs_gradient = input.requires_grad or self.weight.requires_grad
         is_lazy = self.training and torch.is_grad_enabled() and needs_gradient and not torch.compiler.is_compiling()
-        if not is_lazy or input.numel() <= self.rmm_chunk * input.shape[-1]:
+        # Where FSDP or ZeRO-3 shards this layer by itself, the weight is there during its own forward only.
+        is_sharded = type(self) is not ChunkedHead or hasattr(self.weight, "ds_id")
+        if not is_lazy or is_sharded or input.numel() <= self.rmm_chunk * input.shape[-1]:
             return self.exact_forward(input)
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(input.device.type)
         return LazyLogits(_Source(input, self, self.weight._version, input, dtype))
-

@@ -16,9 +16,9 @@ def chunk_logits(model: nn.Module, *, chunk: int = CHUNK) -> str | None:
     """Make a language model's output layer return logits that its loss does not need as a whole.
 
     In training, the model's own ``forward`` then computes the same loss through
-    :func:`rmm_linear.losses.chunked_cross_entropy`, whatever its definition is: which labels are shifted or ignored, and
-    what the sum is divided by, is the model's own code. Its output has the logits still: they are computed when they
-    are read, which must happen before the optimizer's step. Nothing changes in eval mode, without gradients, in
+    :func:`rmm_linear.losses.chunked_cross_entropy`, whatever its definition is: which labels are shifted or ignored,
+    and what the sum is divided by, is the model's own code. Its output has the logits still: they are computed when
+    they are read, which must happen before the optimizer's step. Nothing changes in eval mode, without gradients, in
     compiled code, and for as few rows as one chunk has.
 
     Models whose loss is no plain cross entropy of their logits, or that change the logits in another way than by
@@ -46,8 +46,9 @@ def chunk_logits(model: nn.Module, *, chunk: int = CHUNK) -> str | None:
         return f"The output layer is a {type(head).__name__}; only nn.Linear itself can be changed."
     if "forward" in vars(head):
         return "The output layer has a forward of its own (as offloading or a quantizer installs it)."
-    head.__class__ = ChunkedHead
-    head.rmm_chunk = chunk
+    changed: Any = head
+    changed.__class__ = ChunkedHead
+    changed.rmm_chunk = chunk
     return None
 
 
@@ -57,10 +58,10 @@ def unchunk_logits(model: nn.Module) -> None:
     Args:
         model: The model; left as it is if it was not changed.
     """
-    for module in model.modules():
-        if type(module) is ChunkedHead:
-            del module.rmm_chunk
-            module.__class__ = nn.Linear
+    heads: list[Any] = [module for module in model.modules() if type(module) is ChunkedHead]
+    for head in heads:
+        del head.rmm_chunk
+        head.__class__ = nn.Linear
 
 
 def _is_fused(model: nn.Module) -> bool:
