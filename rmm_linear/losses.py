@@ -93,7 +93,9 @@ def chunked_cross_entropy(
     else:
         count = torch.ones((), dtype=wide, device=hidden.device)
     dtype = autocast_dtype(hidden.device.type, hidden.dtype)
-    options = (chunk, ignore_index, scale, softcap)
+    # Without gradients, a function's needs_input_grad says no more than what its inputs require.
+    needs = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in (hidden, weight, bias)]
+    options = (chunk, ignore_index, scale, softcap, *needs)
     return _ChunkedCrossEntropy.apply(rows, weight, bias, classes, count, dtype, options)
 
 
@@ -107,12 +109,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         count: Tensor,
         dtype: torch.dtype | None,
-        options: tuple[int, int, float, float | None],
+        options: tuple[int, int, float, float | None, bool, bool, bool],
     ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         tensors = cast(hidden, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            total, *gradients = _loss_and_gradients(*tensors, labels, *options, *ctx.needs_input_grad[:3])
+            total, *gradients = _loss_and_gradients(*tensors, labels, *options)
             ctx.save_for_backward(count, *gradients)
             return total / count
 

@@ -145,8 +145,9 @@ def test_only_what_is_needed_is_computed():
         assert found.requires_grad == bool(needed)
         expected = exact(*tensors, labels)
         assert_same(found, expected, [t for t in tensors if t.requires_grad], EPS) if needed else None
-    with torch.no_grad():
-        assert not chunked_cross_entropy(hidden, weight, labels).requires_grad
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        assert not chunked_cross_entropy(hidden, weight, labels, bias=bias).requires_grad
+    assert counted.get_total_flops() == products
 
 
 def test_a_tied_weight_gets_both_gradients():

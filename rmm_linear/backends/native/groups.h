@@ -145,9 +145,10 @@ static inline __attribute__((always_inline)) void unpack_group(
         for (int i = 0; i < 32; i++) to[i] = element(from[i] & 15, c[i] ^ a, offset, scale);
         for (int i = 0; i < 32; i++) to[i + 32] = element(from[i] >> 4, c[i + 32] ^ a, offset, scale);
     } else if (size == GROUP && bits == 2) {
-        for (int j = 0; j < 4; j++)
-            for (int i = 16 * j; i < 16 * j + 16; i++)
-                to[i] = element(from[i - 16 * j] >> 2 * j & 3, c[i] ^ a, offset, scale);
+        for (int i = 0; i < 16; i++) to[i] = element(from[i] & 3, c[i] ^ a, offset, scale);
+        for (int i = 0; i < 16; i++) to[i + 16] = element(from[i] >> 2 & 3, c[i + 16] ^ a, offset, scale);
+        for (int i = 0; i < 16; i++) to[i + 32] = element(from[i] >> 4 & 3, c[i + 32] ^ a, offset, scale);
+        for (int i = 0; i < 16; i++) to[i + 48] = element(from[i] >> 6, c[i + 48] ^ a, offset, scale);
     } else if (size == GROUP && bits == 8) {
         for (int i = 0; i < 64; i++) to[i] = element(from[i], c[i] ^ a, offset, scale);
     } else {
