@@ -30,6 +30,7 @@ def product_variance(grad_output: Tensor, qparams: Tensor) -> Tensor:
         float64, shape (), in squared units of the gradient.
 
     Example:
+        >>> import torch
         >>> y, qparams = torch.ones(1, 3), torch.tensor([[[0.0, 2.0]]])
         >>> product_variance(y, qparams)  # 3 · 2² / 12
         tensor(1., dtype=torch.float64)
@@ -56,6 +57,7 @@ def gated_variance(
         E‖da^ − da‖² and E‖db^ − db‖², float64, shape (), given the rotations.
 
     Example:
+        >>> import torch
         >>> a = b = y = torch.ones(2, 64)
         >>> da, db = gated_variance(a, b, y, activation="relu", bits=4, seeds=torch.tensor([1, 2]))
         >>> bool(da == db), bool(da < 0.1)
