@@ -60,8 +60,8 @@ def gated_variance(
         >>> import torch
         >>> a = b = y = torch.ones(2, 64)
         >>> da, db = gated_variance(a, b, y, activation="relu", bits=4, seeds=torch.tensor([1, 2]))
-        >>> bool(da == db), bool(da < 0.1)
-        (False, True)
+        >>> bool(da != db), bool(0.5 < da < 4)  # 128 elements, with steps of about 1/3
+        (True, True)
     """
     packed = PACK_GATED(a, b, seeds, activation, bits, (True, True), None)
     first, second = (product_variance(grad_output, qparams) for _, qparams in packed)
