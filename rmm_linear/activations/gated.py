@@ -19,7 +19,7 @@ _WIDTHS = (2, 4, 8)
 
 
 class PackedGatedMLP(PackedModule):
-    """A gated MLP, down(act(gate(x)) · up(x)), that saves b · act'(a) and act(a) packed, a and b the inputs of its gate.
+    """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
 
     The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
     the two products: see :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be

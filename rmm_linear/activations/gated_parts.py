@@ -103,10 +103,10 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     if not tensors or any(tensor.is_meta for tensor in tensors):
         return None
     forward = getattr(module, "exact_forward", module.forward)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # The wanted width is that of two children, or of the one whose output is cut in halves.
     for features in dict.fromkeys(width[0] for width in widths.values()):
-        x = torch.randn(1, _TOKENS, features, generator=generator)
+        x = torch.randn(1, _TOKENS, features, generator=generator, device="cpu")
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
         with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             parts = _probe(module, forward, x, *kinds.items())
@@ -129,7 +129,7 @@ def activation_kind(module: nn.Module) -> str | None:
         return None
     if isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
         return None
-    points = torch.linspace(-12, 12, 193, dtype=torch.float64)
+    points = torch.linspace(-12, 12, 193, dtype=torch.float64, device="cpu")
     try:
         with torch.no_grad():
             found = module.forward(points.clone())
@@ -155,10 +155,11 @@ def _width(module: nn.Module) -> tuple[int, int] | None:
 
 def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tuple[str, str]) -> GatedParts | None:
     calls: list[tuple[str, Tensor, Tensor]] = []
-    handles = [
-        child.register_forward_hook(lambda _m, args, output, name=name: calls.append((name, args[0], output)))
-        for name, child in module.named_children()
-    ]
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, args, output: calls.append((name, args[0], output))
+
+    handles = [child.register_forward_hook(note(name)) for name, child in module.named_children()]
     try:
         output = forward(x)
     except Exception:  # a forward that takes other arguments, or an input of another width

@@ -21,7 +21,7 @@ from rmm_linear.packing import gated as plain
 from rmm_linear.packing.gated import ACTIVATIONS, Packed
 from rmm_linear.sketches.seeds import draw_seed, mix
 
-_CHUNK = 1 << 20  # elements of a half type that are widened at a time
+_CHUNK = 1 << 18  # elements of a half type that are widened at a time
 _SEEDS: Part = ((2,), torch.int64)
 
 

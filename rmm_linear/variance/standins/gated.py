@@ -11,7 +11,6 @@ and the same for db, with the scales of s. Exact given the seeds, from what is s
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
@@ -31,6 +30,7 @@ def product_variance(grad_output: Tensor, qparams: Tensor) -> Tensor:
         float64, shape (), in squared units of the gradient.
 
     Example:
+        >>> import torch
         >>> y, qparams = torch.ones(1, 3), torch.tensor([[[0.0, 2.0]]])
         >>> product_variance(y, qparams)  # 3 · 2² / 12
         tensor(1., dtype=torch.float64)
@@ -57,10 +57,11 @@ def gated_variance(
         E‖da^ − da‖² and E‖db^ − db‖², float64, shape (), given the rotations.
 
     Example:
+        >>> import torch
         >>> a = b = y = torch.ones(2, 64)
         >>> da, db = gated_variance(a, b, y, activation="relu", bits=4, seeds=torch.tensor([1, 2]))
-        >>> bool(da == db), bool(da < 0.1)
-        (False, True)
+        >>> bool(da != db), bool(0.5 < da < 4)  # 128 elements, with steps of about 1/3
+        (True, True)
     """
     packed = PACK_GATED(a, b, seeds, activation, bits, (True, True), None)
     first, second = (product_variance(grad_output, qparams) for _, qparams in packed)

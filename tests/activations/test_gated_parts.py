@@ -1,0 +1,115 @@
+"""Gated MLPs are found by their structure, and nothing else is."""
+
+import pytest
+import torch
+from gated_helpers import HIDDEN, MAKERS, WIDTH, Experts, made, packed
+from torch import nn
+from torch.nn import functional as F
+from transformers import T5Config
+from transformers.activations import ACT2FN
+from transformers.models.t5.modeling_t5 import T5DenseActDense
+
+from rmm_linear import RMMLinear
+from rmm_linear.activations.gated import replaced_names
+from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
+
+GATE, UP = (
+    ("gate_proj", "up_proj", "act_fn", "down_proj"),
+    ("gate_up_proj", "gate_up_proj", "activation_fn", "down_proj"),
+)
+EXPECTED = {
+    "llama": GatedParts(*GATE, None, "silu", True),
+    "qwen2": GatedParts(*GATE, None, "silu", True),
+    "mistral": GatedParts(*GATE, None, "silu", True),
+    "gemma": GatedParts(*GATE, None, "gelu_tanh", True),
+    "phi3": GatedParts(*UP, None, "silu", True),
+    "t5": GatedParts("wi_0", "wi_1", "act", "wo", "dropout", "gelu_tanh", True),
+    "experts": GatedParts("w1", "w3", "act", "w2", None, "relu", False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_parts_are_found_and_nothing_is_left_behind(name, dtype):
+    mlp = made(name, dtype).mlp.train()
+    before, state = [(m.training, len(m._forward_hooks)) for m in mlp.modules()], torch.get_rng_state()
+    assert gated_parts(mlp) == EXPECTED[name]
+    assert [(m.training, len(m._forward_hooks)) for m in mlp.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert replaced_names(mlp) == (EXPECTED[name].act,)
+    assert gated_parts(packed(made(name, dtype)).mlp) == EXPECTED[name]
+    assert replaced_names(packed(made(name, dtype)).mlp) == (EXPECTED[name].act,)
+
+
+def test_sketched_and_wrapped_linears_are_linears_too():
+    from peft.tuners.lora import LoraConfig, LoraModel
+
+    mlp = made("llama").mlp
+    mlp.up_proj = RMMLinear.from_linear(mlp.up_proj)
+    assert gated_parts(mlp) == EXPECTED["llama"]
+    model = made("llama")
+    LoraModel(model, LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]), "default")
+    assert gated_parts(model.mlp) == EXPECTED["llama"]
+
+
+def test_a_weight_in_another_type_is_cast_to_as_t5_does():
+    mlp = made("t5", torch.bfloat16).mlp
+    mlp.wo.float()
+    assert gated_parts(mlp) == EXPECTED["t5"]
+
+
+def variant(change):
+    class Variant(Experts):
+        def __init__(self):
+            super().__init__()
+            self.p = 0.5
+
+        def forward(self, x):
+            return change(self, x)
+
+    return Variant()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x)) * 2),
+        lambda m, x: m.w2(m.w3(x) + m.act(m.w1(x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x))) + x,
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(2 * x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x) + 1)),
+        lambda m, x: m.w2(F.dropout(m.w3(x) * m.act(m.w1(x)), m.p, m.training)),
+        lambda m, x: m.w2(m.act(m.w1(x))),
+        lambda m, x: (m.w2(m.w3(x) * m.act(m.w1(x))), x),
+        lambda m, x: m.w2(m.act(m.w3(x)) * m.act(m.w1(x))),
+    ],
+)
+def test_other_formulas_are_refused(change):
+    assert gated_parts(variant(lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x))))) is not None
+    assert gated_parts(variant(change)) is None
+
+
+def test_other_modules_are_refused():
+    others = nn.Linear(3, 3), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity()
+    others = *others, T5DenseActDense(T5Config(d_model=WIDTH, d_ff=HIDDEN)), nn.MultiheadAttention(4, 2)
+    assert not any(map(gated_parts, others))
+    assert replaced_names(others[0]) == ()
+    mlp = made("llama").mlp
+    mlp.act_fn = nn.Mish()
+    assert gated_parts(mlp) is None
+    with torch.device("meta"):
+        assert gated_parts(Experts()) is None
+
+
+def test_activations_are_known_by_what_they_compute():
+    kinds = {name: activation_kind(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_fast", "silu", "swish", "relu")}
+    assert kinds == {
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "silu": "silu",
+        "swish": "silu",
+        "relu": "relu",
+    }
+    others = (ACT2FN["quick_gelu"], ACT2FN["gelu_10"], ACT2FN["relu2"], nn.PReLU(), nn.Identity(), nn.Dropout(0.0))
+    assert [activation_kind(other) for other in (*others, nn.Bilinear(1, 1, 1), nn.Tanh())] == [None] * 8

@@ -1,0 +1,239 @@
+"""Cross entropy in chunks is F.cross_entropy of the logits, and one chunk of them is alive at a time."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from rmm_linear import losses
+from rmm_linear.losses import chunked_cross_entropy
+from rmm_linear.memory import peak
+
+TOKENS, WIDTH, CLASSES = 13, 6, 50
+
+
+def inputs(dtype=torch.float64, tokens=TOKENS, width=WIDTH, classes=CLASSES):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (tokens, width), (classes, width), (classes,)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+    )
+    return hidden, weight, bias, torch.randint(classes, (tokens,), generator=generator)
+
+
+def exact(hidden, weight, bias, labels, *, scale=1.0, softcap=None, **options):
+    """As transformers computes it: logits in the dtype of the hidden states, the loss in float32 or wider."""
+    logits = F.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, **options)
+
+
+def gradients(loss, tensors):
+    return torch.autograd.grad(loss * 1.5, [tensor for tensor in tensors if tensor is not None])
+
+
+def assert_same(found, expected, tensors, eps):
+    """Loss and gradients, to ``eps`` of the largest element."""
+    assert found.shape == ()
+    assert abs(found.item() - expected.item()) <= eps * abs(expected.item())
+    for one, other in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).abs().max() <= eps * other.abs().max()
+
+
+EPS = 2**-53 * 256  # sums of at most 50 and of 13 products, a few roundings each
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_it_is_cross_entropy_to_rounding(chunk, reduction, with_bias):
+    hidden, weight, bias, labels = inputs()
+    labels[[2, 3, 12]] = -100
+    tensors = hidden, weight, bias if with_bias else None
+    found = chunked_cross_entropy(hidden, weight, labels, bias=tensors[2], chunk=chunk, reduction=reduction)
+    assert_same(found, exact(*tensors, labels, reduction=reduction), tensors, EPS)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 1.5}])
+def test_logits_may_be_scaled_and_capped(options):
+    hidden, weight, bias, labels = inputs()
+    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=4, **options)
+    assert_same(found, exact(hidden, weight, bias, labels, **options), (hidden, weight, bias), EPS)
+
+
+def test_any_label_may_be_ignored():
+    hidden, weight, bias, labels = inputs()
+    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=4, ignore_index=int(labels[3]))
+    expected = exact(hidden, weight, bias, labels, ignore_index=int(labels[3]))
+    assert_same(found, expected, (hidden, weight, bias), EPS)
+
+
+def test_the_sum_is_divided_by_the_items_of_a_batch():
+    hidden, weight, _, labels = inputs()
+    for items in (29, torch.tensor(29), 29.0):
+        found = chunked_cross_entropy(hidden, weight, labels, chunk=4, num_items_in_batch=items)
+        assert_same(found, exact(hidden, weight, None, labels, reduction="sum") / 29, (hidden, weight), EPS)
+
+
+def test_labels_are_shifted_as_in_causal_models():
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    hidden, weight, _, labels = inputs(torch.float32, tokens=12)
+    hidden, labels = hidden.view(3, 4, WIDTH), labels.view(3, 4)
+    labels[1, 2] = -100
+    found = chunked_cross_entropy(hidden, weight, labels, chunk=5, shift=True)
+    expected = ForCausalLMLoss(hidden @ weight.T, labels, CLASSES)
+    assert_same(found, expected, (hidden, weight), 2**-24 * 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_types_have_the_softmax_in_float32(dtype):
+    hidden, weight, bias, labels = inputs(dtype)
+    found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
+    assert found.dtype == torch.float32
+    # Logits and products are rounded to the dtype, by half an eps each; the loss's own sums are in float32.
+    assert_same(found, exact(hidden, weight, bias, labels), (hidden, weight, bias), 4 * torch.finfo(dtype).eps * 8)
+    wide = exact(*(tensor.float() for tensor in (hidden, weight, bias)), labels)
+    assert abs(found.item() - wide.item()) < 8 * torch.finfo(dtype).eps
+
+
+def test_autocast_casts_as_for_a_linear_layer():
+    hidden, weight, bias, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
+        logits = F.linear(hidden, weight, bias)
+    expected = F.cross_entropy(logits.float(), labels)
+    assert_same(found, expected, (hidden, weight, bias), 32 * torch.finfo(torch.bfloat16).eps)
+    halves = [tensor.detach().bfloat16() for tensor in (hidden, weight, bias)]
+    assert found.item() == chunked_cross_entropy(halves[0], halves[1], labels, bias=halves[2], chunk=4).item()
+
+
+def test_no_label_and_no_row():
+    hidden, weight, bias, labels = inputs()
+    ignored = torch.full_like(labels, -100)
+    found = chunked_cross_entropy(hidden, weight, ignored, bias=bias)
+    assert found.isnan()  # as F.cross_entropy
+    assert not any(gradient.any() for gradient in gradients(found, (hidden, weight, bias)))
+    assert chunked_cross_entropy(hidden, weight, ignored, reduction="sum") == 0
+    empty = hidden[:0], weight, labels[:0]
+    found = chunked_cross_entropy(*empty, reduction="sum")
+    assert found == 0
+    assert not any(gradient.any() for gradient in gradients(found, (hidden, weight)))
+
+
+def test_a_label_beyond_the_vocabulary_is_refused():
+    hidden, weight, _, labels = inputs()
+    labels[3] = CLASSES
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_cross_entropy(hidden, weight, labels)
+
+
+def test_only_what_is_needed_is_computed():
+    hidden, weight, bias, labels = inputs()
+    products = 2 * TOKENS * WIDTH * CLASSES
+    for needed, count in (("hwb", 3), ("h", 2), ("w", 2), ("b", 1), ("", 1)):
+        tensors = [
+            t.detach().requires_grad_(name in needed) for t, name in zip((hidden, weight, bias), "hwb", strict=True)
+        ]
+        with FlopCounterMode(display=False) as counted:
+            found = chunked_cross_entropy(tensors[0], tensors[1], labels, bias=tensors[2], chunk=4)
+        assert counted.get_total_flops() == count * products
+        assert found.requires_grad == bool(needed)
+        expected = exact(*tensors, labels)
+        assert_same(found, expected, [t for t in tensors if t.requires_grad], EPS) if needed else None
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        assert not chunked_cross_entropy(hidden, weight, labels, bias=bias).requires_grad
+    assert counted.get_total_flops() == products
+
+
+def test_a_tied_weight_gets_both_gradients():
+    _, weight, _, labels = inputs()
+    found, expected = (
+        torch.autograd.grad(loss(weight[labels].square(), weight), weight)[0]
+        for loss in (lambda h, w: chunked_cross_entropy(h, w, labels, chunk=4), lambda h, w: exact(h, w, None, labels))
+    )
+    assert (found - expected).abs().max() <= EPS * expected.abs().max()
+
+
+def test_a_graph_that_is_retained_gives_the_same_again():
+    hidden, weight, _, labels = inputs()
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight))))
+
+
+def test_double_backward_is_refused():
+    hidden, weight, _, labels = inputs()
+    with pytest.raises(RuntimeError, match="chunked_cross_entropy does not support double backward"):
+        torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), hidden, create_graph=True)
+
+
+def test_it_compiles_without_a_break_for_any_length():
+    _, weight, bias, _ = inputs()
+    function = torch.compile(chunked_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9):
+        hidden, _, _, labels = inputs(tokens=tokens)
+        labels[2] = -100
+        found = function(hidden, weight, labels, bias=bias, chunk=4)
+        assert_same(found, exact(hidden, weight, bias, labels), (hidden, weight, bias), EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)])
+def test_the_operator_keeps_pytorchs_rules(needs, dtype):
+    hidden, weight, bias, labels = (tensor.detach() for tensor in inputs(dtype))
+    operator = torch.ops.rmm_linear.chunked_cross_entropy.default
+    torch.library.opcheck(operator, (hidden, weight, bias, labels, 4, -100, 1.0, None, *needs))
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_one_chunk_of_logits_is_alive(ignored, monkeypatch):
+    # A dispatch mode sees what an operator returns; its Python function shows what is alive inside of it.
+    monkeypatch.setattr(losses, "_loss_and_gradients", losses._loss_and_gradients._init_fn)
+    tokens, width, classes, chunk = 512, 8, 4000, 64
+    hidden, weight, bias, labels = inputs(torch.float32, tokens, width, classes)
+    if ignored:
+        labels[::3] = -100
+    logits, products = 4 * chunk * classes, 4 * (classes * (width + 1) + tokens * width)
+    with peak("cpu") as measured:
+        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk)
+    # Beside them: one number or index per row, a chunk of hidden states, one row of sums for the bias.
+    small = 16 * 4 * tokens + 4 * chunk * width * 2 + 4 * classes + 1000
+    assert logits + products < measured.bytes < logits + products + small
+    with peak("cpu") as measured:
+        gradients(loss, (hidden, weight, bias))
+    assert measured.bytes < 2 * products + 1000
+    with peak("cpu") as measured:
+        exact(hidden, weight, bias, labels).backward()
+    assert measured.bytes > 2 * 4 * tokens * classes > 4 * logits
+
+
+def test_wrong_arguments_are_refused():
+    hidden, weight, bias, labels = inputs()
+    for change, match in (
+        ({"labels": labels[1:]}, "must have the shapes"),
+        ({"weight": weight.T}, "must have the shapes"),
+        ({"bias": bias[1:]}, "bias must have the shape"),
+        ({"reduction": "none"}, "reduction must be 'mean' or 'sum'"),
+        ({"softcap": 0.0}, "softcap must be above 0"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, **change})
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, _, labels = inputs()
+    found = chunked_cross_entropy(hidden * 1e4, weight, labels, chunk=4)
+    assert math.isfinite(found.item())
+    assert_same(found, exact(hidden * 1e4, weight, None, labels), (hidden, weight), EPS)
+
+
+def test_nan_reaches_the_loss():
+    hidden, weight, _, labels = inputs()
+    hidden.data[3, 2] = math.nan
+    assert chunked_cross_entropy(hidden, weight, labels, chunk=4).isnan()
