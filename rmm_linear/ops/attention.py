@@ -1,8 +1,9 @@
 """Queries, keys and values of an attention, packed, and the operators that pack them and compute the gradients.
 
 The mathematics is in :mod:`rmm_linear.packing.attention`. The blocks of scores are PyTorch's matrix products on every
-backend: on CPU they take nine tenths of the time, and no loop of ours is faster than its BLAS. The C library packs and
-unpacks. On CUDA, the fused kernels of PyTorch compute the gradients (``fused_attention.py``).
+backend: on CPU they take most of the time, and no loop of ours is faster than its BLAS. The C library packs, unpacks,
+and makes softmax and its gradient in one pass between the products. On CUDA, the fused kernels of PyTorch compute the
+gradients (``fused_attention.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import packing
+from rmm_linear.backends.native import attention as native_attention
 from rmm_linear.backends.native import masks as native_masks
 from rmm_linear.ops import native
 from rmm_linear.ops.fused_attention import fused_gradients
@@ -23,9 +25,10 @@ from rmm_linear.ops.stored import Part, empty_stored, views
 from rmm_linear.ops.table import PACK, UNPACK, Operation
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
+from rmm_linear.packing import attention_gradients as blocks
 from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec
-from rmm_linear.packing.attention_gradients import ApplyMask, Rows, attention_gradients
+from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
 from rmm_linear.sketches.seeds import draw_seed, mix
 
 Bits = tuple[int, int, int]  # of queries, keys and values
@@ -138,7 +141,11 @@ def _apply_natively(y: Tensor, bits: Tensor, scale: float) -> Tensor:
     return (native_masks if y.dtype == torch.float32 else plain_masks).apply_mask(y, bits, scale)
 
 
-def _gradients(make: Callable[..., Rows], apply: ApplyMask) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _softmax_natively(scores: Tensor, dp: Tensor) -> None:
+    (native_attention if scores.dtype == torch.float32 else blocks).softmax_gradients(scores, dp)
+
+
+def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The gradients with a function that makes those that unpack rows."""
 
     def run(
@@ -174,15 +181,15 @@ def _gradients(make: Callable[..., Rows], apply: ApplyMask) -> Callable[..., tup
             found = fused_gradients(grad_output, whole, spec, mask, index, kv_index)
             if found is not None:
                 return found
-        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, apply=apply)
+        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, steps=steps)
 
     return run
 
 
 ATTENTION_BACKWARD = Operation(
-    _gradients(_plain_rows, plain_masks.apply_mask),
-    _gradients(_native_rows, _apply_natively),
-    _gradients(_unpacked_rows, plain_masks.apply_mask),
+    _gradients(_plain_rows, Steps()),
+    _gradients(_native_rows, Steps(_softmax_natively, _apply_natively)),
+    _gradients(_unpacked_rows, Steps()),
 )
 
 

@@ -162,33 +162,6 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def softmax(scores: Tensor, hidden: Tensor | None) -> Tensor:
-    """Return softmax over the last dimension, 0 for queries that see no key.
-
-    Args:
-        scores: Any shape (…, Tk).
-        hidden: Which queries see no key, bool, of a shape that (…, 1) broadcasts with; None if there are none.
-
-    Returns:
-        The shape of ``scores``.
-    """
-    probabilities = torch.softmax(scores, -1)
-    return probabilities if hidden is None else probabilities.masked_fill_(hidden, 0)
-
-
-def sees_nothing(bias: Tensor | None) -> Tensor | None:
-    """Return which queries see no key.
-
-    Args:
-        bias: Result of :func:`additive`, shape (…, Tk), or None.
-
-    Returns:
-        bool, shape (…, 1); None if every query sees a key.
-    """
-    hidden = None if bias is None else (bias == -math.inf).all(-1, keepdim=True)
-    return hidden if hidden is not None and bool(hidden.any()) else None
-
-
 def block_size(device: torch.device) -> int:
     """Return how many scores are made at a time.
 
@@ -232,7 +205,7 @@ def dropped_attention(
             scores = (query[b, head].to(wide) * math.copysign(root, spec.scale)) @ (k * root).transpose(-1, -2)
             own = None if bias is None else bias[min(b, len(bias) - 1)]
             own = own if own is None or len(own) == 1 else own[head]
-            p = softmax(scores if own is None else scores.add_(own), sees_nothing(own))
+            p = torch.ops.aten._safe_softmax(scores if own is None else scores.add_(own), -1)  # 0 where nothing is seen
             p.mul_(kept[b, head].to(wide).div_(1 - spec.p))
             output[b, :, head] = (p @ v).transpose(0, 1)
     return output

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
+from cases import needs_triton
 from statistical import Z, assert_unbiased, z_scores
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,14 +63,16 @@ def test_errors_of_queries_keys_and_values_are_independent():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "padding"])
-def test_backends_agree_on_the_same_bytes(kind, dtype, monkeypatch):
+def test_backends_agree_on_the_same_bytes(kind, backend, dtype, monkeypatch):
     """Sums of 16 products in another order, rounded to the dtype at the end."""
     q, k, v, y = made(dtype)
     spec = spec_of(q, k, is_causal=kind == "causal", p=0.3 if kind == "dropout" else 0.0)
     index, mask = (INDEX, HIDING) if kind == "padding" else (None, None)
     kept = packed_kept(torch.rand(2, 4, 9, 9) > 0.3) if kind == "dropout" else None
     stored = pack_attention(q, k, v, index, index, 5, 4, 4, 4)
+    monkeypatch.setenv("RMM_BACKEND", backend)
     found = backward(y, stored, spec, mask, kept, index, index)
     monkeypatch.setenv("RMM_BACKEND", "torch")
     expected = backward(y, stored, spec, mask, kept, index, index)
