@@ -121,10 +121,9 @@ def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor
     Returns:
         bool, no dimension.
     """
-    if mask is None:
-        sees = valid.unsqueeze(1) if not is_causal else valid.flip(1).cummax(1).values.flip(1).unsqueeze(1)
-        sees = sees.any(2, keepdim=True) if not is_causal else sees
-        return ~(sees.squeeze(1) & ~valid).any()
+    if mask is None:  # seen by any valid query, or by one that is not before the key
+        seen = valid.flip(1).cummax(1).values.flip(1) if is_causal else valid.any(1, keepdim=True)
+        return ~(seen & ~valid).any()
     # An additive mask hides by a number so low that softmax gives 0 beside any other score.
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return ~(seen.any(1) & valid.unsqueeze(2) & ~valid.unsqueeze(1)).any()
