@@ -9,7 +9,7 @@ gradients (``fused_attention.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ Bits = tuple[int, int, int]  # of queries, keys and values
 _SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
 
 
-def attention_parts(rows: int, kv_rows: int, columns: tuple[int, int, int], bits: Bits) -> list[Part]:
+def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
     """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
 
     Args:
@@ -54,16 +54,13 @@ def attention_parts(rows: int, kv_rows: int, columns: tuple[int, int, int], bits
     return parts
 
 
-def _parts(query: Sequence[int], value: Sequence[int], key: Sequence[int], counts: tuple, bits: Bits) -> list[Part]:
-    """The parts for q, k and v of these shapes; ``counts`` are the rows that an index leaves, None for all."""
+def _parts(query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_index: Tensor | None, bits: Bits):
+    """The parts for tensors of these shapes; an index leaves rows out."""
     rows, kv_rows = (
-        size[0] * size[2] if count is None else count for size, count in zip((query, key), counts, strict=True)
+        one.shape[0] * one.shape[2] if at is None else at.shape[0] for one, at in ((query, index), (key, kv_index))
     )
-    return attention_parts(rows, kv_rows, (query[1] * query[3], key[1] * key[3], value[1] * value[3]), bits)
-
-
-def _counts(index: Tensor | None, kv_index: Tensor | None) -> tuple[int | None, int | None]:
-    return (None if index is None else index.shape[0]), (None if kv_index is None else kv_index.shape[0])
+    columns = tuple(one.shape[1] * one.shape[3] for one in (query, key, value))
+    return attention_parts(rows, kv_rows, columns, bits)
 
 
 @torch.library.custom_op("rmm_linear::pack_attention", mutates_args=())
@@ -95,7 +92,7 @@ def pack_attention(
         The bytes of :func:`attention_parts`.
     """
     bits = bits_q, bits_k, bits_v
-    parts = _parts(query.shape, value.shape, key.shape, _counts(index, kv_index), bits)
+    parts = _parts(query, key, value, index, kv_index, bits)
     stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
     seeds, *places = views(stored, parts)
     _set_seeds(seeds, draw_seed() if seed is None else seed)
@@ -116,9 +113,7 @@ def _set_seeds(seeds: Tensor, seed: int) -> None:
 
 @pack_attention.register_fake
 def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
-    return empty_stored(
-        query, _parts(query.shape, value.shape, key.shape, _counts(index, kv_index), (bits_q, bits_k, bits_v))
-    )
+    return empty_stored(query, _parts(query, key, value, index, kv_index, (bits_q, bits_k, bits_v)))
 
 
 def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
