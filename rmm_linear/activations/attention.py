@@ -50,8 +50,8 @@ def scaled_dot_product_attention(
     """``F.scaled_dot_product_attention`` that saves packed queries, keys and values instead of these and its output.
 
     The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU. The
-    gradients have the noise of packing, and at 4 bits a bias whose square is 0.0005 of its variance. Where a gradient
-    cannot be packed, as that of a mask, everything is exact.
+    gradients have the noise of packing, and a bias that is small beside it, see :mod:`rmm_linear.packing.attention`;
+    take 8 bits where scores are large. Where a call cannot be packed, as with a mask that needs a gradient, it is exact.
 
     Args:
         query: Shape (B, h, Tq, d).

@@ -90,7 +90,7 @@ class AttentionFunction(torch.autograd.Function):
 
 def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
     """Which scores dropout keeps, by the random numbers that PyTorch's dropout of all scores draws on CPU."""
-    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli_(1 - p)
+    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - p)
 
 
 def _kv_index(key: Tensor, mask: Tensor | None, is_causal: bool, call: PackedCall) -> Tensor | None:

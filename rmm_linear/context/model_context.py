@@ -84,7 +84,9 @@ class ModelContext:
         """
         for module in model.modules():
             if module is model or takes_mask(module):
-                self._signatures[type(module)] = parameters(module)
+                # By the class that has the forward: a converted module's own class is in no module, and not pickled.
+                owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+                self._signatures[owner] = parameters(module)
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
                     module.register_forward_hook(self._exit, always_call=True),

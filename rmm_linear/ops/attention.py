@@ -1,20 +1,22 @@
 """Queries, keys and values of an attention, packed, and the operators that pack them and compute the gradients.
 
 The mathematics is in :mod:`rmm_linear.packing.attention`. The blocks of scores are PyTorch's matrix products on every
-backend: on CPU they take nine tenths of the time, and no loop of ours is faster than its BLAS. The C library packs and
-unpacks. On CUDA, the fused kernels of PyTorch compute the gradients (``fused_attention.py``).
+backend: on CPU they take most of the time, and no loop of ours is faster than its BLAS. The C library packs, unpacks,
+and makes softmax and its gradient in one pass between the products. On CUDA, the fused kernels of PyTorch compute the
+gradients (``fused_attention.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear import packing
+from rmm_linear.backends.native import attention as native_attention
 from rmm_linear.backends.native import masks as native_masks
 from rmm_linear.ops import native
 from rmm_linear.ops.fused_attention import fused_gradients
@@ -23,16 +25,17 @@ from rmm_linear.ops.stored import Part, empty_stored, views
 from rmm_linear.ops.table import PACK, UNPACK, Operation
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
+from rmm_linear.packing import attention_gradients as blocks
 from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec
-from rmm_linear.packing.attention_gradients import ApplyMask, Rows, attention_gradients
+from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
 from rmm_linear.sketches.seeds import draw_seed, mix
 
 Bits = tuple[int, int, int]  # of queries, keys and values
 _SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
 
 
-def attention_parts(rows: int, kv_rows: int, columns: tuple[int, int, int], bits: Bits) -> list[Part]:
+def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
     """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
 
     Args:
@@ -51,16 +54,13 @@ def attention_parts(rows: int, kv_rows: int, columns: tuple[int, int, int], bits
     return parts
 
 
-def _parts(query: Sequence[int], value: Sequence[int], key: Sequence[int], counts: tuple, bits: Bits) -> list[Part]:
-    """The parts for q, k and v of these shapes; ``counts`` are the rows that an index leaves, None for all."""
+def _parts(query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_index: Tensor | None, bits: Bits):
+    """The parts for tensors of these shapes; an index leaves rows out."""
     rows, kv_rows = (
-        size[0] * size[2] if count is None else count for size, count in zip((query, key), counts, strict=True)
+        one.shape[0] * one.shape[2] if at is None else at.shape[0] for one, at in ((query, index), (key, kv_index))
     )
-    return attention_parts(rows, kv_rows, (query[1] * query[3], key[1] * key[3], value[1] * value[3]), bits)
-
-
-def _counts(index: Tensor | None, kv_index: Tensor | None) -> tuple[int | None, int | None]:
-    return (None if index is None else index.shape[0]), (None if kv_index is None else kv_index.shape[0])
+    columns = tuple(one.shape[1] * one.shape[3] for one in (query, key, value))
+    return attention_parts(rows, kv_rows, columns, bits)
 
 
 @torch.library.custom_op("rmm_linear::pack_attention", mutates_args=())
@@ -92,7 +92,7 @@ def pack_attention(
         The bytes of :func:`attention_parts`.
     """
     bits = bits_q, bits_k, bits_v
-    parts = _parts(query.shape, value.shape, key.shape, _counts(index, kv_index), bits)
+    parts = _parts(query, key, value, index, kv_index, bits)
     stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
     seeds, *places = views(stored, parts)
     _set_seeds(seeds, draw_seed() if seed is None else seed)
@@ -113,9 +113,7 @@ def _set_seeds(seeds: Tensor, seed: int) -> None:
 
 @pack_attention.register_fake
 def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
-    return empty_stored(
-        query, _parts(query.shape, value.shape, key.shape, _counts(index, kv_index), (bits_q, bits_k, bits_v))
-    )
+    return empty_stored(query, _parts(query, key, value, index, kv_index, (bits_q, bits_k, bits_v)))
 
 
 def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
@@ -138,7 +136,11 @@ def _apply_natively(y: Tensor, bits: Tensor, scale: float) -> Tensor:
     return (native_masks if y.dtype == torch.float32 else plain_masks).apply_mask(y, bits, scale)
 
 
-def _gradients(make: Callable[..., Rows], apply: ApplyMask) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _softmax_natively(scores: Tensor, dp: Tensor) -> None:
+    (native_attention if scores.dtype == torch.float32 else blocks).softmax_gradients(scores, dp)
+
+
+def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The gradients with a function that makes those that unpack rows."""
 
     def run(
@@ -174,15 +176,15 @@ def _gradients(make: Callable[..., Rows], apply: ApplyMask) -> Callable[..., tup
             found = fused_gradients(grad_output, whole, spec, mask, index, kv_index)
             if found is not None:
                 return found
-        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, apply=apply)
+        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, steps=steps)
 
     return run
 
 
 ATTENTION_BACKWARD = Operation(
-    _gradients(_plain_rows, plain_masks.apply_mask),
-    _gradients(_native_rows, _apply_natively),
-    _gradients(_unpacked_rows, plain_masks.apply_mask),
+    _gradients(_plain_rows, Steps()),
+    _gradients(_native_rows, Steps(_softmax_natively, _apply_natively)),
+    _gradients(_unpacked_rows, Steps()),
 )
 
 

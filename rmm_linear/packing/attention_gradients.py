@@ -13,11 +13,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.packing.attention import AttentionSpec, additive, block_size, score_rows, sees_nothing, softmax
+from rmm_linear.packing.attention import AttentionSpec, additive, block_size, score_rows
 from rmm_linear.packing.masks import apply_mask
 
 Rows = Callable[[int, int], Tensor]
-ApplyMask = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
+    """Compute P and dS from scores and dP, 0 for queries that see no key.
+
+    Args:
+        scores: S, shape (…, Tk), contiguous; overwritten with P.
+        dp: dP, the same shape, contiguous; overwritten with dS.
+    """
+    p = torch.ops.aten._safe_softmax(scores, -1)
+    scores.copy_(p)
+    dp.mul_(p)
+    dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps between the products of a block.
+
+    Attributes:
+        softmax_gradients: :func:`softmax_gradients`, or a faster one.
+        apply_mask: Multiplies by dropout's bits: :func:`rmm_linear.packing.masks.apply_mask`, or a faster one.
+    """
+
+    softmax_gradients: Callable[[Tensor, Tensor], None] = softmax_gradients
+    apply_mask: Callable[[Tensor, Tensor, float], Tensor] = apply_mask
 
 
 def attention_gradients(
@@ -29,7 +54,7 @@ def attention_gradients(
     index: Tensor | None = None,
     kv_index: Tensor | None = None,
     *,
-    apply: ApplyMask = apply_mask,
+    steps: Steps | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with respect to queries, keys and values.
@@ -44,7 +69,7 @@ def attention_gradients(
             :func:`~rmm_linear.packing.attention.score_rows` of (B · h · Tq, Tk); None without dropout.
         index: Tokens of the rows of queries, ascending; None for all.
         kv_index: Tokens of the rows of keys and values, likewise.
-        apply: Multiplies by the bits of ``kept``; :func:`rmm_linear.packing.masks.apply_mask` or a faster one.
+        steps: Faster functions for the steps between the products; None for those in plain PyTorch.
         block: Scores at a time; None for what suits the device.
 
     Returns:
@@ -80,7 +105,7 @@ def attention_gradients(
             mask[places if mask.shape[0] > 1 else slice(None), :, ours.columns, theirs.columns], wide
         )  # fmt: skip
         bits = None if kept is None else _bits(kept, of_scores, ours, begin, (count, heads, queries))
-        one = _Sequences(y, q * spec.scale, k, v, part, bits, spec, ours.columns, theirs.columns, apply)
+        one = _Sequences(y, q * spec.scale, k, v, part, bits, spec, ours.columns, theirs.columns, steps or Steps())
         targets = (whole[places, at.columns] for whole, at in zip(found, (ours, theirs, theirs), strict=True))
         one.gradients(block, *targets)
     dq, dk, dv = found
@@ -148,12 +173,12 @@ class _Sequences:
     spec: AttentionSpec
     rows: slice
     columns: slice
-    apply: ApplyMask
+    steps: Steps
 
     def gradients(self, block: int, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write the gradients, of the shapes of q, k and v."""
         (count, queries, heads, _), keys = self.q.shape, self.k.shape[1]
-        group, hidden = heads // self.spec.kv_heads, sees_nothing(self.bias)
+        group = heads // self.spec.kv_heads
         step = max(1, block // max(1, count * group * queries * keys))  # heads of keys at a time
         rows = min(queries, max(1, block // max(1, count * group * keys)))
         if self.spec.is_causal:  # short blocks, so that scores which are not seen are mostly not made
@@ -170,7 +195,7 @@ class _Sequences:
                     dq[:, place, head] = 0
                     continue
                 q, y = (_by_head(tensor[:, place, head], group) for tensor in (self.q, self.y))
-                dropped, ds = self._scores(q, y, k[:, :seen], v[:, :seen], head, place, hidden)
+                dropped, ds = self._scores(q, y, k[:, :seen], v[:, :seen], head, place)
                 product = torch.bmm(ds, k[:, :seen]).mul_(self.spec.scale)
                 dq[:, place, head] = _by_token(product, count, group)
                 pairs = (ds.transpose(1, 2), q), (dropped.transpose(1, 2), y)
@@ -182,36 +207,35 @@ class _Sequences:
             for whole, one in zip((dk, dv), sums or (), strict=False):
                 whole[:, : one.shape[1], own] = _by_token(one, count, 1)
 
-    def _scores(
-        self, q: Tensor, y: Tensor, k: Tensor, v: Tensor, head: slice, place: slice, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _scores(self, q: Tensor, y: Tensor, k: Tensor, v: Tensor, head: slice, place: slice) -> tuple[Tensor, Tensor]:
         """P ∘ D and dS of a block, shape (sequences · heads of keys, group · queries, keys)."""
         scores = torch.bmm(q, k.transpose(1, 2))  # the queries are scaled
         shape = (self.q.shape[0], head.stop - head.start, place.stop - place.start, k.shape[1])
         by_query = scores.view(shape)
         if self.bias is not None:
-            by_query.add_(_cut(self.bias, head)[:, :, place])
+            bias = self.bias if self.bias.shape[1] == 1 else self.bias[:, head]
+            by_query.add_(bias[:, :, place])
         if self.spec.is_causal:
             first = self.rows.start + place.start - self.columns.start
             visible = torch.ones(shape[2:], dtype=torch.bool, device=k.device).tril(first)
             by_query.masked_fill_(~visible, -torch.inf)
-        p = softmax(by_query, None if hidden is None else _cut(hidden, head)[:, :, place]).view_as(scores)
-        dp = torch.bmm(y, v.transpose(1, 2))
-        dropped = p
-        if self.bits is not None:
-            bits = self.bits[:, head, place].reshape(-1, self.bits.shape[-1])
-            dropped, dp = (self._drop(tensor.view(len(bits), -1), bits).view_as(p) for tensor in (p, dp))
-        dp.mul_(p)
-        return dropped, dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
+        p, ds = scores, torch.bmm(y, v.transpose(1, 2))
+        if self.bits is None:
+            self.steps.softmax_gradients(p, ds)
+            return p, ds
+        bits = self.bits[:, head, place].reshape(-1, self.bits.shape[-1])
+        ds = self._drop(ds.view(len(bits), -1), bits).view_as(p)
+        self.steps.softmax_gradients(p, ds)
+        return self._drop(p.view(len(bits), -1), bits).view_as(p), ds
 
     def _drop(self, values: Tensor, bits: Tensor) -> Tensor:
         """Rows of scores times D, of which the bits hold all Tk columns."""
         if values.shape[1] == self.spec.keys:
-            return self.apply(values, bits, self.spec.kept_scale)
+            return self.steps.apply_mask(values, bits, self.spec.kept_scale)
         whole = values.new_zeros(len(values), self.spec.keys)
         place = slice(self.columns.start, self.columns.start + values.shape[1])
         whole[:, place] = values
-        return self.apply(whole, bits, self.spec.kept_scale)[:, place]
+        return self.steps.apply_mask(whole, bits, self.spec.kept_scale)[:, place]
 
 
 def _by_head(tensor: Tensor, group: int) -> Tensor:
@@ -225,7 +249,3 @@ def _by_head(tensor: Tensor, group: int) -> Tensor:
 def _by_token(tensor: Tensor, count: int, group: int) -> Tensor:
     """The inverse of :func:`_by_head` for ``count`` sequences."""
     return tensor.unflatten(0, (count, -1)).unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)
-
-
-def _cut(tensor: Tensor, head: slice) -> Tensor:
-    return tensor if tensor.shape[1] == 1 else tensor[:, head]

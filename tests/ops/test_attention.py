@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
-from statistical import Z, assert_unbiased, z_scores
+from cases import needs_triton
+from statistical import Z, assert_unbiased
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.ops import fused_attention
 from rmm_linear.ops.attention import attention_backward, attention_parts, dropped_attention, pack_attention
 from rmm_linear.ops.fused_attention import fused_gradients
 from rmm_linear.ops.stored import views
-from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.ops.table import UNPACK
 from rmm_linear.packing import packed_bytes
 from rmm_linear.packing.attention import attention_rows
 from rmm_linear.packing.attention_gradients import attention_gradients
-from rmm_linear.variance.standins.attention import simulate_attention, value_variance
 
 INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens
 HIDING = (torch.zeros(18).index_fill_(0, INDEX, 1) > 0).view(2, 1, 1, 9).expand(2, 1, 9, 9)
@@ -62,14 +62,16 @@ def test_errors_of_queries_keys_and_values_are_independent():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "padding"])
-def test_backends_agree_on_the_same_bytes(kind, dtype, monkeypatch):
+def test_backends_agree_on_the_same_bytes(kind, backend, dtype, monkeypatch):
     """Sums of 16 products in another order, rounded to the dtype at the end."""
     q, k, v, y = made(dtype)
     spec = spec_of(q, k, is_causal=kind == "causal", p=0.3 if kind == "dropout" else 0.0)
     index, mask = (INDEX, HIDING) if kind == "padding" else (None, None)
     kept = packed_kept(torch.rand(2, 4, 9, 9) > 0.3) if kind == "dropout" else None
     stored = pack_attention(q, k, v, index, index, 5, 4, 4, 4)
+    monkeypatch.setenv("RMM_BACKEND", backend)
     found = backward(y, stored, spec, mask, kept, index, index)
     monkeypatch.setenv("RMM_BACKEND", "torch")
     expected = backward(y, stored, spec, mask, kept, index, index)
@@ -116,60 +118,6 @@ def test_gradients_of_packed_tensors_are_near_the_exact_ones(bits):
     error = relative(found, formula_gradients(q.double(), k.double(), v.double(), y.double(), spec_of(q, k)))
     one = 1 / {8: 177, 4: 10.4}[bits] ** 2
     assert one < error < 5 * one
-
-
-def packed_values(q, k, v, y, spec, mask, bits, draws):
-    """Gradients from exact queries and keys and packed values, and the qparams of the values, for every seed."""
-    rows, values = exact_rows(q, k, v), attention_rows(q, k, v)[2]
-    for seed in range(draws):
-        packed = PACK(values.float(), bits, torch.tensor([seed]))
-        unpacked = UNPACK(*packed, torch.tensor([seed]), bits, values.shape[1], torch.float64)
-        found = attention_gradients(y, (*rows[:2], lambda b, e, u=unpacked: u[b:e]), spec, mask)
-        yield found, packed[1]
-
-
-AT_LENGTH = [pytest.param(*case, 20_000, marks=pytest.mark.montecarlo) for case in ((8, False), (2, True))]
-
-
-@pytest.mark.parametrize(("bits", "causal", "draws"), [(4, False, 400), (2, True, 400), *AT_LENGTH])
-def test_packed_values_leave_gradients_unbiased_with_the_variance_of_the_closed_form(bits, causal, draws):
-    """Values enter linearly, so both hold for 2 bits as well."""
-    q, k, v, y = tensors(2, 4, 2, 6, 6, 8, 32)
-    v = v.float().double()  # what is packed is float32
-    spec, mask = spec_of(q, k, is_causal=causal), None if causal else torch.rand(2, 1, 6, 6) > 0.2
-    exact = attention_gradients(y, exact_rows(q, k, v), spec, mask)
-    stated, squares, sums = [], [], []
-    for found, qparams in packed_values(q, k, v, y, spec, mask, bits, draws):
-        assert torch.equal(found[2], exact[2])
-        errors = [one - wanted for one, wanted in zip(found, exact, strict=True)]
-        squares.append(torch.stack([errors[i].square().sum() for i in (0, 1)]))
-        sums.append(torch.stack([(errors[i] * exact[i]).sum() for i in (0, 1)]))
-        variances = value_variance(q, k, y.transpose(1, 2), qparams, scale=spec.scale, mask=mask, is_causal=causal)
-        stated.append(torch.stack(variances))
-    squares, stated = torch.stack(squares), torch.stack(stated)
-    # The ranges, and so the variance, differ from draw to draw with the rotation: compared draw by draw.
-    assert (z_scores(squares - stated).abs() < Z).all()
-    assert (squares.std(0) / math.sqrt(draws) < 0.03 * stated.mean(0)).all()
-    assert (z_scores(torch.stack(sums)).abs() < Z).all()
-
-
-def check_bias(draws, of_error):
-    """At 4 bits, bias² of each gradient is at most 0.002 of its noise: the target of a whole model."""
-    q, k, v, y = tensors(2, 4, 2, 32, 32, 32, 32, torch.float32)
-    for noise in simulate_attention(q, k, v, y.transpose(1, 2), bits=4, draws=draws):
-        assert noise.standard_error < of_error * noise.variance
-        assert noise.bias - 2 * noise.standard_error < 0.002 * noise.variance
-        assert 0.005 < noise.variance / noise.exact < 0.1
-    return noise
-
-
-def test_the_bias_is_small_beside_the_noise():
-    check_bias(200, 5e-4)
-
-
-@pytest.mark.montecarlo
-def test_the_bias_is_small_beside_the_noise_at_length():
-    check_bias(8000, 2e-5)
 
 
 def test_gradients_have_the_right_scale():
