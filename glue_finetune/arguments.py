@@ -26,7 +26,7 @@ _DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched line
 
   python -m glue_finetune --demo
   python -m glue_finetune --task_name cola --kind countsketch --ratio 0.1 --output_dir out/cola
-  python -m glue_finetune --task_name cola --compare exact gaussian:0.1@linear countsketch --seeds 0 1 --output_dir out/c
+  python -m glue_finetune --task_name cola --compare exact gaussian:0.1@linear countsketch --seeds 0 1 --output_dir o
 
 The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
 
