@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
 
     The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU. The
     gradients have the noise of packing, and a bias that is small beside it, see :mod:`rmm_linear.packing.attention`;
-    take 8 bits where scores are large. A call that cannot be packed, as with a mask that needs a gradient, is exact.
+    take 8 bits where scores are large. If a call cannot be packed, as with a mask that needs a gradient, all is exact.
 
     Args:
         query: Shape (B, h, Tq, d).

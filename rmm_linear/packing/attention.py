@@ -15,8 +15,8 @@ all keys of a sequence and head would do, so padding may have a part in the mean
 What is random: the errors of the packed Q, K and V are independent and have the mean 0. V enters linearly, so its error
 leaves all gradients unbiased at any width. Those of Q and K pass through softmax, which makes the only bias of a packed
 operation. It grows with the size of the scores: at 4 bits, bias² is below 0.001 of the variance for scores with a
-deviation of 1, 0.012 at 2.3, 0.07 at 4 (normal Q and K, d = 64); at 8 bits, below 0.001 for all of them. At 2 bits it
-is 0.016 in a whole small model, where 4 bits have 0.0005, so 2 bits are refused.
+deviation of 1, 0.012 at 2.3, 0.07 at 4 (normal Q and K, d = 64); at 8 bits below 0.001 for all. At 2 bits it is
+0.016 in a whole small model, where 4 bits have 0.0005, so 2 bits are refused.
 ``rmm_linear.variance.standins.attention.simulate_attention`` measures it on one's own data.
 
 Padding: a query of padding has dO = 0, so nothing depends on it, and it leaves what is packed. Its key and value leave
