@@ -70,7 +70,8 @@ class PackedNorm(PackedModule):
     def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
         """The packed copy, made outside of the autograd function: norms that read the same input share it."""
         context, call, form = self.rmm_context, norm.call, norm.form
-        cache = context.sketch_cache if context is not None and context.is_open() and call.seed is not None else None
+        is_shared = call.seed is not None and context is not None and context.is_open()
+        cache = context.sketch_cache if context is not None and is_shared else None
         eps = form.eps_of(input.dtype)
         key = ("norm", norm.bits, eps, form.centered, form.dims, call.mask)
         saved = None if cache is None else cache.find(input, key, self.rmm_index)
