@@ -90,11 +90,10 @@ def save_input(
         expected: See :func:`save`.
 
     Returns:
-        The tensors of :func:`save`.
+        The tensors of :func:`save`; X alone where every row is saved as it is.
     """
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
-        x = x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x
-        return x, _on_device(seed, x.device)  # every row, unpacked: the seed is not used
+        return (x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x,)  # without the seed
     return tuple(_keep(x, seed, expected, *to_arguments(spec, mask)))
 
 

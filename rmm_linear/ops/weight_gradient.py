@@ -129,13 +129,13 @@ def weight_gradient(
     use = _FUNCTIONS if in_operator else _OPERATORS
     if spec.samples_rows(y.shape[0]):
         return _sampled_gradient(y, saved, spec, features, use)
-    *stored, seeds = saved
     if spec.bits is not None:
+        *stored, seeds = saved
         return use.unpacked_product(y, *stored, seeds, spec, features, mask)
     rows = spec.kept_rows(y.shape[0])
     if mask is not None or rows < y.shape[0]:
-        y = use.sketch(y, seeds, spec, mask, fp16_scale(y.dtype, y.shape[0], rows))
-    return y.T @ stored[0]
+        y = use.sketch(y, saved[1], spec, mask, fp16_scale(y.dtype, y.shape[0], rows))
+    return y.T @ saved[0]
 
 
 def _sampled_gradient(y: Tensor, saved: Sequence[Tensor], spec: SaveSpec, features: int, use: _Parts) -> Tensor:

@@ -6,7 +6,7 @@ generation); test_inductor.py runs Inductor's code.
 
 import pytest
 import torch
-from cases import ROUGH_BODY
+from cases import LINEAR, QUARTER, ROUGH_BODY
 from compile_helpers import SEED, Graphs, batch, step
 from helpers import batch_of, checkpointed, enable_checkpointing, gradients, heavy_tailed, loss_of, tiny_model
 from statistical import assert_unbiased
@@ -86,7 +86,7 @@ def test_in_eval_mode_compiled_layers_are_exact():
 def test_a_converted_model_is_one_graph_with_the_gradients_of_eager_code(one_seed, fields):
     """Padding left out, one Z for query, key and value, and no compilation beyond the one for all lengths."""
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
-    convert(model, kind="countsketch", min_rows=8, **fields)
+    convert(model, kind="countsketch", min_rows=8, **LINEAR, **fields)
     graphs = Graphs()
     compiled = graphs.compile(model)
     for length in (20, 24, 28, 36):
@@ -230,7 +230,7 @@ def compiled_with_checkpoints(request):
         inputs = batch(20)
         inputs["attention_mask"] = torch.zeros_like(inputs["input_ids"]).index_fill_(1, torch.arange(5), 1)
         exact = step(model, inputs)[1]
-        report = convert(model, kind="countsketch", ratio=0.3, min_rows=1)
+        report = convert(model, kind="countsketch", **{**QUARTER, "ratio": 0.3})
         enable_checkpointing(model, request.param)
         model.config.use_cache = False
         names = [name for name in report.converted if "layer" in name]  # heads see one row per sequence

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from cases import LINEAR
 from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, loss_of, six_features, tiny_model
 from statistical import assert_unbiased
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -101,7 +102,7 @@ def test_whatever_is_saved_what_is_exact_stays_so(architecture, choose, fields):
     loss_of(plain, architecture, batch_of(architecture)).backward()
     exact = gradients(plain)
     model = tiny_model(architecture, dropout=0.0, width=64).train()
-    sketched = {f"{name}.weight" for name in convert(model, min_rows=8, **fields).converted}
+    sketched = {f"{name}.weight" for name in convert(model, min_rows=8, **LINEAR, **fields).converted}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, "context_fn": saving(choose)})
     for _ in range(6):

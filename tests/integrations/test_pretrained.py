@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from cases import ROUGH_BODY, architectures
+from cases import EXACT, ROUGH_BODY, architectures
 from helpers import Mlp, gradients, loss_of, tiny_model, token_ids
 from state_helpers import learned
 from torch import nn
@@ -62,7 +62,7 @@ def test_optimizers_go_both_ways():
     """The state of one trains on in the other: with the same gradients, at ratio 1, they end alike."""
     first, second = tiny_model("roberta", dropout=0.0).train(), tiny_model("roberta", dropout=0.0).train()
     one, two = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (first, second))
-    convert(first, ratio=1.0, min_rows=1)
+    convert(first, **EXACT)
     step(first, one)
     second.load_state_dict(first.state_dict())
     two.load_state_dict(copy.deepcopy(one.state_dict()))  # which shares its tensors
