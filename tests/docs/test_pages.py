@@ -5,6 +5,7 @@ import contextlib
 import csv
 import functools
 import json
+import re
 import socket
 
 import pytest
@@ -74,7 +75,8 @@ def gradients(names):
 
 
 def check_readme(names, out, place):
-    assert out.startswith("rmm_linear: converted=14 skipped=0 frozen=0 kind=countsketch memory=0.1 bits=auto ")
+    first = r"rmm_linear: converted=14 norm=5 .* skipped=0 frozen=0 kind=countsketch memory=0\.1 bits=auto "
+    assert re.match(first, out)
     dense = names["model"].roberta.encoder.layer[0].output.dense
     assert isinstance(dense, RMMLinear)
     assert dense.rmm_config.ratio == 0.2
@@ -150,7 +152,7 @@ def check_estimators(names, out, place):
 
 
 def check_training_stack(names, out, place):
-    assert out.startswith("rmm_linear: converted=22 skipped=0 frozen=14 ")  # adapters of two query and two value layers
+    assert re.match(r"rmm_linear: converted=22 .* skipped=0 frozen=14 ", out)  # adapters of two query and two value layers
     assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
     again = names["again"].roberta.encoder.layer[0].output.dense
     assert isinstance(again, RMMLinear)

@@ -66,15 +66,15 @@ def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
 def test_a_comparison_from_end_to_end(
     model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = flags(model, cola, tmp_path / "all", compare=["exact", "countsketch:0.2"], seeds=3, num_train_epochs=1)
+    argv = flags(model, cola, tmp_path / "all", compare=["exact", "countsketch:0.2@linear"], seeds=3, num_train_epochs=1)
     assert main(argv) == 0
     first = capfd.readouterr().out
     exact = results_of(tmp_path / "all" / "exact" / "seed-3")
-    sketched = results_of(tmp_path / "all" / "countsketch-0.2" / "seed-3")
+    sketched = results_of(tmp_path / "all" / "countsketch-0.2-linear" / "seed-3")
     assert (exact["sketch"], sketched["sketch"]["ratio"]) == ("exact", 0.2)
     with (tmp_path / "all" / "comparison.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    for row, label, results in zip(rows, ("exact", "countsketch:0.2"), (exact, sketched), strict=True):
+    for row, label, results in zip(rows, ("exact", "countsketch:0.2@linear"), (exact, sketched), strict=True):
         assert (row["setting"], row["seed"], row["metric"]) == (label, "3", "matthews_correlation")
         assert float(row["best"]) == results["score"]["best"]
         assert float(row["bytes_kept"]) == results["memory"]["bytes_kept_for_backward"]
@@ -86,7 +86,7 @@ def test_a_comparison_from_end_to_end(
     assert layers < share
     markdown = (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8")
     for text in (first, markdown):
-        assert "| countsketch:0.2 |" in text
+        assert "| countsketch:0.2@linear |" in text
         assert f", {1 - share:.1%} saved |" in text
         assert f", {1 - layers:.1%} saved |" in text
     image = matplotlib.image.imread(tmp_path / "all" / "comparison.png")

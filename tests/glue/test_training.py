@@ -23,7 +23,7 @@ from rmm_linear import RMMConfig, RMMLinear
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
 EPOCHS = 3
-SKETCH = {"kind": "gaussian", "ratio": 0.2, "num_train_epochs": EPOCHS, "seed": 7}
+SKETCH = {"operations": ["linear"], "kind": "gaussian", "ratio": 0.2, "num_train_epochs": EPOCHS, "seed": 7}
 
 
 @pytest.fixture(scope="module")
