@@ -190,7 +190,4 @@ def test_another_module_is_refused():
 
 @pytest.mark.parametrize(("given", "taken"), [(2, 2), (4, 4), (8, 8), (1, 2), ("auto", 4)])
 def test_the_width_is_that_of_the_configuration(given, taken):
-    class Config(RMMConfig):
-        activation_bits = given
-
-    assert activation_bits(Config()) == taken
+    assert activation_bits(RMMConfig(activation_bits=given)) == taken

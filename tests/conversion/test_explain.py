@@ -79,5 +79,5 @@ def test_an_example_on_which_nothing_is_saved_is_an_error():
     with pytest.raises(
         ValueError, match=r"of the operations linear, and this model has none .*Tanh saves this tensor anyway"
     ):
-        convert(model, example=torch.randn(100, 16), target_modules=["2"], operations="linear", **ROUGH)
+        convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
     assert type(model[2]) is nn.Linear

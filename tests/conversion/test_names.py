@@ -113,7 +113,7 @@ def test_subclasses_are_skipped_with_their_reason():
         }
     )
     types = {name: type(module) for name, module in model.named_modules()}
-    report = convert(model)
+    report = convert(model, operations="linear")
     assert list(report.converted) == ["plain"]
     reason = "{} is a class of its own; only nn.Linear itself and Conv1D are converted"
     assert report.skipped["attention.out_proj"] == reason.format("NonDynamicallyQuantizableLinear")
@@ -228,7 +228,7 @@ def test_one_entry_without_match_is_logged(caplog):
 @pytest.mark.parametrize("model", [nn.Sequential(nn.ReLU()), nn.Module()])
 def test_a_model_without_linears(model):
     with pytest.raises(ValueError, match="convert needs a model with linear layers"):
-        convert(model)
+        convert(model, operations="linear")
 
 
 def test_a_linear_layer_itself_is_told_of_from_linear():

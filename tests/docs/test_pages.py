@@ -152,7 +152,8 @@ def check_estimators(names, out, place):
 
 
 def check_training_stack(names, out, place):
-    assert re.match(r"rmm_linear: converted=22 .* skipped=0 frozen=14 ", out)  # adapters of two query and two value layers
+    # Adapters of two query and two value layers.
+    assert re.match(r"rmm_linear: converted=22 .* skipped=0 frozen=14 ", out)
     assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
     again = names["again"].roberta.encoder.layer[0].output.dense
     assert isinstance(again, RMMLinear)

@@ -153,9 +153,9 @@ def test_figures_of_models_in_readme_are_those_of_the_csv(line, provider):
 @pytest.mark.parametrize(
     ("line", "noise", "accuracy"),
     [
-        ("**the default**", "the default, `bits", "the default, `countsketch"),
-        ("CountSketch", "CountSketch, 16 bits", "`countsketch:0.1`"),
-        ("the published Gaussian", "the published dense", "`gaussian:0.1`"),
+        ("linear layers alone", "the default, `bits", "`countsketch@linear`"),
+        ("CountSketch", "CountSketch, 16 bits", "`countsketch:0.1@linear`"),
+        ("the published Gaussian", "the published dense", "`gaussian:0.1@linear`"),
     ],
 )
 def test_noise_and_accuracy_in_readme_are_those_of_the_page(line, noise, accuracy):

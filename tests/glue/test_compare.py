@@ -66,7 +66,8 @@ def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
 def test_a_comparison_from_end_to_end(
     model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = flags(model, cola, tmp_path / "all", compare=["exact", "countsketch:0.2@linear"], seeds=3, num_train_epochs=1)
+    settings = ["exact", "countsketch:0.2@linear"]
+    argv = flags(model, cola, tmp_path / "all", compare=settings, seeds=3, num_train_epochs=1)
     assert main(argv) == 0
     first = capfd.readouterr().out
     exact = results_of(tmp_path / "all" / "exact" / "seed-3")

@@ -53,7 +53,8 @@ def test_results_record_the_run(uninterrupted: Path) -> None:
         "last": scores[-1],
         "last_epoch": 3.0,
     }
-    assert RMMConfig.from_dict(results["sketch"]) == RMMConfig(kind="gaussian", ratio=0.2, min_rows=4)
+    stated = RMMConfig(operations="linear", kind="gaussian", ratio=0.2, min_rows=4)
+    assert RMMConfig.from_dict(results["sketch"]) == stated
     assert len(results["converted"]) == 2 * 6 + 2
     assert (results["seed"], results["settings"]["learning_rate"], results["steps"]) == (7, 1e-3, EPOCHS * STEPS)
     assert results["settings"]["adam_beta2"] == 0.98
