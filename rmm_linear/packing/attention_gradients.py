@@ -235,7 +235,7 @@ class _Sequences:
         whole = values.new_zeros(len(values), self.spec.keys)
         place = slice(self.columns.start, self.columns.start + values.shape[1])
         whole[:, place] = values
-        return self.steps.apply_mask(whole, bits, self.spec.kept_scale)[:, place]
+        return self.steps.apply_mask(whole, bits, self.spec.kept_scale)[:, place].contiguous()
 
 
 def _by_head(tensor: Tensor, group: int) -> Tensor:

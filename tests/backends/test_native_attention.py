@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
 
 from rmm_linear.backends import native
 from rmm_linear.backends.native.attention import softmax_gradients
+from rmm_linear.backends.native.masks import apply_mask
 from rmm_linear.packing import attention_gradients as plain
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the C library was not built")
@@ -77,3 +79,19 @@ def test_threads_share_the_rows():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_padding_at_the_end_of_all_sequences_with_dropout():
+    """Then a block has fewer columns than the bits of dropout, of which it takes some."""
+    q, k, v, y = tensors(3, 2, 2, 20, 20, 8, 8, dtype=torch.float32)
+    valid = torch.arange(20) < torch.tensor([[14], [9], [17]])
+    y = y * valid[:, :, None, None]
+    mask, index = valid[:, None, None].expand(-1, -1, 20, -1), valid.flatten().nonzero().flatten()
+    kept = torch.rand(3, 2, 20, 20, generator=torch.Generator().manual_seed(1)) > 0.3
+    spec = spec_of(q, k, p=0.3)
+    steps = plain.Steps(softmax_gradients, apply_mask)
+    rows = exact_rows(q, k, v, index, index)
+    found = plain.attention_gradients(y, rows, spec, mask, packed_kept(kept, index), index, index, steps=steps)
+    exact = formula_gradients(*(tensor.double() for tensor in (q, k, v, y)), spec, mask, kept)
+    assert relative(found, exact) < (100 * EPS) ** 2  # some tens of roundings of float32
+    assert all((gradient.flatten(0, 1)[~valid.flatten()] == 0).all() for gradient in found)

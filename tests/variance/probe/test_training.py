@@ -60,6 +60,7 @@ def test_a_models_weights_are_the_same_to_the_bit(converted):
 
 def bytes_alive():
     """Of all tensors that Python can reach, whoever holds them; a compiler's fakes, which hold nothing, left out."""
+    gc.collect()  # what tests before this one have left in cycles
     plain = (torch.Tensor, torch.nn.Parameter)
     tensors = [thing for thing in gc.get_objects() if type(thing) in plain and not torch._is_functional_tensor(thing)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
