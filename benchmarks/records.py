@@ -146,7 +146,7 @@ class Noise(Origin):
     seed: str = ""
 
 
-Record = TypeVar("Record", Row, Parity, Noise)
+Record = TypeVar("Record", bound=Origin)
 
 
 def origin(device: str, commit: str = "") -> dict[str, Any]:
