@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -32,6 +33,8 @@ from rmm_linear.activations.base import PackedCall, PackedModule
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches.seeds import draw_seed
+
+logger = logging.getLogger(__name__)
 
 
 def scaled_dot_product_attention(
@@ -110,7 +113,7 @@ class AttendingModule(PackedModule):
 
     @property
     def _bits(self) -> int:
-        return getattr(self.rmm_config, "attention_bits", BITS)
+        return self.rmm_config.attention_bits
 
     def _attend(
         self,
@@ -128,8 +131,13 @@ class AttendingModule(PackedModule):
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
         if not _is_saving(query, key, value):
             return None
-        self.rmm_exact = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
-        if self.rmm_exact is not None:
+        reason = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
+        if reason is not None and reason != self.rmm_exact and not torch.compiler.is_compiling():
+            context, name = self.rmm_context, type(self).__name__
+            name = name if context is None else context.names[self.rmm_index]
+            logger.warning("The attention of %s stays exact and saves what it saved before: %s.", name, reason)
+        self.rmm_exact = reason
+        if reason is not None:
             return None
         return packed_attention(query, key, value, mask, attention, call, exact)
 

@@ -15,7 +15,6 @@ from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.gated import apply_gated, keep_gated
 
 _BITS = 4
-_WIDTHS = (2, 4, 8)
 
 
 class PackedGatedMLP(PackedModule):
@@ -112,13 +111,13 @@ def activation_bits(config: RMMConfig) -> int:
     """Return the width in which a gated MLP packs its products.
 
     Args:
-        config: Its ``activation_bits``, if it has that field.
+        config: Its ``activation_bits`` are used.
 
     Returns:
         8, 4 or 2: the field if it is one of these, 2 for 1, else 4.
     """
-    bits = getattr(config, "activation_bits", _BITS)
-    return bits if bits in _WIDTHS else 2 if bits == 1 else _BITS
+    bits = config.activation_bits
+    return _BITS if bits == "auto" else max(2, int(bits))
 
 
 def replaced_names(module: nn.Module) -> tuple[str, ...]:

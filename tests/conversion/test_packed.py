@@ -151,3 +151,14 @@ def test_the_lowest_third_of_the_activations_takes_two_bits():
     assert list(choose_widths(names, config).values())[:3] == [8, 2, 4]
     assert set(choose_widths(names, RMMConfig(activation_bits=1)).values()) == {1}
     assert choose_widths([], RMMConfig()) == {}
+
+
+def test_an_attention_that_stays_exact_says_so_once(caplog):
+    model = tiny_model("t5", dropout=0.0).train()
+    convert(model, min_rows=4)
+    for _ in range(2):
+        logits(model, "t5")
+    said = [message for message in caplog.messages if "stays exact" in message]
+    assert said
+    assert len(said) == len(set(said))
+    assert all("saves what it saved before: it is called with position_bias" in message for message in said), said
