@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from rmm_linear.losses import chunked_cross_entropy
+from rmm_linear._support.distributed import is_fsdp_module
+from rmm_linear.activations.base import PackedModule
+from rmm_linear.losses import CHUNK, chunked_cross_entropy
 
 _READ = "The logits are computed when they are read, and the weight of the output layer has changed since the forward "
-_READ += "pass. Read them before the optimizer's step, or undo chunk_logits with unchunk_logits(model)."
+_READ += "pass. Read them before the optimizer's step, or convert without the operation 'logits'."
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,22 @@ def _loss(
     return loss.to(logits.dtype)
 
 
-class ChunkedHead(nn.Linear):
+class ChunkedHead(PackedModule):
     """The output layer of a language model, whose logits the loss does not need as a whole.
 
-    In eval mode, without gradients and in compiled code it is the original layer.
+    In training, the model's own ``forward`` computes the same loss through
+    :func:`rmm_linear.losses.chunked_cross_entropy`, whatever its definition is: which labels are shifted or ignored,
+    and what the sum is divided by, is the model's own code. Its output has the logits still: they are computed when
+    they are read, which must happen before the optimizer's step. A loss that is no plain cross entropy of the logits,
+    or of logits changed in another way than by views, casts to float, a factor or a cap, reads them.
+
+    In eval mode, without gradients, in compiled code, for as few rows as one chunk has, and where it is sharded by
+    itself, it is the original layer.
     """
 
-    rmm_chunk: int
+    weight: Tensor
+    bias: Tensor | None
+    rmm_chunk: int = CHUNK
 
     def exact_forward(self, input: Tensor) -> Tensor:
         """Call the original layer.
@@ -219,7 +230,7 @@ class ChunkedHead(nn.Linear):
         Returns:
             Shape (*, V).
         """
-        return super().forward(input)
+        return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return logits that are computed when they are read.
@@ -233,7 +244,7 @@ class ChunkedHead(nn.Linear):
         needs_gradient = input.requires_grad or self.weight.requires_grad
         is_lazy = self.training and torch.is_grad_enabled() and needs_gradient and not torch.compiler.is_compiling()
         # Where FSDP or ZeRO-3 shards this layer by itself, the weight is there during its own forward only.
-        is_sharded = type(self) is not ChunkedHead or hasattr(self.weight, "ds_id")
+        is_sharded = is_fsdp_module(self) or hasattr(self.weight, "ds_id")
         if not is_lazy or is_sharded or input.numel() <= self.rmm_chunk * input.shape[-1]:
             return self.exact_forward(input)
         dtype = input.dtype

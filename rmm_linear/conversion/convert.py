@@ -20,8 +20,9 @@ from rmm_linear.conversion.linears import (
     sketched_class,
     skip_where_nothing_is_saved,
 )
+from rmm_linear.conversion.logits import choose_heads
 from rmm_linear.conversion.names import nearest
-from rmm_linear.conversion.packed import PackedChoice, choose_packed
+from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
 
@@ -101,6 +102,11 @@ def _choose(
     is_sketching = "linear" in config.operations
     linears, skipped = choose_linears(model, config, names) if is_sketching else ({}, {})
     packed, unpacked = choose_packed(names, config)
+    if "logits" in config.operations:
+        heads, unchunked = choose_heads(model, config, names, linears)
+        packed |= {name: chunked_head(head) for name, head in heads.items()}
+        unpacked |= unchunked
+        skipped = {name: reason for name, reason in skipped.items() if name not in heads}
     is_selected = config.target_modules != RMMConfig.target_modules
     if is_sketching and not linears and (is_selected or not packed):
         raise ValueError(nothing_matches(model, config, skipped))

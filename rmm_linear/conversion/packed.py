@@ -1,4 +1,4 @@
-"""Choose the modules that save a packed stand-in: activations, norms, attention and dropout."""
+"""Choose the modules that save less than they do: activations, norms, attention, dropout and output layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
 from rmm_linear.activations.gated_parts import gated_parts
+from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import norm_of
 from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
@@ -106,6 +107,19 @@ def _gated(module: Any, config: RMMConfig) -> PackedChoice:
 def _pointwise(module: Any, function: Pointwise, bits: int) -> PackedChoice:
     saved = f"its derivative, {bits} bit{'s' if bits > 1 else ''}{', exact' if function.is_exact else ''}"
     return PackedChoice("activation", module, saved, _change_class(module, PackedActivation, rmm_bits=bits))
+
+
+def chunked_head(module: nn.Module) -> PackedChoice:
+    """Make the choice for an output layer whose logits are not to be saved.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        The choice.
+    """
+    saved = "no logits: the loss is computed in chunks"
+    return PackedChoice("logits", module, saved, _change_class(module, ChunkedHead))
 
 
 def _change_class(

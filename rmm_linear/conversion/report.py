@@ -41,7 +41,7 @@ class PackedEntry:
     Attributes:
         name: Dotted name in the model.
         type: Class of the original module.
-        operation: "activation", "norm", "attention" or "dropout".
+        operation: "activation", "norm", "attention", "dropout" or "logits".
         saved: What it saves, in words.
         config: Its configuration.
     """

@@ -2,7 +2,7 @@
 
 The error of an activation's derivative is in the gradients of every layer below it, so that of the top ones is in
 nearly all and that of the lowest in its own block's alone. With 2 bits, an activation adds about 25 times the noise of
-one with 4. The lowest third of a model's activations takes 2 bits.
+one with 4. The lowest quarter of a model's activations takes 2 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rmm_linear.config import RMMConfig
 
 WIDE, NARROW = 4, 2
-_NARROW_PART = 3  # the lowest third
+_NARROW_PART = 4  # the lowest quarter
 
 
 def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:

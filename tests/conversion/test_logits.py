@@ -9,9 +9,8 @@ from helpers import tiny_model, token_ids
 from torch import nn
 from torch.nn import functional as F
 
-from rmm_linear import RMMLinear, losses
+from rmm_linear import RMMLinear, convert, losses, revert
 from rmm_linear.activations.logits import ChunkedHead, LazyLogits
-from rmm_linear.conversion.logits import chunk_logits, unchunk_logits
 from rmm_linear.memory import peak
 
 SIZES = {
@@ -55,8 +54,12 @@ def batch():
 
 
 def chunked(name, chunk=7):
-    model = made(name)
-    assert chunk_logits(model, chunk=chunk) is None
+    return in_chunks(made(name), chunk)
+
+
+def in_chunks(model, chunk):
+    convert(model, operations="logits")
+    model.get_output_embeddings().rmm_chunk = chunk
     return model
 
 
@@ -160,12 +163,10 @@ def test_a_weight_that_changed_is_noticed():
 
 def test_it_is_undone():
     model = chunked("llama")
-    assert type(model.lm_head) is ChunkedHead
-    assert chunk_logits(model, chunk=9) is None
-    assert model.lm_head.rmm_chunk == 9
-    unchunk_logits(model)
+    assert isinstance(model.lm_head, ChunkedHead)
+    revert(model)
     assert type(model.lm_head) is nn.Linear
-    assert "rmm_chunk" not in vars(model.lm_head)
+    assert not [name for name in vars(model.lm_head) if name.startswith("rmm_")]
     found, expected = step(model), step(made("llama"))
     assert torch.equal(found[0].loss, expected[0].loss)
     assert type(found[0].logits) is torch.Tensor
@@ -183,15 +184,26 @@ def test_eval_no_grad_compiled_code_and_few_rows_are_exact():
     assert torch.equal(head(hidden), F.linear(hidden, model.lm_head.weight))
 
 
-def test_what_cannot_be_changed_says_why(monkeypatch):
-    assert "no output layer over a vocabulary" in chunk_logits(tiny_model("roberta"))
-    assert "no output layer over a vocabulary" in chunk_logits(nn.Linear(2, 2))
+def skipped(model, **options):
+    return convert(model, dry_run=True, **options).skipped.get("lm_head")
+
+
+def test_the_report_names_the_head_and_says_why_its_logits_stay(monkeypatch):
     model = made("llama")
+    report = convert(model, dry_run=True)
+    assert report.packed["lm_head"].operation == "logits"
+    assert "lm_head" not in report.skipped
+    assert "logits: no logits: the loss is computed in chunks" in str(report)
+    assert skipped(model, operations="linear") == "the output head"
+    assert skipped(model, exclude_modules=["lm_head"]) == "in exclude_modules"
+    assert "its input is sketched" in skipped(model, target_modules=["lm_head"])
     model.lm_head = RMMLinear.from_linear(model.lm_head)
-    assert "a RMMLinear; only nn.Linear itself" in chunk_logits(model)
-    model = made("llama")
+    revert(model)
     model.lm_head.forward = model.lm_head.forward
-    assert "a forward of its own" in chunk_logits(model)
+    assert "its forward method was replaced" in skipped(model)
+    model.lm_head = nn.Sequential(nn.Linear(16, 64))
+    assert "it is a Sequential, not nn.Linear itself" in skipped(model)
+    assert not any(entry.operation == "logits" for entry in convert(tiny_model("roberta")).packed.values())
 
     def fused(self, *args, **kwargs):
         raise AssertionError
@@ -203,7 +215,7 @@ def test_what_cannot_be_changed_says_why(monkeypatch):
             model.forward = fused.__get__(model)
         else:
             monkeypatch.setattr(target, "forward", fused)
-        assert "Liger's fused loss is on" in chunk_logits(model)
+        assert "Liger's fused loss is on" in skipped(model)
         assert type(model.lm_head) is nn.Linear
         monkeypatch.undo()
 
@@ -215,7 +227,8 @@ def test_the_peak_falls_by_the_logits(monkeypatch):
     for chunk in (None, 8):
         config = hf.LlamaConfig(**{**GROUPED, "vocab_size": 6000})
         model = hf.LlamaForCausalLM(config).train()
-        assert chunk is None or chunk_logits(model, chunk=chunk) is None
+        if chunk is not None:
+            in_chunks(model, chunk)
         with peak("cpu") as measured:
             model(**batch()).loss.backward()
         bytes_of.append(measured.bytes)

@@ -57,7 +57,7 @@ def test_all_operations_leave_the_outputs_alone_and_save_less(architecture, drop
 
 def test_one_operation_at_a_time():
     for operation in OPERATIONS:
-        report = convert(tiny_model("roberta"), operations=operation)
+        report = convert(tiny_model("llama" if operation == "logits" else "roberta"), operations=operation)
         assert {entry.operation for entry in report.packed.values()} == ({operation} - {"linear"})
         assert bool(report.converted) == (operation == "linear")
 
@@ -144,9 +144,9 @@ def test_copies_are_converted_and_reverted_by_themselves(copied):
     assert torch.equal(logits(twin, "roberta"), logits(model, "roberta"))
 
 
-def test_the_lowest_third_of_the_activations_takes_two_bits():
-    names = [f"layer.{index}.act" for index in range(7)]
-    assert list(choose_widths(names, RMMConfig()).values()) == [2, 2, 4, 4, 4, 4, 4]
+def test_the_lowest_quarter_of_the_activations_takes_two_bits():
+    names = [f"layer.{index}.act" for index in range(9)]
+    assert list(choose_widths(names, RMMConfig()).values()) == [2, 2, 4, 4, 4, 4, 4, 4, 4]
     config = RMMConfig(overrides={"layer.0.act": {"activation_bits": 8}})
     assert list(choose_widths(names, config).values())[:3] == [8, 2, 4]
     assert set(choose_widths(names, RMMConfig(activation_bits=1)).values()) == {1}
