@@ -51,8 +51,8 @@ class RMMConfig(SavedSettings):
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
         operations: What is converted: "linear" (a sketch of the input), "activation" (its derivative in few bits; a
             gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention" (query,
-            key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in chunks, exact
-            but for the order of summation). ("linear",) is the published method.
+            key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in chunks,
+            exact but for the order of summation). ("linear",) is the published method.
         activation_bits: Bits per element of an activation's derivative: 8, 4, 2, 1, or "auto", see
             :mod:`rmm_linear.conversion.widths`. ReLU takes 1 and is exact.
         norm_bits: Bits per element of a norm's input: 8, 4 or 2.
