@@ -20,7 +20,8 @@ _BITS = 4
 class PackedGatedMLP(PackedModule):
     """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
 
-    The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
+    What the activation computes is found when the module is set up; another one that is put in its place later has no
+    effect on the gradients. The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
     the two products: see :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be
     sketched or wrapped; the layer after the product reads the exact one.
 
@@ -64,16 +65,17 @@ class PackedGatedMLP(PackedModule):
         Returns:
             Shape (*, H).
         """
-        if not self.training:
+        values = (*args, *kwargs.values())
+        if not self.training or len(values) != 1:
             return self.exact_forward(*args, **kwargs)
-        (x,) = (*args, *kwargs.values())
+        (x,) = values
         call = self._packed_call(tuple(x.shape[:-1]), x.device)
         if not torch.is_grad_enabled():
             return self.exact_forward(*args, **kwargs)
         a, b = self.rmm_parts.gate_and_up(self, x)
         act = self.get_submodule(self.rmm_parts.act)
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
-        if is_saving and a.dtype == b.dtype and a.shape == b.shape:
+        if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
             bits = activation_bits(self.rmm_config)
             product = GatedFunction.apply(a, b, act, self.rmm_parts.activation, bits, call)
         else:
@@ -105,6 +107,16 @@ class GatedFunction(torch.autograd.Function):
         found = apply_gated(y, stored, ctx.bits, index, *ctx.needs_input_grad[:2])
         gradients = (None if one is None else one.view(grad_output.shape).to(ctx.dtype) for one in found)
         return *gradients, None, None, None, None
+
+
+def _is_plain(act: nn.Module, a: Tensor) -> bool:
+    """Whether hooks of the activation leave its output and its gradient as they are."""
+    if act._backward_hooks or act._backward_pre_hooks:
+        return False
+    if torch.compiler.is_compiling() or not (act._forward_hooks or act._forward_pre_hooks):
+        return True
+    with torch.no_grad():
+        return torch.equal(act(a.detach().clone()), act.forward(a.detach().clone()))
 
 
 def activation_bits(config: RMMConfig) -> int:

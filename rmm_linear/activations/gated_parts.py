@@ -20,6 +20,7 @@ from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import FUNCTIONS
 
 _TOKENS = 3  # of the probe's input
+_LARGE = 1e4  # in float16 too
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class GatedParts:
 def gated_parts(module: nn.Module) -> GatedParts | None:
     """Say which children of a module are the parts of a gated MLP.
 
-    Runs the module on three random rows in eval mode, without gradients; random numbers and modes stay as they were.
+    Runs the module on a few random rows, small and large ones, in eval mode, without gradients; hooks of its children
+    run too, random numbers and modes stay as they were.
 
     Args:
         module: The module.
@@ -96,7 +98,8 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
     if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
         return None
-    kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
+    with torch.random.fork_rng([]):
+        kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
     if len(kinds) != 1:
         return None
     tensors = [tensor for name in widths for tensor in module.get_submodule(name).parameters()]
@@ -110,7 +113,10 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
         x = torch.randn(1, _TOKENS, features, generator=generator, device="cpu")
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
         with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            parts = _probe(module, forward, x, *kinds.items())
+            try:
+                parts = _probe(module, forward, x, *kinds.items())
+            except Exception:  # a forward that takes other arguments, or an input of another width
+                parts = None
         if parts is not None:
             return parts
     return None
@@ -163,21 +169,21 @@ def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tupl
     handles = [child.register_forward_hook(note(name)) for name, child in module.named_children()]
     try:
         output = forward(x)
-    except Exception:  # a forward that takes other arguments, or an input of another width
-        return None
     finally:
         for handle in handles:
             handle.remove()
     parts = _parts_of(x, output, calls, *kind)
     if parts is None:
         return None
-    # The module's own flag in both states: a functional dropout looks at it.
-    for training in (False, True):
-        module.training = training
-        a, b = parts.gate_and_up(module, x)
-        expected = parts.output(module, module.get_submodule(parts.act)(a) * b)
-        if not torch.equal(forward(x) if training else output, expected):
-            return None
+    # Large numbers in another shape, as a formula may clamp; the module's own flag in both states, as a functional
+    # dropout looks at it.
+    for rows in (x, _LARGE * x.repeat(2, 2, 1)):
+        for training in (False, True):
+            module.training = training
+            a, b = parts.gate_and_up(module, rows)
+            expected = parts.output(module, module.get_submodule(parts.act)(a) * b)
+            if not torch.allclose(forward(rows), expected, rtol=0, atol=0, equal_nan=True):
+                return None
     return parts
 
 
@@ -194,6 +200,8 @@ def _parts_of(
     if len(writers) != 1 or len(others) > 1:
         return None
     gated, written = by_name[act][0], [by_name[name][1] for name in readers]
+    if len(written) == 1 and written[0].shape[-1] % 2:
+        return None
     halves = written if len(written) == 2 else written[0].chunk(2, dim=-1)
     gates = [place for place, half in enumerate(halves) if half.shape == gated.shape and torch.equal(half, gated)]
     if len(gates) != 1:

@@ -34,7 +34,8 @@ class PackedNorm(PackedModule):
     its input, and RMSNorm classes in half types several float32 copies of it.
 
     Attributes:
-        rmm_norm: What the module computes; None where it stays exact.
+        rmm_norm: What the module computes, found when it is set up: an ``eps`` that is changed later has no effect on
+            the gradients. None where it stays exact.
     """
 
     weight: Tensor | None
@@ -68,7 +69,8 @@ class PackedNorm(PackedModule):
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
-        if is_distributed or not (torch.is_grad_enabled() and input.requires_grad):
+        is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
+        if is_distributed or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
         norm = _Norm(form, self.rmm_config.norm_bits, call)
         return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
@@ -121,7 +123,8 @@ class NormFunction(torch.autograd.Function):
         norm: _Norm = ctx.norm
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         with torch.autocast(grad_output.device.type, enabled=False):
-            y = grad_output.flatten(grad_output.dim() - norm.form.dims).flatten(0, -2)
+            y = grad_output.flatten(grad_output.dim() - norm.form.dims)
+            y = y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0)
             if norm.call.on_backward is not None:
                 norm.call.on_backward(y, norm.call.mask)
             x, grad_weight, grad_bias = norm_backward(

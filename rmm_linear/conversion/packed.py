@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class PackedChoice:
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
     """Choose the modules that a configuration makes save a packed stand-in.
 
+    Modules are tried on a few numbers, of the selected operations alone.
+
     Args:
         names: Every submodule of the model to its name.
         config: The configuration.
@@ -58,7 +60,7 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
     choices = _choices(names, config)
     for module, name in names.items():
         choice = choices.get(module)
-        if choice is None or choice.operation not in config.operations:
+        if choice is None:
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module):
@@ -76,14 +78,20 @@ def _skip_reason(module: nn.Module, name: str, config: RMMConfig) -> str | None:
 
 
 def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, PackedChoice]:
-    """Module to what it saves, for those that save something that can be packed."""
-    found = {module: _choice(module, config.for_module(name)) for module, name in names.items()}
+    """Module to what it saves, for those of the selected operations that save something that can be packed."""
+    found = {module: _choice(module, config.for_module(name), config.operations) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
+    if "activation" not in config.operations:
+        return chosen
     gated = {module: parts for module in names if (parts := gated_parts(module)) is not None}
-    chosen |= {module: _gated(module, config.for_module(names[module]), parts) for module, parts in gated.items()}
-    # The activation of a gated MLP saves nothing of its own, unless the MLP stays as it is.
-    packed = {module: parts for module, parts in gated.items() if _skip_reason(module, names[module], config) is None}
-    inside = {module.get_submodule(parts.act) for module, parts in packed.items()}
+    # The activation of a gated MLP saves nothing of its own, unless it or the MLP is to stay as it is.
+    inside: set[nn.Module] = set()
+    for module, parts in gated.items():
+        act = module.get_submodule(parts.act)
+        if _skip_reason(act, f"{names[module]}.{parts.act}", config) is None:
+            chosen[module] = _gated(module, config.for_module(names[module]), parts)
+            if _skip_reason(module, names[module], config) is None:
+                inside.add(act)
     functions = {module: pointwise_function(module) for module in names if module not in inside}
     activations = {names[module]: (module, function) for module, function in functions.items() if function is not None}
     for name, bits in choose_widths(list(activations), config).items():
@@ -92,13 +100,13 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     return chosen
 
 
-def _choice(module: Any, config: RMMConfig) -> PackedChoice | None:
-    if is_dropout(module):
+def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> PackedChoice | None:
+    if "dropout" in operations and is_dropout(module):
         return PackedChoice("dropout", module, "1 bit per element", _change_class(module, PackedDropout))
-    if (form := norm_of(module)) is not None:
+    if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up)
-    if is_attention(module) or calls_attention(module):
+    if "attention" in operations and (is_attention(module) or calls_attention(module)):
         kind = PackedAttention if is_attention(module) else PackedAttentionCaller
         saved = f"queries, keys and values, {config.attention_bits} bits"
         return PackedChoice("attention", module, saved, _change_class(module, kind))

@@ -26,8 +26,8 @@ def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
         Name to width.
 
     Example:
-        >>> choose_widths(["0.act", "1.act", "2.act"], RMMConfig())
-        {'0.act': 2, '1.act': 4, '2.act': 4}
+        >>> choose_widths(["0.act", "1.act", "2.act", "3.act"], RMMConfig())
+        {'0.act': 2, '1.act': 4, '2.act': 4, '3.act': 4}
     """
     widths = {}
     for place, name in enumerate(names):

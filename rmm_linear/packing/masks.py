@@ -28,13 +28,13 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
-    """Multiply the stored elements by a number, and set all others to zero.
+    """Multiply the stored elements by a number and all others by zero, so that NaN and infinities arrive.
 
     Args:
         y: Floating point, shape (N, C).
         bits: Result of :func:`pack_mask`.
         scale: The number.
-        index: The rows that are stored; None for all.
+        index: The rows that are stored; None for all. All others get zeros.
 
     Returns:
         Shape (N, C), dtype of ``y``.
@@ -44,7 +44,7 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = Non
         tensor([[2., 0., 6.]])
     """
     kept = (bits.unsqueeze(-1) >> torch.arange(_BITS, device=bits.device, dtype=torch.uint8)) & 1
-    kept = kept.flatten(1)[:, : y.shape[1]].bool()
+    factor = kept.flatten(1)[:, : y.shape[1]].to(y.dtype) * scale
     if index is None:
-        return (y * scale).where(kept, 0)
-    return torch.zeros_like(y).index_copy_(0, index, (y.index_select(0, index) * scale).where(kept, 0))
+        return y * factor
+    return torch.zeros_like(y).index_copy_(0, index, y.index_select(0, index) * factor)

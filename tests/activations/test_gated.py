@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig
-from rmm_linear.activations.base import PackedCall
-from rmm_linear.activations.gated import GatedFunction, activation_bits
+from rmm_linear.activations.base import PackedCall, packed_class
+from rmm_linear.activations.gated import GatedFunction, PackedGatedMLP, activation_bits
 
 every_model = pytest.mark.parametrize("name", MAKERS)
 
@@ -191,3 +191,39 @@ def test_another_module_is_refused():
 @pytest.mark.parametrize(("given", "taken"), [(2, 2), (4, 4), (8, 8), (1, 2), ("auto", 4)])
 def test_the_width_is_that_of_the_configuration(given, taken):
     assert activation_bits(RMMConfig(activation_bits=given)) == taken
+
+
+class Scaled(MAKERS["llama"]().__class__):
+    def forward(self, x, scale=1.0):
+        return super().forward(x if scale == 1 else scale * x)
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "argument"])
+def test_a_hook_that_changes_the_activation_or_another_argument_leaves_the_module_exact(what):
+    found = []
+    for is_packed in (True, False):
+        model = made("llama").train()
+        if what == "argument":
+            model.mlp.__class__ = Scaled
+        if is_packed:
+            packed(model)
+        if what == "forward":
+            model.mlp.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+        elif what == "backward":
+            model.mlp.act_fn.register_full_backward_hook(lambda module, given, out: (2 * given[0],))
+        x = randn(2, 9, WIDTH).requires_grad_()
+        model.mlp(x, *(3.0,) if what == "argument" else ()).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_hook_that_looks_on_leaves_the_module_packed():
+    kept = []
+    for is_packed in (True, False):
+        model, seen = made("llama").train(), []
+        if is_packed:
+            packed(model)
+        model.mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(output))
+        kept.append(bytes_kept(model, randn(2, 9, WIDTH).requires_grad_()))
+        assert seen
+    assert kept[0] < kept[1]

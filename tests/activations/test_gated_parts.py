@@ -79,6 +79,9 @@ def variant(change):
         lambda m, x: m.w2(m.act(m.w1(x))),
         lambda m, x: (m.w2(m.w3(x) * m.act(m.w1(x))), x),
         lambda m, x: m.w2(m.act(m.w3(x)) * m.act(m.w1(x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x).clamp(max=10))),
+        lambda m, x: m.w2((m.w3(x) * m.act(m.w1(x))).clamp(-100, 100)),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x)) * (2 if x.shape[1] > 3 else 1)),
     ],
 )
 def test_other_formulas_are_refused(change):
@@ -109,3 +112,23 @@ def test_activations_are_known_by_what_they_compute():
     }
     others = (ACT2FN["quick_gelu"], ACT2FN["gelu_10"], ACT2FN["relu2"], nn.PReLU(), nn.Identity(), nn.Dropout(0.0))
     assert [activation_kind(other) for other in (*others, nn.Bilinear(1, 1, 1), nn.Tanh())] == [None] * 8
+
+
+def test_halves_of_another_width_and_modules_that_draw_numbers_are_refused():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.out, self.act = nn.Linear(4, 5), nn.Linear(2, 4), nn.SiLU()
+
+        def forward(self, x):
+            a, b = self.both(x).split([3, 2], dim=-1)
+            return self.out(self.act(a)[..., :2] * b)
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    others = Split(), nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 4))
+    state = torch.get_rng_state()
+    assert [gated_parts(other) for other in others] == [None, None]
+    assert torch.equal(torch.get_rng_state(), state)

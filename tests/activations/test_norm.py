@@ -10,8 +10,11 @@ import weakref
 import pytest
 import torch
 from norm_helpers import NORMS, WIDTH, Bits, batch, error, fresh, gradients, packed
+from torch import nn
 
+from rmm_linear import convert
 from rmm_linear.activations.norm import PackedNorm
+from rmm_linear.memory import track_saved
 from rmm_linear.ops.norms import norm_bytes
 from rmm_linear.sketches import TokenMask
 
@@ -67,8 +70,8 @@ def test_eval_no_grad_and_frozen_inputs_save_nothing_of_ours(name):
     module.train()
     with torch.no_grad():
         assert not module(x).requires_grad
-    output = module(x.detach())
-    assert output.grad_fn is None or "NormFunction" not in type(output.grad_fn).__name__
+    frozen = packed(fresh(name)).requires_grad_(False)
+    assert not frozen(x.detach()).requires_grad
     assert "NormFunction" in type(module(x).grad_fn).__name__
 
 
@@ -180,3 +183,36 @@ def test_a_nan_stays_in_its_row():
     bad = x.grad.isnan()
     assert bad[1, 2].all()
     assert bad.sum() == WIDTH
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 20)])
+def test_an_input_of_one_row_without_leading_dimensions(shape):
+    exact = nn.LayerNorm(shape)
+    norm = copy.deepcopy(exact)
+    convert(nn.Sequential(norm), norm_bits=8)
+    norm.train()
+    gradients = []
+    for module in (norm, exact):
+        x = torch.linspace(-1, 2, math.prod(shape)).view(shape).requires_grad_()
+        module(x).square().sum().backward()
+        gradients.append((x.grad, module.weight.grad, module.bias.grad))
+    for found, expected in zip(*gradients, strict=True):
+        # 8 bits: half of a step of 1/255 of the range of ĥ, of at most 4, in every element.
+        assert (found - expected).abs().max() <= 4 / 255 * 4 * max(1.0, float(expected.abs().max()))
+
+
+def test_a_trained_scale_above_an_input_without_gradient_is_packed():
+    norm = nn.LayerNorm(64)
+    model = nn.Sequential(norm)
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    convert(model)
+    with track_saved(model) as saved:
+        output = model.train()(x)
+    assert saved.total < 0.4 * x.nbytes
+    output.sum().backward()
+    assert norm.weight.grad is not None
+    norm.weight.requires_grad_(False)
+    with track_saved(model) as saved:
+        output = model(x)
+    del output
+    assert saved.total <= x.nbytes + 2 * 4 * len(x)  # with mean and rstd

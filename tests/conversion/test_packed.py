@@ -98,6 +98,19 @@ def test_the_activation_of_a_gated_mlp_that_stays_is_packed_by_itself():
     assert "model.layers.0.mlp.act_fn" not in convert(tiny_model("llama")).packed
 
 
+def test_an_activation_that_is_excluded_takes_its_gated_mlp_with_it():
+    report = convert(tiny_model("llama"), exclude_modules=["act_fn"])
+    assert not any("mlp" in name for name in report.packed)
+
+
+def test_modules_are_tried_for_the_selected_operations_alone():
+    model, calls = tiny_model("llama"), []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, output: calls.append(module))
+    convert(model, operations=("linear", "dropout", "logits"))
+    assert not calls
+
+
 def test_a_module_whose_forward_was_replaced_is_skipped():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
     model[1].forward = lambda x: x

@@ -47,7 +47,7 @@ def _apply_mask_kernel(
     b_bytes = tl.load(p_bits + o_n[:, None] * tl.cdiv(n_columns, 8) + (o_c // 8)[None, :], mask=m_y, other=0)
     b_kept = (b_bytes.to(tl.int32) >> (o_c % 8).to(tl.int32)[None, :]) & 1
     b_y = tl.load(p_y + o_row[:, None] * stride + o_c[None, :], mask=m_y, other=0.0).to(tl.float32)
-    b_out = tl.where(b_kept != 0, b_y * scale, 0.0)
+    b_out = b_y * tl.where(b_kept != 0, scale, 0.0)
     tl.store(p_out + o_row[:, None] * n_columns + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=m_y)
 
 

@@ -34,7 +34,7 @@ VARIANTS static void apply_rows(
     for (int64_t row = begin; row < end; row++) {
         int64_t place = (index ? index[row] : row) * columns;
         const uint8_t *from = bits + row * bytes;
-        for (int64_t i = 0; i < columns; i++) out[place + i] = from[i / 8] >> i % 8 & 1 ? y[place + i] * scale : 0.0f;
+        for (int64_t i = 0; i < columns; i++) out[place + i] = y[place + i] * (from[i / 8] >> i % 8 & 1 ? scale : 0.0f);
     }
 }
 
