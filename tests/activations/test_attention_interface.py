@@ -94,10 +94,8 @@ def test_the_loss_is_that_of_the_model_to_the_bit(architecture):
     assert [module.rmm_exact for module in modules] == [None] * len(modules)
     assert 0 < relative(gradients, exact_gradients) < NOISE
     if architecture == "t5":
-        biases = [
-            [p.grad for name, p in one.named_parameters() if "relative_attention_bias" in name]
-            for one in (model, exact)
-        ]
+        name = "relative_attention_bias"
+        biases = [[p.grad for key, p in one.named_parameters() if name in key] for one in (model, exact)]
         assert len(biases[0]) == 2
         assert 0 < relative(*biases) < NOISE
     reverted(model, context)
