@@ -39,7 +39,6 @@ _WHY = {  # the first pattern that an operator's name matches says what it saves
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
-_SHOWN = 3  # operators of one keeper that its reason names
 
 
 @dataclass(frozen=True)
@@ -257,5 +256,4 @@ def _joined(counts: Counter[tuple[tuple[str, ...], str]]) -> str:
     operators: dict[str, list[str]] = {}
     for (names, why), _ in counts.most_common():
         operators.setdefault(why, []).extend(names)
-    shown = [f"{' and '.join(dict.fromkeys(names))}, {why}" for why, names in list(operators.items())[:_SHOWN]]
-    return "; ".join([*shown, *(["others"] if len(operators) > _SHOWN else [])])
+    return "; ".join(f"{' and '.join(dict.fromkeys(names))}, {why}" for why, names in operators.items())
