@@ -20,10 +20,10 @@ _BITS = 4
 class PackedGatedMLP(PackedModule):
     """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
 
-    What the activation computes is found when the module is set up; another one that is put in its place later has no
-    effect on the gradients. The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
+    The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
     the two products: see :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be
-    sketched or wrapped; the layer after the product reads the exact one.
+    sketched or wrapped; the layer after the product reads the exact one. What the activation computes is found when the
+    module is set up: another one put in its place later has no effect on the gradients.
 
     Memory: 2 · (⌈C · bits / 8⌉ + 4 · ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
     """

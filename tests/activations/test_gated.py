@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig
-from rmm_linear.activations.base import PackedCall, packed_class
-from rmm_linear.activations.gated import GatedFunction, PackedGatedMLP, activation_bits
+from rmm_linear.activations.base import PackedCall
+from rmm_linear.activations.gated import GatedFunction, activation_bits
 
 every_model = pytest.mark.parametrize("name", MAKERS)
 
@@ -218,12 +218,12 @@ def test_a_hook_that_changes_the_activation_or_another_argument_leaves_the_modul
 
 
 def test_a_hook_that_looks_on_leaves_the_module_packed():
-    kept = []
+    kept, seen = [], []
     for is_packed in (True, False):
-        model, seen = made("llama").train(), []
+        model = made("llama").train()
         if is_packed:
             packed(model)
         model.mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(output))
         kept.append(bytes_kept(model, randn(2, 9, WIDTH).requires_grad_()))
-        assert seen
+    assert seen
     assert kept[0] < kept[1]
