@@ -195,7 +195,10 @@ def _step(func: Any, logits: Any, *args: Any, **kwargs: Any) -> LazyLogits | Non
     elif func is Tensor.clone and not args and not kwargs:  # of DDP, of all outputs
         changed = {}
     elif (func is Tensor.float and not args) or (func is Tensor.to and args in ((torch.float32,), (source.dtype,))):
-        changed = {"dtype": torch.float32 if func is Tensor.float else args[0]} if not kwargs else None
+        dtype = torch.float32 if func is Tensor.float else args[0]
+        if dtype == source.dtype and not kwargs:
+            return logits
+        changed = None if kwargs else {"dtype": dtype}
     elif func in (torch.tanh, Tensor.tanh) and source.divisor is not None:
         changed = {"cap": source.divisor, "scale": source.before, "divisor": None, "is_open": True}
     elif func in _PRODUCTS + _QUOTIENTS and len(args) == 1 and type(args[0]) in (int, float) and not kwargs:
