@@ -20,9 +20,7 @@ class InPlace(nn.Module):
 
     def forward(self, x):
         x = self.norm(x)
-        hidden = self.dropout(self.act(self.up(x)))
-        hidden += 0.5
-        hidden = self.down(hidden)
+        hidden = self.dropout(self.down(self.act(self.up(x))))
         hidden += x
         return hidden
 
