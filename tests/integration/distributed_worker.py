@@ -1,4 +1,4 @@
-"""What two processes do together for test_distributed.py, test_fsdp.py and test_whole_distributed.py; each writes what it found as JSON.
+"""What two processes do together for test_*distributed.py and test_fsdp.py; each writes what it found as JSON.
 
 torchrun --nproc_per_node 2 distributed_worker.py PART OUTPUT
 """

@@ -1,4 +1,4 @@
-"""All operations in compiled code: one graph, outputs of the exact model, the bytes of eager code, unbiased gradients."""
+"""All operations in compiled code: one graph, outputs of the exact model, bytes of eager code, unbiased gradients."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ STAND_INS = {
 }
 # A view of the pooled tokens keeps the last hidden state in graphs: N · H float32, which eager code does not keep.
 POOLED = 4 * 20 * 64 * 4
-by_length = pytest.mark.parametrize(
+one_or_all = pytest.mark.parametrize(
     "architecture",
     ["roberta", *(pytest.param(name, marks=pytest.mark.stack) for name in ALL_ARCHITECTURES if name != "roberta")],
 )
@@ -59,7 +59,7 @@ def saved_bytes(model, run):
     return sum(storages.values()), output
 
 
-@by_length
+@one_or_all
 def test_a_model_is_one_graph_with_the_exact_outputs_and_the_bytes_of_eager_code(architecture):
     batch = inputs_of(architecture)
     exact, model = made(architecture, whole=False), made(architecture, whole=True)
@@ -78,7 +78,8 @@ def test_a_model_is_one_graph_with_the_exact_outputs_and_the_bytes_of_eager_code
     assert all(one.isfinite().all() for one in gradients(model).values())
 
 
-@by_length
+@pytest.mark.stack
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_compiled_gradients_are_unbiased(architecture):
     batch = inputs_of(architecture)
     exact, model = made(architecture, whole=False), made(architecture, whole=True)
@@ -95,6 +96,7 @@ def test_compiled_gradients_are_unbiased(architecture):
     assert len(set(values.tolist())) == 25  # another draw in every step
 
 
+@pytest.mark.stack
 def test_compiled_dropout_repeats_its_mask():
     """The gradient along a direction is the difference quotient of the loss, which has the same dropout."""
     model = made("roberta", whole=False, dropout=0.3).double()

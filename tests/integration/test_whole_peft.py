@@ -12,7 +12,10 @@ from rmm_linear import convert, revert
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.memory import track_saved
 
-architectures = pytest.mark.parametrize("architecture", list(TARGETS))
+SHORT = ("roberta", "llama")
+architectures = pytest.mark.parametrize(
+    "architecture", [name if name in SHORT else pytest.param(name, marks=pytest.mark.stack) for name in TARGETS]
+)
 converted_first = pytest.mark.parametrize("first", [True, False], ids=["converted before", "converted after"])
 
 
@@ -60,7 +63,7 @@ def test_a_frozen_base_saves_fewer_bytes(architecture):
 
 
 @converted_first
-@pytest.mark.parametrize("architecture", ["roberta", "llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.stack)])
 def test_merged_weights_are_those_of_the_exact_model(architecture, first):
     plain, model = lora(architecture).merge_and_unload(), whole(architecture, first)
     merged = model.merge_and_unload()

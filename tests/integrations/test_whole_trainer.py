@@ -68,8 +68,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-@pytest.mark.parametrize("architecture", ["llama", "roberta"])
+SHORT = [("llama", "accumulated"), ("llama", "checkpointed"), ("llama", "smoothed"), ("roberta", "reentrant")]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [
+        pytest.param(name, how, marks=[] if (name, how) in SHORT else pytest.mark.stack)
+        for name in ("llama", "roberta")
+        for how in OPTIONS
+    ],
+)
 def test_the_first_losses_are_the_exact_models_and_the_last_ones_near(architecture, how, tmp_path, reads):
     """Before the first step, weights are the same. Smoothed labels need the logits, and all else does without."""
     made = [trainer(architecture, tmp_path / str(whole), whole=whole, **OPTIONS[how]) for whole in (False, True)]
@@ -87,7 +96,7 @@ def test_the_first_losses_are_the_exact_models_and_the_last_ones_near(architectu
     assert bool(reads) == (architecture == "llama" and how == "smoothed")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "roberta"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("roberta", marks=pytest.mark.stack)])
 def test_a_resumed_run_ends_where_the_whole_one_does(architecture, tmp_path):
     """To the bit: stand-ins draw from the generators that the Trainer saves."""
     whole = trainer(architecture, tmp_path, whole=True, save_strategy="steps", save_steps=2)
