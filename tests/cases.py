@@ -15,6 +15,9 @@ ROUGH = {"kind": "countsketch", **QUARTER}
 ROUGH_BODY = {**ROUGH, "min_rows": 8}  # a model's head stays exact: it sees one row per sequence, of which there are 4
 WTA = {"kind": "wta", **QUARTER}
 EXACT = {"ratio": 1.0, "min_rows": 1, **LINEAR}
+# All operations. Attention alone is biased, by what its scores are off: 8 bits leave nothing that a z-test would see.
+WHOLE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1, "attention_bits": 8}
+WHOLE_BODY = {**WHOLE, "min_rows": 8}
 CONFIG = RMMConfig(**ROUGH)
 
 KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]

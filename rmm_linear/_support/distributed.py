@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,3 +32,14 @@ def is_fsdp_module(module: nn.Module) -> bool:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def running_ddp() -> Any:
+    """Return the ``DistributedDataParallel`` whose forward pass is running.
+
+    Returns:
+        The module, or None.
+    """
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    ddp = None if parallel is None else parallel.DistributedDataParallel
+    return getattr(ddp, "_active_ddp_module", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_dtype, cast
 from rmm_linear.activations.base import PackedCall
-from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.layers.function import as_no_view, refuse_double_backward
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.biased_attention import biased_attention_backward
 from rmm_linear.ops.masks import pack_mask
@@ -72,7 +72,7 @@ class AttentionFunction(torch.autograd.Function):
             stored = pack_attention(query, key, value, call.index, kv_index, call.seed, *(attention.bits,) * 3)
         # Seed and indices are saved tensors: on ctx, a recomputation could not replace them.
         ctx.save_for_backward(stored, mask, kept, call.index, kv_index, bias)
-        return output
+        return as_no_view(output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,207 +1,18 @@
-"""Logits that are computed when they are read, and not at all by the loss.
-
-A language model computes logits = head(hidden) and gives them, reshaped, to ``F.cross_entropy``; the loss is all that
-training needs of them. :class:`ChunkedHead` returns :class:`LazyLogits` instead: a tensor that remembers hidden and
-what was done to it, as long as this is one of the few steps that models take on the way to their loss (views, casts to
-float, multiplication by a number, tanh of a cap). ``F.cross_entropy`` of it is
-:func:`rmm_linear.losses.chunked_cross_entropy`. Anything else reads the logits: they are computed then, with the same
-operations in the same order as in the original model, and with gradients.
-"""
+"""ChunkedHead, the output layer of a language model whose loss needs no logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from rmm_linear._support.distributed import is_fsdp_module
+from rmm_linear._support.autocast import autocast_dtype
+from rmm_linear._support.distributed import is_fsdp_module, running_ddp
 from rmm_linear.activations.base import PackedModule
-from rmm_linear.losses import CHUNK, chunked_cross_entropy
-
-_READ = "The logits are computed when they are read, and the weight of the output layer has changed since the forward "
-_READ += "pass. Read them before the optimizer's step, or convert without the operation 'logits'."
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What logits follow from.
-
-    Attributes:
-        hidden: What the output layer was given.
-        head: The output layer.
-        version: That of its weight.
-        rows: ``hidden`` after the views that were taken of the logits.
-        dtype: That of the logits.
-        steps: What was done since, to be done again when the logits are read.
-        scale: What they were multiplied by.
-        before: ``scale`` before the last step, if that was a division by ``divisor``: tanh may follow.
-        cap: The divisor before tanh, if there was one.
-        is_open: Whether the multiplication by ``cap`` after tanh is still to come.
-    """
-
-    hidden: Tensor
-    head: ChunkedHead
-    version: int
-    rows: Tensor
-    dtype: torch.dtype
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    scale: float = 1.0
-    before: float = 1.0
-    divisor: float | None = None
-    cap: float | None = None
-    is_open: bool = False
-
-
-class LazyLogits(Tensor):
-    """Logits of shape (*, V) that are computed when they are read."""
-
-    _source: _Source
-    _value: Tensor | None
-
-    @staticmethod
-    def __new__(cls, source: _Source) -> LazyLogits:
-        """Make logits; nothing is computed."""
-        shape = (*source.rows.shape[:-1], source.head.weight.shape[0])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=source.dtype, device=source.rows.device)  # pyright: ignore[reportAttributeAccessIssue]
-        made._source, made._value = source, None
-        return made
-
-    def __init__(self, source: _Source) -> None:
-        """Do nothing; see ``__new__``."""
-
-    def read(self) -> Tensor:
-        """Compute the logits, once.
-
-        Returns:
-            A plain tensor.
-
-        Raises:
-            RuntimeError: If the weight has changed since the forward pass.
-        """
-        if self._value is None:
-            source = self._source
-            if source.head.weight._version != source.version:
-                raise RuntimeError(_READ)
-            value = source.head.exact_forward(source.hidden)
-            for step in source.steps:
-                value = step(value)
-            self._value = value
-        return self._value
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take a step that models take on the way to their loss, or read the logits."""
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, LazyLogits) and first._value is None:
-            if func == _REQUIRES_GRAD:
-                return True
-            found = _loss(first, *args[1:], **kwargs) if func is F.cross_entropy else _step(func, *args, **kwargs)
-            if found is not None:
-                return found
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.read, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute what reaches an operator by another way, such as copies and printing."""
-        args, kwargs = tree_map_only(LazyLogits, lambda one: one.read().detach(), (args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-_METADATA = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.ndimension}
-_METADATA |= {
-    Tensor.is_complex,
-    Tensor.nelement,
-    Tensor.get_device,
-    Tensor.__len__,
-    torch.is_floating_point,
-    torch.numel,
-}
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
-_VIEWS = (Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten)
-_PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
-_QUOTIENTS = (Tensor.div, Tensor.__truediv__, torch.div)
-
-
-def _step(func: Any, logits: Any, *args: Any, **kwargs: Any) -> LazyLogits | None:
-    """The logits after a step that the loss can take too; None for any other."""
-    source, changed = logits._source, None
-    if func is Tensor.contiguous and not args and not kwargs:
-        return logits
-    if func in _VIEWS and not kwargs:
-        shape = tuple(func(torch.empty(logits.shape, device="meta"), *args).shape)
-        if shape[-1] == logits.shape[-1]:
-            changed = {"rows": source.rows.reshape(*shape[:-1], source.rows.shape[-1])}
-    elif func is Tensor.__getitem__ and _keeps_columns(args[0], logits.dim()):
-        changed = {"rows": source.rows[args[0]]}
-    elif (func is Tensor.float and not args) or (func is Tensor.to and args in ((torch.float32,), (source.dtype,))):
-        changed = {"dtype": torch.float32 if func is Tensor.float else args[0]} if not kwargs else None
-    elif func in (torch.tanh, Tensor.tanh) and source.divisor is not None:
-        changed = {"cap": source.divisor, "scale": source.before, "divisor": None, "is_open": True}
-    elif func in _PRODUCTS + _QUOTIENTS and len(args) == 1 and type(args[0]) in (int, float) and not kwargs:
-        changed = _number(source, func in _QUOTIENTS, float(args[0]))
-    if changed is None:
-        return None
-    return LazyLogits(replace(source, **changed, steps=(*source.steps, lambda value: func(value, *args, **kwargs))))
-
-
-def _number(source: _Source, is_quotient: bool, number: float) -> dict[str, Any] | None:
-    if source.cap is not None:  # cap · tanh(z / cap), and nothing after it
-        return {"is_open": False} if source.is_open and not is_quotient and number == source.cap else None
-    if number == 0:
-        return None
-    scale = source.scale / number if is_quotient else source.scale * number
-    return {"scale": scale, "before": source.scale, "divisor": number if is_quotient and number > 0 else None}
-
-
-def _keeps_columns(index: Any, dimensions: int) -> bool:
-    """Whether an index leaves the last dimension whole, and takes slices of the others."""
-    if not isinstance(index, tuple) or index[-1:] != (slice(None),):
-        return False
-    is_whole = len(index) == dimensions or (len(index) <= dimensions and index.count(Ellipsis) == 1)
-    return is_whole and all(part is Ellipsis or isinstance(part, slice) for part in index)
-
-
-def _loss(
-    logits: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """F.cross_entropy in chunks; None where only the logits will do."""
-    source = logits._source
-    is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not is_plain or reduction not in ("mean", "sum") or source.is_open or logits.dim() != 2:
-        return None
-    if target.dim() != 1 or target.dtype != torch.int64:
-        return None
-    loss = chunked_cross_entropy(
-        source.rows,
-        source.head.weight,
-        target,
-        bias=source.head.bias,
-        chunk=source.head.rmm_chunk,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        scale=source.scale,
-        softcap=source.cap,
-    )
-    return loss.to(logits.dtype)
+from rmm_linear.activations.lazy_logits import LazyLogits, Source
+from rmm_linear.losses import CHUNK
 
 
 class ChunkedHead(PackedModule):
@@ -213,8 +24,10 @@ class ChunkedHead(PackedModule):
     they are read, which must happen before the optimizer's step. A loss that is no plain cross entropy of the logits,
     or of logits changed in another way than by views, casts to float, a factor or a cap, reads them.
 
-    In eval mode, without gradients, in compiled code, for as few rows as one chunk has, and where it is sharded by
-    itself, it is the original layer.
+    In eval mode, without gradients, in compiled code, for as few rows as one chunk has, where it is sharded by itself,
+    where it has backward hooks, and under DDP with ``static_graph=True``, it is the original layer. A forward pass
+    without labels computes the logits at its end under FSDP2, which may shard the weight then, and under DDP with
+    ``find_unused_parameters=True``, which looks at the graph of the outputs.
     """
 
     weight: Tensor
@@ -245,9 +58,28 @@ class ChunkedHead(PackedModule):
         is_lazy = self.training and torch.is_grad_enabled() and needs_gradient and not torch.compiler.is_compiling()
         # Where FSDP or ZeRO-3 shards this layer by itself, the weight is there during its own forward only.
         is_sharded = is_fsdp_module(self) or hasattr(self.weight, "ds_id")
-        if not is_lazy or is_sharded or input.numel() <= self.rmm_chunk * input.shape[-1]:
+        is_hooked = bool(self._backward_hooks or self._backward_pre_hooks)
+        if not is_lazy or is_sharded or is_hooked or input.numel() <= self.rmm_chunk * input.shape[-1]:
             return self.exact_forward(input)
-        dtype = input.dtype
-        if torch.is_autocast_enabled(input.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(input.device.type)
-        return LazyLogits(_Source(input, self, self.weight._version, input, dtype))
+        used: list[None] = []
+        if not self._can_wait(used):
+            return self.exact_forward(input)
+        autocast = autocast_dtype(input.device.type, input.dtype)
+        weight, dtype = self.weight, autocast or input.dtype
+        return LazyLogits(Source(input, self, weight, weight._version, input, dtype, autocast, used))
+
+    def _can_wait(self, used: list[None]) -> bool:
+        """Whether logits may be read after the forward pass; arranges that they are read at its end where not."""
+        ddp = running_ddp()
+        outermost = None if self.rmm_context is None else self.rmm_context.outermost
+        looks_at_graph = ddp is not None and ddp.find_unused_parameters
+        if ddp is not None and (ddp.static_graph or (looks_at_graph and outermost is None)):
+            return False
+        if outermost is not None and (looks_at_graph or is_fsdp_module(outermost)):
+
+            def finish(module: nn.Module, args: Any, output: Any) -> Any:
+                handle.remove()
+                return output if used else tree_map_only(LazyLogits, LazyLogits.read, output)
+
+            handle = outermost.register_forward_hook(finish, prepend=True, always_call=True)
+        return True

@@ -124,6 +124,11 @@ class ModelContext:
         """
         return bool(self._inputs) or in_backward()
 
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The module whose forward pass, or its recomputation, is running; None outside of one."""
+        return self._outermost
+
     def layer_seed(self, index: int) -> int:
         """Return a new seed for one call of one layer.
 

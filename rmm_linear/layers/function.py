@@ -23,7 +23,21 @@ def _apply(
     ctx.autocast_dtype, ctx.input_shape, ctx.input_dtype = dtype, input.shape, input.dtype
     ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
     with torch.autocast(input.device.type, enabled=False):
-        return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+        output = F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+    return as_no_view(output)
+
+
+def as_no_view(output: Tensor) -> Tensor:
+    """Return the output of an autograd function so that it may be written into, which one that is a view may not.
+
+    Args:
+        output: A tensor that no one else has, or a view of one, such as the output of a linear layer for more than two
+            dimensions. Activations that work in place write into it.
+
+    Returns:
+        The same memory.
+    """
+    return torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What two processes do together for test_distributed.py and test_fsdp.py; each writes what it found as JSON.
+"""What two processes do together for test_*distributed.py and test_fsdp.py; each writes what it found as JSON.
 
 torchrun --nproc_per_node 2 distributed_worker.py PART OUTPUT
 """
@@ -78,6 +78,11 @@ def main():
             "tensor parallel": tensor_parallel(),
             "transformers parallel": transformers_parallel(output / "llama"),
         }
+    elif part.startswith("whole"):
+        import distributed_whole as whole
+
+        ddp, fsdp = (whole.ddp, whole.fsdp) if part == "whole" else (whole.ddp_at_length, whole.fsdp_at_length)
+        found = {"ddp": ddp(rank), "fsdp": fsdp(rank) if hasattr(torch.cpu.Stream, "record_event") else {}}
     else:
         import distributed_fsdp as fsdp
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

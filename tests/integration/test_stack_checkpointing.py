@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from cases import ROUGH_BODY, architectures
+from cases import ROUGH_BODY, WHOLE_BODY, architectures
 from helpers import batch_of, checkpointed, enable_checkpointing, gradients, loss_of, six_features, tiny_model
 from statistical import assert_unbiased
 
@@ -69,15 +69,16 @@ def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reent
     assert_unbiased(draw, sketched, draws=20, widest=0.2)
 
 
+@pytest.mark.parametrize("settings", [ROUGH_BODY, WHOLE_BODY], ids=["linear", "whole"])
 @architectures
-def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architecture):
+def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architecture, settings):
     """Z, the seed and the mask are saved tensors like others, so hooks move all of them.
 
     The loss is the same to the bit. What comes back for the backward pass may be laid out otherwise, so that products
     of it add in another order: that is rounding, where another seed would be seen in the first digit.
     """
     model = made(architecture)
-    convert(model, mask_padding=False, bits=4, **ROUGH_BODY)
+    convert(model, mask_padding=False, bits=4, **settings)
     expected = step(model, architecture)
     copies = []
 
@@ -100,13 +101,13 @@ def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architec
 # Bytes: the tensors that live, as every operator was watched, against what the saved-tensor hooks and the formulas say
 
 
-@pytest.mark.parametrize("converted", [False, True], ids=["exact", "converted"])
+@pytest.mark.parametrize("settings", [None, ROUGH_BODY, WHOLE_BODY], ids=["exact", "linear", "whole"])
 @architectures
-def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architecture, converted):
+def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architecture, settings):
     """Nothing is held past the hooks, in nodes, closures or the scope."""
     model = made(architecture, dropout=0.1)
-    if converted:
-        convert(model, bits=4, **ROUGH_BODY)
+    if settings:
+        convert(model, bits=4, **settings)
     batch = batch_of(architecture)
     with _LiveTensors(Peak()) as live:
         loss = loss_of(model, architecture, batch)
