@@ -217,6 +217,7 @@ class ChunkedHead(PackedModule):
     itself, it is the original layer.
     """
 
+    rmm_operation = "logits"
     weight: Tensor
     bias: Tensor | None
     rmm_chunk: int = CHUNK

@@ -37,6 +37,7 @@ class PackedNorm(PackedModule):
         rmm_norm: What the module computes; None where it stays exact.
     """
 
+    rmm_operation = "norm"
     weight: Tensor | None
     bias: Tensor | None
     rmm_norm: NormForm | None
