@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import architectures
-from helpers import batch_of, gradients, loss_of, snapshot, tiny_model
+from helpers import gradients, loss_of, snapshot, tiny_model
 from torch import nn
 
 from rmm_linear import convert
@@ -63,13 +63,20 @@ def test_classes_come_back_after_an_error():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     convert(model, min_rows=1)
     before = snapshot(model)
-    with pytest.raises(KeyboardInterrupt), exact_but(model):
-        assert type(model[0]) is nn.Linear
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), set_aside(model) as contexts:
-        assert contexts == [model[0].rmm_context]
-        model[1].rmm_more = 1
-        contexts[0].salt = 5
-        raise KeyboardInterrupt
+
+    def interrupted_exact():
+        with exact_but(model):
+            assert type(model[0]) is nn.Linear
+            raise KeyboardInterrupt
+
+    def interrupted_aside():
+        with set_aside(model) as contexts:
+            assert contexts == [model[0].rmm_context]
+            model[1].rmm_more, contexts[0].salt = 1, 5
+            raise KeyboardInterrupt
+
+    for interrupted in (interrupted_exact, interrupted_aside):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
     assert snapshot(model) == before
     assert model[0].rmm_context.salt == 0
