@@ -137,8 +137,8 @@ def by_block(model: nn.Module, batch: Mapping[str, Any], draws: int) -> Iterator
         pairs = products[tuple(torch.triu_indices(GROUPS, GROUPS, 1))]  # pyright: ignore[reportIndexIssue]
         bias, error = float(pairs.mean()), float(pairs.std()) / len(pairs) ** 0.5
         variance, minibatch = sum(squares[i] for i in places) - bias, sum(sgd[names[i]] for i in places)
-        ratios = f"{bias / variance:.4f} ± {error / variance:.4f}", f"{bias / minibatch:.6f} ± {error / minibatch:.6f}"
-        yield title, f"{variance / minibatch:.4f}", *ratios
+        ratios = f"{bias / variance:.4f} ± {error / variance:.4f}", f"{bias / minibatch:.2g} ± {error / minibatch:.2g}"
+        yield title, f"{variance / minibatch:.2g}", *ratios
 
 
 def main(argv: list[str] | None = None) -> int:
