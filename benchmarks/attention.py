@@ -149,11 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with the official GLUE files")
     parser.add_argument("--tasks", nargs="+", default=["sst2", "cola"], help="GLUE tasks")
     parser.add_argument("--model_name_or_path", help="model folder, or model of the hub; default: MiniLM, made anew")
-    parser.add_argument("--batch", type=int, default=32, help="sentences per batch")
+    parser.add_argument("--batch", type=int, default=16, help="sentences per batch")
     parser.add_argument("--steps", type=int, default=25, help="exact training steps before")
     parser.add_argument("--max_seq_length", type=int, default=128, help="tokens per text at most")
-    parser.add_argument("--draws", type=int, default=200, help="draws of every layer")
-    parser.add_argument("--whole", type=int, default=60, help="draws of the whole model; 0 makes none")
+    parser.add_argument("--draws", type=int, default=60, help="draws of every layer")
+    parser.add_argument("--whole", type=int, default=40, help="draws of the whole model; 0 makes none")
     arguments = parser.parse_args(argv)
     for task in arguments.tasks:
         shape = {"batch": arguments.batch, "steps": arguments.steps, "max_length": arguments.max_seq_length}
