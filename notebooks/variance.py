@@ -13,9 +13,10 @@
 # %% [markdown]
 # # How noisy is a sketched weight gradient?
 #
-# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens. The gradient stays
-# unbiased and becomes noisy. Minibatch sampling adds noise anyway, so the two are compared: where the sketch adds less,
-# it hardly affects training. All noises here are exact or measured; nothing needs a network.
+# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens; the other operations
+# of a block keep what their gradient needs in few bits. The gradient stays unbiased and becomes noisy. Minibatch sampling
+# adds noise anyway, so the two are compared: where the sketch adds less, it hardly affects training. All noises here are
+# exact or measured; nothing needs a network.
 
 # %%
 import os
@@ -37,6 +38,7 @@ from glue_finetune.minilm import find_minilm, save_minilm
 from rmm_linear.variance import (
     correlation,
     effective_batch,
+    gradient_noise,
     noise_at_memory,
     paper_sketch_variance,
     record_layers,
@@ -105,7 +107,7 @@ print(f"{len(batches)} batches, the first of {tuple(batches[0]['input_ids'].shap
 # %% [markdown]
 # ## Convert it, train a little
 #
-# One call converts the linear layers; the training loop is unchanged.
+# One call converts linear layers, activations, norms, attention and dropout; the training loop is unchanged.
 
 # %%
 model = load_model().train()
@@ -121,6 +123,18 @@ print(f"loss after {STEPS} steps: {loss.item():.3f}")
 rmm_linear.revert(model)
 
 # %% [markdown]
+# ## The gradient of the whole model
+#
+# What an operation adds to the gradients of all parameters, block by block, measured with new random numbers and divided
+# by the noise of a minibatch of these sentences. Operations below a random one inherit its noise.
+
+# %%
+few = {name: value[:16] for name, value in batches[STEPS - 1].items()}
+print(gradient_noise(model, few, draws=2))
+
+# %% [markdown]
+# From here on linear layers alone: for them, everything follows from closed forms.
+#
 # ## Kinds and bits at equal memory
 #
 # `train_and_record` trains exactly on all batches but the last, and records each layer's input X and output gradient Y
@@ -182,7 +196,7 @@ print(f"at noise 1, a batch of {BATCH} acts like {effective_batch(BATCH, 1.0):g}
 PUBLISHED = (0.97, 1.01)  # D²_sketch/D²_SGD per epoch on CoLA, arXiv 2201.13195
 model = load_model().train()
 middle = model.config.num_hidden_layers // 2
-sketched = {"kind": "gaussian", "ratio": 0.5, "bits": None, "mask_padding": False}
+sketched = {"operations": ["linear"], "kind": "gaussian", "ratio": 0.5, "bits": None, "mask_padding": False}
 rows, table = [], []
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 probe_batch = make_batch(make_corpus(BATCH, 2, seed=1)[0])

@@ -119,16 +119,3 @@ def activation_bits(config: RMMConfig) -> int:
     """
     bits = config.activation_bits
     return _BITS if bits == "auto" else max(2, int(bits))
-
-
-def replaced_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the children that a packed gated MLP stands for: they must not be packed by themselves.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The name of the activation child of a gated MLP, packed or not; nothing for other modules.
-    """
-    parts = module.rmm_parts if isinstance(module, PackedGatedMLP) else gated_parts(module)
-    return () if parts is None else (parts.act,)

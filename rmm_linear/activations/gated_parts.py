@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.packing.gated import ACTIVATIONS
+from rmm_linear.packing.pointwise import FUNCTIONS
 
 _TOKENS = 3  # of the probe's input
 
@@ -137,9 +138,9 @@ def activation_kind(module: nn.Module) -> str | None:
         return None
     if not isinstance(found, Tensor) or found.shape != points.shape:
         return None
-    for name, formula in ACTIVATIONS.items():
+    for name in ACTIVATIONS:
         # The constants of one and the same function are written with seven digits and more.
-        if torch.allclose(found.double(), formula(points)[0], rtol=1e-7, atol=1e-7):
+        if torch.allclose(found.double(), FUNCTIONS[name].value(points), rtol=1e-7, atol=1e-7):
             return name
     return None
 

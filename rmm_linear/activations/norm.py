@@ -42,9 +42,15 @@ class PackedNorm(PackedModule):
     bias: Tensor | None
     rmm_norm: NormForm | None
 
-    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+    def _set_up(
+        self,
+        config: RMMConfig | None,
+        context: ModelContext | None = None,
+        index: int = 0,
+        form: NormForm | None = None,
+    ) -> None:
         super()._set_up(config, context, index)
-        self.rmm_norm = norm_of(self)
+        self.rmm_norm = form or norm_of(self)
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Normalize.

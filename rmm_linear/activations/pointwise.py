@@ -47,11 +47,14 @@ class PackedActivation(PackedModule):
     """
 
     rmm_operation = "activation"
-    rmm_bits: int = 4
+    rmm_bits: int
     rmm_function: Pointwise
 
-    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+    def _set_up(
+        self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0, bits: int = 4
+    ) -> None:
         super()._set_up(config, context, index)
+        self.rmm_bits = bits
         function = pointwise_function(self)
         if function is None:
             raise TypeError(f"{type(self).__name__} is no pointwise function that is known. Leave it as it is.")

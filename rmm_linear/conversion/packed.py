@@ -13,7 +13,7 @@ from rmm_linear.activations.attention_interface import PackedAttention, is_atten
 from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
-from rmm_linear.activations.gated_parts import gated_parts
+from rmm_linear.activations.gated_parts import GatedParts, gated_parts
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import norm_of
@@ -60,8 +60,7 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         choice = choices.get(module)
         if choice is None or choice.operation not in config.operations:
             continue
-        excluded = config.exclude_modules is not None and matches(config.exclude_modules, name)
-        reason = "in exclude_modules" if excluded else replaced_reason(module)
+        reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module):
             reason = stays_exact(module)
         if reason is None:
@@ -71,14 +70,20 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
     return found, skipped
 
 
+def _skip_reason(module: nn.Module, name: str, config: RMMConfig) -> str | None:
+    excluded = config.exclude_modules is not None and matches(config.exclude_modules, name)
+    return "in exclude_modules" if excluded else replaced_reason(module)
+
+
 def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, PackedChoice]:
     """Module to what it saves, for those that save something that can be packed."""
     found = {module: _choice(module, config.for_module(name)) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
-    # The activation of a gated MLP saves nothing of its own.
     gated = {module: parts for module in names if (parts := gated_parts(module)) is not None}
-    inside = {module.get_submodule(parts.act) for module, parts in gated.items()}
-    chosen |= {module: _gated(module, config.for_module(names[module])) for module in gated}
+    chosen |= {module: _gated(module, config.for_module(names[module]), parts) for module, parts in gated.items()}
+    # The activation of a gated MLP saves nothing of its own, unless the MLP stays as it is.
+    packed = {module: parts for module, parts in gated.items() if _skip_reason(module, names[module], config) is None}
+    inside = {module.get_submodule(parts.act) for module, parts in packed.items()}
     functions = {module: pointwise_function(module) for module in names if module not in inside}
     activations = {names[module]: (module, function) for module, function in functions.items() if function is not None}
     for name, bits in choose_widths(list(activations), config).items():
@@ -90,8 +95,9 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
 def _choice(module: Any, config: RMMConfig) -> PackedChoice | None:
     if is_dropout(module):
         return PackedChoice("dropout", module, "1 bit per element", _change_class(module, PackedDropout))
-    if norm_of(module) is not None:
-        return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", _change_class(module, PackedNorm))
+    if (form := norm_of(module)) is not None:
+        set_up = _change_class(module, PackedNorm, form=form)
+        return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up)
     if is_attention(module) or calls_attention(module):
         kind = PackedAttention if is_attention(module) else PackedAttentionCaller
         saved = f"queries, keys and values, {config.attention_bits} bits"
@@ -99,14 +105,14 @@ def _choice(module: Any, config: RMMConfig) -> PackedChoice | None:
     return None
 
 
-def _gated(module: Any, config: RMMConfig) -> PackedChoice:
+def _gated(module: Any, config: RMMConfig, parts: GatedParts) -> PackedChoice:
     saved = f"two products of the gate, {activation_bits(config)} bits"
-    return PackedChoice("activation", module, saved, _change_class(module, PackedGatedMLP))
+    return PackedChoice("activation", module, saved, _change_class(module, PackedGatedMLP, parts=parts))
 
 
 def _pointwise(module: Any, function: Pointwise, bits: int) -> PackedChoice:
     saved = f"its derivative, {bits} bit{'s' if bits > 1 else ''}{', exact' if function.is_exact else ''}"
-    return PackedChoice("activation", module, saved, _change_class(module, PackedActivation, rmm_bits=bits))
+    return PackedChoice("activation", module, saved, _change_class(module, PackedActivation, bits=bits))
 
 
 def chunked_head(module: nn.Module) -> PackedChoice:
@@ -123,12 +129,10 @@ def chunked_head(module: nn.Module) -> PackedChoice:
 
 
 def _change_class(
-    module: Any, packed: type[PackedModule], **attributes: Any
+    module: Any, packed: type[PackedModule], **options: Any
 ) -> Callable[[RMMConfig, ModelContext, int], None]:
     def set_up(config: RMMConfig, context: ModelContext, index: int) -> None:
         module.__class__ = packed_class(packed, type(module))
-        module._set_up(config, context, index)
-        for name, value in attributes.items():
-            setattr(module, name, value)
+        module._set_up(config, context, index, **options)
 
     return set_up

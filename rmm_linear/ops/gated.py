@@ -45,7 +45,7 @@ def _pack_natively(
         gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (gate, other))
         noise = signs, row_noise[:, part].contiguous(), column_noise
         found = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in packed]
-        if not native.pack_gated(gate, other, list(ACTIVATIONS).index(activation), bits, noise, [*found], taken):
+        if not native.pack_gated(gate, other, ACTIVATIONS.index(activation), bits, noise, [*found], taken):
             for one in found:
                 if one is not None:
                     mark_infinite(one.qparams)

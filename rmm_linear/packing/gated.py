@@ -10,12 +10,11 @@ describes, with a seed of its own, so E[da^] = y · E[p^] = da and E[db^] = db. 
 the variance scale² / 12 before it is rotated back and after it, since the rotation is orthonormal and the errors of two
 elements are uncorrelated: E‖da^ − da‖² = Σ y² · scale² / 12 over all elements.
 
-act and act' are computed by formula, in float32 or wider.
+act and act' are those of :mod:`rmm_linear.packing.pointwise`, in float32 or wider.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.packing.pack import pack_parts, unpack
+from rmm_linear.packing.pointwise import FUNCTIONS
 
 
 class Packed(NamedTuple):
@@ -33,35 +33,8 @@ class Packed(NamedTuple):
     qparams: Tensor
 
 
-def _gelu(a: Tensor) -> tuple[Tensor, Tensor]:
-    phi = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
-    return a * phi, phi + a * (torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))
-
-
-def _gelu_tanh(a: Tensor) -> tuple[Tensor, Tensor]:
-    # ½ (1 + tanh u) = sigmoid(2u)
-    c = 2 * math.sqrt(2 / math.pi)
-    sigmoid = torch.sigmoid(a * (c + 0.044715 * c * a * a))
-    slope = c + 3 * 0.044715 * c * a * a
-    return a * sigmoid, sigmoid + a * slope * (sigmoid * (1 - sigmoid))
-
-
-def _silu(a: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(a)
-    return a * sigmoid, sigmoid + a * (sigmoid * (1 - sigmoid))
-
-
-def _relu(a: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.relu(a), torch.where(a <= 0, 0.0, 1.0).to(a.dtype)
-
-
 # The place of a name is its number in the C library and in the kernels.
-ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": _silu,
-    "relu": _relu,
-}
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 
 @without_autocast
@@ -97,8 +70,8 @@ def pack_gated(
         def rows_of(begin: int, end: int) -> Tensor:
             taken = slice(begin, end) if index is None else index[begin:end]
             gate, other = (_wide(matrix[taken]) for matrix in (a, b))
-            value, derivative = ACTIVATIONS[activation](gate)
-            return value if which else other * derivative
+            function = FUNCTIONS[activation]
+            return function.value(gate) if which else other * function.derivative(gate)
 
         return rows_of
 

@@ -123,10 +123,17 @@ def _gelu(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
+# ½ (1 + tanh u) = sigmoid(2u), which loses no digits where tanh u is near −1.
+_TWICE, _CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_tanh_value(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x * (_TWICE + _CUBIC * _TWICE * x * x))
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
-    factor, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(factor * (x + cubic * x**3))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * factor * (1 + 3 * cubic * x * x)
+    s = torch.sigmoid(x * (_TWICE + _CUBIC * _TWICE * x * x))
+    return s + x * (_TWICE + 3 * _CUBIC * _TWICE * x * x) * (s * (1 - s))
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ def _leaky_relu(x: Tensor, slope: float) -> Tensor:
 
 FUNCTIONS: dict[str, Family] = {
     "gelu": Family(F.gelu, _gelu, (-0.129, 1.129)),
-    "gelu_tanh": Family(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, (-0.1292, 1.1292)),
+    "gelu_tanh": Family(_gelu_tanh_value, _gelu_tanh, (-0.1292, 1.1292)),
     "silu": Family(F.silu, _silu, (-0.0999, 1.0999)),
     "quick_gelu": Family(lambda x: x * torch.sigmoid(1.702 * x), lambda x: _silu(1.702 * x), (-0.0999, 1.0999)),
     "mish": Family(F.mish, _mish, (-0.1126, 1.0886)),

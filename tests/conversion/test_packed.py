@@ -91,6 +91,13 @@ def test_the_report_names_every_module_and_what_it_saves():
     assert report.context is None
 
 
+def test_the_activation_of_a_gated_mlp_that_stays_is_packed_by_itself():
+    report = convert(tiny_model("llama"), exclude_modules=["mlp"])
+    assert report.skipped["model.layers.0.mlp"] == "in exclude_modules"
+    assert report.packed["model.layers.0.mlp.act_fn"].saved == "its derivative, 4 bits"
+    assert "model.layers.0.mlp.act_fn" not in convert(tiny_model("llama")).packed
+
+
 def test_a_module_whose_forward_was_replaced_is_skipped():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
     model[1].forward = lambda x: x

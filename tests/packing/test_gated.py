@@ -7,7 +7,7 @@ import torch
 from statistical import assert_unbiased
 from torch.nn import functional as F
 
-from rmm_linear.packing import packed_bytes
+from rmm_linear.packing import packed_bytes, pointwise
 from rmm_linear.packing.gated import ACTIVATIONS, apply_gated, pack_gated
 
 SEEDS = torch.tensor([77, -5])
@@ -35,7 +35,8 @@ def exact(a, b, y, activation):
 @every_activation
 def test_formulas_are_pytorchs(activation):
     points = torch.linspace(-30, 30, 6001, dtype=torch.float64).requires_grad_()
-    value, derivative = ACTIVATIONS[activation](points.detach())
+    function = pointwise.FUNCTIONS[activation]
+    value, derivative = function.value(points.detach()), function.derivative(points.detach())
     expected = FUNCTIONS[activation](points)
     (slope,) = torch.autograd.grad(expected.sum(), points)
     # Of numbers up to 30, and of products of a few of them, each rounded to 2⁻⁵³ of itself.

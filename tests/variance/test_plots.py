@@ -211,7 +211,9 @@ def test_the_notebook_runs_in_its_short_form(monkeypatch, capsys, pictures):
     (band,) = [patch for patch in names["ax"].patches if "published" in patch.get_label()]
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.97, 1.01))
     assert all(0 < ratio <= 1 or ratio == math.inf for row in names["targets"].values() for ratio in row.values())
-    assert "at noise 1, a batch of 16 acts like 8" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "at noise 1, a batch of 16 acts like 8" in printed
+    assert "| whole gradient" in printed
     assert len(pictures.get_fignums()) == 4
 
 

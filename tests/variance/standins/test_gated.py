@@ -5,7 +5,7 @@ import torch
 from statistical import assert_variance
 
 from rmm_linear.ops.gated import APPLY_GATED, PACK_GATED
-from rmm_linear.packing.gated import ACTIVATIONS
+from rmm_linear.packing.pointwise import FUNCTIONS
 from rmm_linear.variance.simulation import Simulation
 from rmm_linear.variance.standins.gated import gated_variance, product_variance
 
@@ -30,8 +30,8 @@ def check(activation, bits, columns, draws, widest):
 
 
 def exact_gradients(a, b, y, activation):
-    value, derivative = ACTIVATIONS[activation](a)
-    return y * b * derivative, y * value
+    function = FUNCTIONS[activation]
+    return y * b * function.derivative(a), y * function.value(a)
 
 
 @pytest.mark.parametrize(
