@@ -104,6 +104,7 @@ class AttendingModule(PackedModule):
         rmm_exact: Why the last call in training was exact; None if it was packed.
     """
 
+    rmm_operation = "attention"
     rmm_exact: str | None
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:

@@ -19,6 +19,7 @@ class PackedDropout(PackedModule):
     Memory: ⌈C/8⌉ bytes for each row of C elements, where ``nn.Dropout`` saves 1, 2 or 4 bytes per element.
     """
 
+    rmm_operation = "dropout"
     p: float
     inplace: bool
 

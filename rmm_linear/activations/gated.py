@@ -28,6 +28,7 @@ class PackedGatedMLP(PackedModule):
     Memory: 2 · (⌈C · bits / 8⌉ + 4 · ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
     """
 
+    rmm_operation = "activation"
     rmm_parts: GatedParts
 
     def _set_up(

@@ -30,6 +30,7 @@ class ChunkedHead(PackedModule):
     ``find_unused_parameters=True``, which looks at the graph of the outputs.
     """
 
+    rmm_operation = "logits"
     weight: Tensor
     bias: Tensor | None
     rmm_chunk: int = CHUNK

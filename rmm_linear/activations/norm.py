@@ -38,6 +38,7 @@ class PackedNorm(PackedModule):
             the gradients. None where it stays exact.
     """
 
+    rmm_operation = "norm"
     weight: Tensor | None
     bias: Tensor | None
     rmm_norm: NormForm | None

@@ -46,6 +46,7 @@ class PackedActivation(PackedModule):
         rmm_function: What the module computes, found when it is set up.
     """
 
+    rmm_operation = "activation"
     rmm_bits: int
     rmm_function: Pointwise
 

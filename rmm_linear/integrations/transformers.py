@@ -16,7 +16,7 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.memory import peak, track_saved
-from rmm_linear.variance import GradientProbe, ProbeResults, ProbeRow
+from rmm_linear.variance import GradientNoise, GradientProbe, ProbeResults, ProbeRow
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,7 +32,7 @@ __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
 
 logger = logging.getLogger(__name__)
 
-_ROWS = "rmm_rows"
+_ROWS, _WHOLE = "rmm_rows", "rmm_whole"
 _PREFIX = "rmm/"
 
 
@@ -47,17 +47,28 @@ class ProbeCallback(TrainerCallback):
         every: Probe the steps n, 2n, 3n, …
         modules: As for GradientProbe.
         config: As for GradientProbe.
+        whole_every: Measure the whole gradient on every n-th probed step; None never does.
+        draws: As for GradientProbe.
 
     Attributes:
         results: The rows of the whole run; ``results.to_csv(path)`` writes them.
     """
 
     def __init__(
-        self, *, every: int = 50, modules: str | Sequence[str] | None = None, config: RMMConfig | None = None
+        self,
+        *,
+        every: int = 50,
+        modules: str | Sequence[str] | None = None,
+        config: RMMConfig | None = None,
+        whole_every: int | None = None,
+        draws: int = 2,
     ) -> None:
         """Store the options; the probe is made when training begins."""
         check_integer("every", every)
+        check_integer("whole_every", whole_every, optional=True)
+        check_integer("draws", draws)
         self.every, self.modules, self.config = every, modules, config
+        self.whole_every, self.draws = whole_every, draws
         self.results = ProbeResults()
         self._probe: GradientProbe | None = None
 
@@ -73,8 +84,9 @@ class ProbeCallback(TrainerCallback):
         self._detach()
         if model is None:
             return
-        self._probe = GradientProbe(model, self.modules, every=None, config=self.config).__enter__()
+        self._probe = GradientProbe(model, self.modules, every=None, config=self.config, draws=self.draws).__enter__()
         history: list[dict[str, Any]] = state.log_history
+        self._probe.whole = {entry["step"]: GradientNoise(**entry[_WHOLE]) for entry in history if _WHOLE in entry}
         self._probe.rows = [ProbeRow(**row) for entry in history for row in entry.get(_ROWS, [])]
         self.results = self._probe
 
@@ -84,12 +96,15 @@ class ProbeCallback(TrainerCallback):
         """Arm the probe if this step is due."""
         step = state.global_step + 1
         if self._probe is not None and step % self.every == 0:
-            self._probe.arm(step)
+            is_due = self.whole_every is not None and step % (self.every * self.whole_every) == 0
+            self._probe.arm(step, whole=is_due)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Store the rows of this step in the Trainer's log history."""
         if rows := self._rows_of(state.global_step):
             found: Any = {_ROWS: [dataclasses.asdict(row) for row in rows], "step": state.global_step}
+            if whole := self.results.whole.get(state.global_step):
+                found[_WHOLE] = dataclasses.asdict(whole)
             state.log_history.append(found)
 
     def on_train_end(
@@ -111,12 +126,13 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     """Logs the noise of the sketches through the Trainer, and so to TensorBoard, W&B and its other integrations.
 
     Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α, and the
-    same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. Also ``rmm/kept_bytes``, the bytes that one
-    forward pass saves for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`. These
-    two are measured on the first forward and backward pass of the previous step, so that the probe does not affect
-    them (on the same step with ``every=1``, or if a run is resumed right before it). On CUDA this resets the
-    allocator's peak statistics. Elsewhere, where every operator must be intercepted, memory is measured once, before
-    the first probed step.
+    same for each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``. With ``whole_every``, the noise of the whole
+    gradient as ``rmm/noise_whole/OPERATION``, and of each block as ``rmm/noise_whole/OPERATION/BLOCK``; OPERATION is
+    "all" or one of them. Also ``rmm/kept_bytes``, the bytes that one forward pass saves for the backward pass, and
+    ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`. These two are measured on the first forward and
+    backward pass of the previous step, so that the probe does not affect them (on the same step with ``every=1``, or if
+    a run is resumed right before it). On CUDA this resets the allocator's peak statistics. Elsewhere, where every
+    operator must be intercepted, memory is measured once, before the first probed step.
 
     The state of the sketches is saved and restored as by :class:`SketchStateCallback`.
 
@@ -130,10 +146,12 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the two variances are equal.
         modules: As for GradientProbe.
         config: As for GradientProbe.
+        whole_every: Measure the whole gradient on every n-th probed step; None never does.
+        draws: As for GradientProbe.
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
-        ValueError: If ``every`` or ``limit`` is not positive.
+        ValueError: If ``every``, ``limit``, ``whole_every`` or ``draws`` is not positive.
 
     Example:
         ``trainer.add_callback(RMMCallback(trainer, rmm_linear.convert(model), every=50))``
@@ -148,10 +166,12 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         limit: float = 1.0,
         modules: str | Sequence[str] | None = None,
         config: RMMConfig | None = None,
+        whole_every: int | None = None,
+        draws: int = 2,
     ) -> None:
         """Store the Trainer and the options, and check them."""
         SketchStateCallback.__init__(self)
-        ProbeCallback.__init__(self, every=every, modules=modules, config=config)
+        ProbeCallback.__init__(self, every=every, modules=modules, config=config, whole_every=whole_every, draws=draws)
         if not callable(getattr(trainer, "log", None)) or not callable(getattr(trainer, "training_step", None)):
             raise TypeError(
                 f"trainer must be a transformers Trainer, got {type(trainer).__name__}. "
@@ -202,6 +222,11 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         logs, self._memory = {**medians, **self._memory}, {}
         for row in rows:
             logs.update({f"noise/{row.module}": row.noise, f"alpha/{row.module}": row.alpha})
+        if whole := self.results.whole.get(state.global_step):
+            for operation in whole.stand_ins:
+                logs[f"noise_whole/{operation}"] = whole.whole(operation)
+                by_depth = whole.by_depth(operation).items()
+                logs.update({f"noise_whole/{operation}/{block}": ratio for block, ratio in by_depth})
         should_log = control.should_log
         self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped

@@ -32,6 +32,7 @@ class SketchedLayer(ConvertedModule):
         rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
     """
 
+    rmm_operation = "linear"
     rmm_auto_bits: AutoBits
     rmm_estimator: NormEstimator | None
 

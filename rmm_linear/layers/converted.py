@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +23,14 @@ class ConvertedModule(nn.Module):
     """Base class of converted modules: a configuration, and the module's place in a converted model.
 
     Attributes:
+        rmm_operation: What of the model it is, one of :data:`rmm_linear.config.OPERATIONS`.
         rmm_config: How the module saves what its backward pass needs.
         rmm_context: The context of the converted model, or None for a module outside of one.
         rmm_index: Index of the module in the converted model.
         rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
     """
 
+    rmm_operation: ClassVar[str]
     rmm_config: RMMConfig
     rmm_context: ModelContext | None
     rmm_index: int

@@ -2,7 +2,7 @@
 
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.probe.probe import GradientProbe
-from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
+from rmm_linear.variance.probe.results import ProbeResults, ProbeRow, WholeRow
 from rmm_linear.variance.published import paper_bound, paper_sketch_variance
 from rmm_linear.variance.simulation import Simulation, simulate_sgd_variance, simulate_variance
 from rmm_linear.variance.survey.recommendation import quietest, recommend
@@ -20,6 +20,7 @@ __all__ = [
     "ProbeResults",
     "ProbeRow",
     "Simulation",
+    "WholeRow",
     "correlation",
     "describe",
     "effective_batch",

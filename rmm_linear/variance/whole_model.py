@@ -2,7 +2,8 @@
 
 Stand-ins below a random one inherit its noise, since its error goes on into their output gradients. No closed form of
 one operation shows that, so it is measured: the gradient of one batch is computed exactly and then several times with
-new random numbers, with all operations converted and with each one alone. Dropout draws the same masks every time.
+new random numbers, with all operations converted and with each one alone. Dropout draws the same masks every time. The
+model is converted once; where operations are to be exact, their modules have their original class for a while.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert, revert
-from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
+from rmm_linear.variance.passes import Passes, measuring
 
 ALL = "all"
+_NOISELESS = ("dropout", "logits")  # no noise at all, or that of another order of summation
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,22 @@ class GradientNoise:
             Block, as the part of the parameters' names up to their first number, to Σ D² / Σ D²_SGD over its
             parameters, in the model's order.
         """
-        noise: dict[str, float] = {}
-        sgd: dict[str, float] = {}
+        return {block: _ratio(noise, sgd) for block, (noise, sgd) in self.totals(operation).items()}
+
+    def totals(self, operation: str = ALL) -> dict[str, tuple[float, float]]:
+        """Return the two variances of every block.
+
+        Args:
+            operation: Of which operation.
+
+        Returns:
+            Block, as for :meth:`by_depth`, to Σ D² and Σ D²_SGD over its parameters.
+        """
+        found: dict[str, tuple[float, float]] = {}
         for name, value in self.stand_ins[operation].items():
-            block = _block(name)
-            noise[block] = noise.get(block, 0.0) + value
-            sgd[block] = sgd.get(block, 0.0) + self.sgd[name]
-        return {block: _ratio(value, sgd[block]) for block, value in noise.items()}
+            noise, sgd = found.get(block := _block(name), (0.0, 0.0))
+            found[block] = noise + value, sgd + self.sgd[name]
+        return found
 
     def __str__(self) -> str:
         """Return a table with a row per block, the whole gradient and the median of the weights."""
@@ -103,16 +114,23 @@ def gradient_noise(
     draws: int = 4,
     by_operation: bool = True,
 ) -> GradientNoise:
-    """Measure the noise that a conversion would add to the gradient of every parameter.
+    """Measure the noise that a conversion adds to the gradient of every parameter.
 
-    The model is converted and reverted in place; its parameters, gradients and training mode are left as they were, and
-    so are the random number generators. Cost: one pass over each sequence, one over the batch, and ``draws`` over the
-    batch for all operations together and for each one.
+    A converted model is measured as it is converted, with the widths it has chosen and the estimators it has. Any other
+    is converted as by ``config``, and reverted afterwards; ``bits="auto"`` takes 4 bits, because it would choose on the
+    first steps. Parameters, their ``grad``, buffers, modes, everything that a conversion has learned and torch's random
+    number generators are left as they were, so training goes on to the bit as without it.
+
+    "dropout" and "logits" are exact, the latter but for the order of summation, and are measured by themselves only if
+    there is nothing else. Operations that the model has no module of are left out.
+
+    Cost: one pass over each sequence, one over the batch, and ``draws`` over the batch for all operations together and
+    for each one. Memory: that of an exact step, and about four more copies of the parameters.
 
     Args:
-        model: A model that is not converted and returns an object with a ``loss``.
+        model: A model that returns an object with a ``loss``, converted or not, without wrappers.
         batch: Its keyword arguments, tensors of n sequences; padding is at the right or left.
-        config: As for :func:`rmm_linear.convert`.
+        config: As for :func:`rmm_linear.convert`; None for a converted model.
         draws: How often the gradient is computed with new random numbers.
         by_operation: Whether each operation is measured by itself too.
 
@@ -120,111 +138,61 @@ def gradient_noise(
         D² and D²_SGD of every parameter. Print it.
 
     Raises:
-        ValueError: If the model is converted, or the batch has fewer than two sequences.
+        ValueError: If the batch has fewer than two sequences or no loss, a ``config`` is given for a converted model,
+            the model has sketched layers that :func:`rmm_linear.convert` did not make, nothing can be converted, or the
+            parameters are frozen or sharded.
     """
-    config = config or RMMConfig()
     check_integer("draws", draws)
-    if any(isinstance(module, ConvertedModule) for module in model.modules()):
-        raise ValueError("gradient_noise takes a model that is not converted. Call rmm_linear.revert(model) first.")
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    devices = sorted({p.device.index for p in trained.values() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), _training(model):
-        state = torch.get_rng_state()
-        sgd = _sgd_variance(model, batch, trained)
-        exact = _gradients(model, batch, trained, state)
-        found: dict[str, dict[str, float]] = {}
-        for operations in [config.operations, *([one] for one in config.operations if by_operation)]:
-            squares = _squares(model, batch, trained, exact, config.replace(operations=operations), draws, state)
-            found[ALL if operations is config.operations else operations[0]] = squares
-    return GradientNoise(sgd, found, {name: parameter.numel() for name, parameter in trained.items()})
+    passes = Passes(model, batch)
+    with measuring(model), _converted(model, config), set_aside(model) as contexts:
+        with exact_but(model):
+            sgd, exact = passes.sgd_variance(), passes.gradients()
+        there = {module.rmm_operation for module in converted_modules(model)}
+        alone = [one for one in OPERATIONS if one in there and one not in _NOISELESS] or sorted(there)
 
+        def squares(operations: Sequence[str]) -> dict[str, float]:
+            """Mean of ‖ĝ − g‖² over the draws, for every parameter."""
+            sums = [0.0] * len(exact)
+            with exact_but(model, operations):
+                for draw in range(1, draws + 1):
+                    for context in contexts:
+                        context.salt = draw
+                    for place, (one, right) in enumerate(zip(passes.gradients(), exact, strict=True)):
+                        sums[place] += _square(one, right) / draws
+            return dict(zip(passes.trained, sums, strict=True))
 
-def _squares(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    trained: Mapping[str, nn.Parameter],
-    exact: Sequence[Tensor],
-    config: RMMConfig,
-    draws: int,
-    state: Tensor,
-) -> dict[str, float]:
-    """Mean of ‖ĝ − g‖² over the draws, for every parameter."""
-    squares = dict.fromkeys(trained, 0.0)
-    try:
-        report = convert(model, config)
-    except ValueError:  # the model has no module of this operation
-        return squares
-    try:
-        for draw in range(1, draws + 1):
-            if report.context is not None:
-                report.context.salt = draw
-            for name, found, right in zip(trained, _gradients(model, batch, trained, state), exact, strict=True):
-                squares[name] += float((found.double() - right.double()).square().sum()) / draws
-    finally:
-        revert(model)
-    return squares
-
-
-def _gradients(
-    model: nn.Module, batch: Mapping[str, Any], trained: Mapping[str, nn.Parameter], state: Tensor | None = None
-) -> list[Tensor]:
-    if state is not None:
-        torch.set_rng_state(state)
-    loss = model(**batch).loss
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(found, trained.values(), strict=True)]
-
-
-def _sgd_variance(model: nn.Module, batch: Mapping[str, Any], trained: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """D²_SGD = n / (n − 1) · Σ ‖G_s − G/n‖², with G_s the part of sequence s in the batch's gradient G."""
-    sequences = list(_sequences(batch))
-    if len(sequences) < 2:
-        raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {len(sequences)}.")
-    total = sum(weight for _, weight in sequences)
-    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in trained.values()]
-    squares = [0.0] * len(sums)
-    for inputs, weight in sequences:
-        for place, gradient in enumerate(_gradients(model, inputs, trained)):
-            part = gradient.double() * (weight / total)
-            sums[place] += part
-            squares[place] += float(part.square().sum())
-    n = len(sequences)
-    spread = (square - float(g.square().sum()) / n for square, g in zip(squares, sums, strict=True))
-    return {name: n / (n - 1) * max(value, 0.0) for name, value in zip(trained, spread, strict=True)}
-
-
-def _sequences(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-    """The batch's sequences, without the columns that are padding, and the weight of each one's loss in the mean."""
-    sizes = [len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-    count = max(sizes, default=0)
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    for place in range(count):
-        one = {
-            key: value[place : place + 1]
-            if isinstance(value, Tensor) and value.dim() and len(value) == count
-            else value
-            for key, value in batch.items()
-        }
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            kept = mask[place].bool()
-            one = {
-                key: value[:, kept] if isinstance(value, Tensor) and value.shape[:2] == (1, len(kept)) else value
-                for key, value in one.items()
-            }
-        is_tokenwise = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-        yield one, float((one["labels"] != -100).sum()) if is_tokenwise else 1.0
+        found = {ALL: squares(OPERATIONS)}
+        if by_operation:
+            found |= {one: found[ALL] if there == {one} else squares([one]) for one in alone}
+    return GradientNoise(sgd, found, {name: parameter.numel() for name, parameter in passes.trained.items()})
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        with torch.enable_grad():
+def _converted(model: nn.Module, config: RMMConfig | None) -> Iterator[None]:
+    """Have a model converted inside of the block."""
+    modules = converted_modules(model)
+    if not modules:
+        convert(model, config)
+        try:
             yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+        finally:
+            revert(model)
+        return
+    if config is not None:
+        raise ValueError(
+            "config must be None for a converted model, which is measured as it is converted, got an RMMConfig. Leave "
+            "it out, or call rmm_linear.revert(model) first."
+        )
+    if any(module.rmm_context is None for module in modules):
+        raise ValueError(
+            "gradient_noise needs sketched layers that convert made, got one made by itself. Make it an nn.Linear and "
+            "call rmm_linear.convert(model)."
+        )
+    yield
+
+
+def _square(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).square().sum())
 
 
 def _block(name: str) -> str:

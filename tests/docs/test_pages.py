@@ -139,6 +139,9 @@ def check_noise(names, out, place):
         written = list(csv.DictReader(file))
     assert [(int(line["step"]), line["module"]) for line in written] == [(row.step, row.module) for row in rows]
     assert all(0 < float(line["noise"]) < 10 for line in written if line["tokens"] == "512")
+    assert list(names["watch"].whole) == [4]
+    assert "| whole gradient " in out
+    assert "4,roberta.encoder.layer.0,norm," in (place / "whole.csv").read_text()
     assert names["callback"] in names["trainer"].callback_handler.callbacks
 
 

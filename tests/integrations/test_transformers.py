@@ -14,9 +14,9 @@ from rmm_linear.memory import peak, track_saved
 LAYER = "roberta.encoder.layer.1.intermediate.dense"
 
 
-def probed(folder, *, every=2, limit=math.inf, **options):
+def probed(folder, *, every=2, limit=math.inf, whole_every=None, **options):
     trainer, report, recorder = make_trainer(folder, **options)
-    callback = RMMCallback(trainer, report, every=every, limit=limit)
+    callback = RMMCallback(trainer, report, every=every, limit=limit, whole_every=whole_every)
     trainer.add_callback(callback)
     return trainer, callback, recorder
 
@@ -94,6 +94,31 @@ def test_weights_are_the_same_to_the_bit(tmp_path, every, config):
     measured = ["rmm/kept_bytes" in entry for entry in recorder.logs if "rmm/noise" in entry]
     assert measured == [True] + [False] * (6 // every - 1)
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(watched), strict=True))
+
+
+def test_the_whole_gradient_is_logged_and_resumed(tmp_path):
+    """With whatever the Trainer does with accumulation and autocast, and the weights stay the same to the bit."""
+    options = {"bf16": True, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    found = []
+    for whole_every in (None, 2):
+        folder = tmp_path / str(whole_every)
+        trainer, callback, recorder = probed(folder, every=1, whole_every=whole_every, **options)
+        trainer.train()
+        found.append((weights(trainer), recorder, callback))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    _, recorder, callback = found[1]
+    assert list(callback.results.whole) == [2, 4, 6]
+    logs = [entry for entry in recorder.logs if "rmm/noise_whole/all" in entry]
+    assert [entry["step"] for entry in logs] == [2, 4, 6]
+    for entry in logs:
+        noise = callback.results.whole[entry["step"]]
+        assert entry["rmm/noise_whole/all"] == entry["rmm/noise_whole/linear"] == noise.whole() > 0
+        for block, ratio in noise.by_depth().items():
+            assert entry[f"rmm/noise_whole/all/{block}"] == ratio
+    assert len({recorder.logs[0]["rmm/kept_bytes"] for _, recorder, _ in found}) == 1
+    resumed, callback, _ = probed(tmp_path / "2", every=1, whole_every=2, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "2" / "checkpoint-3"))
+    assert callback.results.whole == found[1][2].results.whole
 
 
 def test_nothing_stays_after_training(run):
@@ -205,6 +230,8 @@ def test_a_run_that_failed_can_begin_anew(tmp_path):
     [
         ({"every": 0}, ValueError, "every must be at least 1, got 0"),
         ({"every": None}, TypeError, "every must be a positive integer, got None"),
+        ({"whole_every": 0}, ValueError, "whole_every must be at least 1, got 0"),
+        ({"draws": 0}, ValueError, "draws must be at least 1, got 0"),
         ({"limit": "high"}, TypeError, "limit must be a positive number, got 'high'"),
         ({"limit": 0}, ValueError, "limit must be positive, got 0"),
         ({"limit": math.nan}, ValueError, "limit must be positive, got nan"),

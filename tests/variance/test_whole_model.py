@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from helpers import tiny_model, token_ids
+from helpers import enable_checkpointing, snapshot, tiny_model, token_ids
+from probe_helpers import padded_batch
 from torch import nn
 
-from rmm_linear import convert
+from rmm_linear import RMMLinear, convert
 from rmm_linear.config import RMMConfig
 from rmm_linear.variance import sgd_variance, sketch_variance
 from rmm_linear.variance.whole_model import gradient_noise
@@ -63,9 +64,21 @@ def measured():
     return noise
 
 
-def test_exact_stand_ins_have_no_noise(measured):
-    assert max(measured.stand_ins["dropout"].values()) == 0
-    assert measured.whole("linear") > 0
+def test_exact_operations_are_measured_if_there_are_no_others(measured):
+    assert list(measured.stand_ins) == ["all", "linear", "activation", "norm", "attention"]
+    assert all(measured.whole(operation) > 0 for operation in measured.stand_ins)
+    inputs = {**padded_batch(), "labels": torch.arange(4) % 2}
+    model = tiny_model("roberta", dropout=0.1)
+    alone = gradient_noise(model, inputs, RMMConfig(operations="dropout"), draws=1)
+    assert list(alone.stand_ins) == ["all", "dropout"]
+    assert max(alone.stand_ins["dropout"].values()) == 0
+    assert min(alone.sgd.values()) >= 0 < sum(alone.sgd.values())
+
+
+def test_an_override_of_one_operation_is_no_reason_to_leave_another_out():
+    config = RMMConfig(min_rows=4, overrides={r".*query": {"ratio": 0.5}})
+    found = gradient_noise(tiny_model("roberta", dropout=0.0), padded_batch(), config, draws=1)
+    assert found.whole("norm") > 0
 
 
 def test_biases_of_sketched_layers_are_exact(measured):
@@ -84,10 +97,72 @@ def test_the_table_has_a_row_per_block(measured):
     assert depth["roberta.embeddings"] == 0 < depth["roberta.encoder.layer.0"]
 
 
-def test_a_converted_model_is_refused():
-    model = Regression()
-    convert(model, min_rows=1)
-    with pytest.raises(ValueError, match=r"not converted\. Call rmm_linear\.revert"):
-        gradient_noise(model, batch())
-    with pytest.raises(ValueError, match="at least 2 sequences, got 1"):
-        gradient_noise(Regression(), {name: value[:1] for name, value in batch().items()})
+@pytest.mark.parametrize("architecture", ["roberta", "llama"])
+def test_a_converted_model_has_the_noise_of_the_same_conversion(architecture):
+    """Seeds follow from the generator's state and the module's index, so the very same draws are compared."""
+    inputs, config = padded_batch(), RMMConfig(min_rows=4)
+    if architecture == "llama":
+        inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    found = []
+    for is_converted in (False, True):
+        model = tiny_model(architecture, dropout=0.1)
+        if is_converted:
+            convert(model, config)
+        torch.manual_seed(8)
+        found.append(gradient_noise(model, inputs, None if is_converted else config, draws=1))
+    assert found[0] == found[1]
+    assert list(found[0].stand_ins) == ["all", "linear", "activation", "norm", "attention"]
+
+
+def test_checkpointing_has_the_same_noise():
+    """Without reentrance, which torch refuses under autograd.grad: the stand-ins are made in the recomputation."""
+    found = []
+    for is_checkpointed in (False, True):
+        model = tiny_model("roberta", dropout=0.1)
+        convert(model, min_rows=4)
+        if is_checkpointed:
+            enable_checkpointing(model, reentrant=False)
+        torch.manual_seed(8)
+        found.append(gradient_noise(model, padded_batch(), draws=20, by_operation=False))
+    assert found[1].sgd == pytest.approx(found[0].sgd, rel=1e-4)
+    # Other seeds: ‖error‖² of one draw varies by about half of itself, so the means of 20 by a sixth of one another.
+    assert found[1].whole() == pytest.approx(found[0].whole(), rel=0.5)
+
+
+def test_a_loss_divided_by_the_number_of_items_is_a_sum_over_sequences():
+    """As transformers' Trainer has its language models compute it."""
+    inputs = padded_batch()
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    model, config = tiny_model("gpt2", dropout=0.0), RMMConfig(operations="norm")
+    items = int((inputs["labels"][:, 1:] != -100).sum())
+    mean, total = (
+        gradient_noise(model, {**inputs, **more}, config, draws=1) for more in ({}, {"num_items_in_batch": items})
+    )
+    assert total.stand_ins["all"] == pytest.approx(mean.stand_ins["all"], rel=1e-3)
+    # The weights of the mean count every label, the loss all but the first one: 20, 17, 14, 11 or 19, 16, 13, 10.
+    assert sum(total.sgd.values()) == pytest.approx(sum(mean.sgd.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda model, inputs: convert(model, min_rows=1),
+            r"config must be None for a converted model.*revert\(model\)",
+        ),
+        (lambda model, inputs: inputs.update({k: v[:1] for k, v in inputs.items()}), "at least 2 sequences, got 1"),
+        (lambda model, inputs: model.requires_grad_(False), "trained parameters, got one where all are frozen"),
+        (lambda model, inputs: setattr(model, "dense", RMMLinear(12, 5)), "layers that convert made, got one made by"),
+        (lambda model, inputs: model.register_forward_hook(lambda *_: {}), "has a scalar loss, got dict without one"),
+    ],
+    ids=["config", "one sequence", "frozen", "made by hand", "no loss"],
+)
+def test_what_cannot_be_measured_is_refused_and_nothing_changes(change, message):
+    model, inputs = Regression(), batch()
+    change(model, inputs)
+    before, state = snapshot(model), torch.get_rng_state()
+    config = None if "by itself" in message or "made by" in message else RMMConfig(min_rows=1)
+    with pytest.raises(ValueError, match=message):
+        gradient_noise(model, inputs, config)
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), state)

@@ -19,10 +19,12 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.frames import in_checkpoint
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads
 from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.variance.passes import is_measuring
 from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
 from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
+from rmm_linear.variance.probe.selection import choose_layers
+from rmm_linear.variance.probe.whole import measure_whole
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class GradientProbe(ProbeResults):
     Otherwise, and if the batch has only one sequence, it is over tokens. ``samples`` names the case in every row, and
     medians never mix the two. D²_SGD over tokens, without padding, is always reported too.
 
+    On every ``whole_every``-th probed pass, :func:`gradient_noise` measures the gradient of all parameters on the batch
+    of that pass, before the pass itself, by operation and by depth; ``whole`` has the results. It takes one pass over
+    every sequence and ``draws`` over the batch for every operation, so measure on few steps. A batch that cannot be
+    used, such as one of a single sequence or without labels, is logged as a warning, once.
+
     Time of a probed step: up to four products like dW in float64 and one sketch, per layer; about as much as a training
     step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres compute float64
     products at 1/32 or 1/64 of their float32 speed: there one probed step costs as much as many training steps, so
@@ -59,13 +66,15 @@ class GradientProbe(ProbeResults):
             without any, those that ``config`` would convert.
         every: Probe every n-th forward pass. None probes only after :meth:`arm`.
         config: The sketch for layers that are not converted; None is ``RMMConfig()``.
+        whole_every: Measure the whole gradient on the probed passes n, 2n, …; None never does.
+        draws: Gradients of the converted model for that, for all operations together and for each one.
 
     Attributes:
         passes: Number of forward passes so far, in training mode and with gradients.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If no linear layer matches, or ``every`` is less than one.
+        ValueError: If no linear layer matches, or ``every``, ``whole_every`` or ``draws`` is less than one.
 
     Example:
         >>> import torch, rmm_linear
@@ -84,19 +93,27 @@ class GradientProbe(ProbeResults):
         modules: str | Sequence[str] | None = None,
         every: int | None = 50,
         config: RMMConfig | None = None,
+        *,
+        whole_every: int | None = None,
+        draws: int = 2,
     ) -> None:
         """Choose the layers."""
         super().__init__()
         check_integer("every", every, optional=True)
+        check_integer("whole_every", whole_every, optional=True)
+        check_integer("draws", draws)
         if config is not None and not isinstance(config, RMMConfig):
             raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}.")
         self.model, self.every, self.passes = model, every, 0
+        self.whole_every, self.draws = whole_every, draws
+        self._probed = 0
         self._config = (config or RMMConfig()).replace(overrides={} if config is None else config.overrides)
-        self._modules = _choose(model, modules, self._config)
+        self._modules = choose_layers(model, modules, self._config)
         self._order = {name: place for place, name in enumerate(self._modules)}
         self._armed: int | None = None
+        self._arms_whole: bool | None = None
         self._step: int | None = None  # number of the probed pass
-        self._warned = False
+        self._warned = self._warned_whole = False
         self._root: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
         self._context: ModelContext | None = None  # for models without a context of their own
@@ -126,16 +143,17 @@ class GradientProbe(ProbeResults):
                 type(self.model).__name__,
             )
 
-    def arm(self, step: int) -> None:
+    def arm(self, step: int, *, whole: bool | None = None) -> None:
         """Probe the next forward pass, for training loops that count their own steps.
 
         Args:
             step: Number of the step, as written into the rows.
+            whole: Whether to measure the whole gradient; None goes by ``whole_every``.
         """
-        self._armed = step
+        self._armed, self._arms_whole = step, whole
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_backward():
+        if in_backward() or is_measuring():
             return
         self._step = None
         for call in self._recomputed:  # left over from an interrupted backward pass
@@ -145,13 +163,26 @@ class GradientProbe(ProbeResults):
         if not (model.training and torch.is_grad_enabled()):
             return
         self.passes += 1
+        whole = None
         if self._armed is not None:
-            self._step, self._armed = self._armed, None
+            self._step, self._armed, whole = self._armed, None, self._arms_whole
         elif self.every is not None and self.passes % self.every == 0:
             self._step = self.passes
         if self._step is not None:
             self._unwatch()
+            self._probed += 1
+            is_due = self.whole_every is not None and self._probed % self.whole_every == 0
+            if is_due if whole is None else whole:
+                self._measure_whole(self._step, args, kwargs)
             self._watch(args, kwargs)
+
+    def _measure_whole(self, step: int, args: Any, kwargs: Any) -> None:
+        try:
+            self.whole[step] = measure_whole(self.model, args, kwargs, self._config, self.draws)
+        except Exception as error:  # whatever it is, training goes on
+            if not self._warned_whole:
+                self._warned_whole = True
+                logger.warning("Step %d: the noise of the whole gradient is not measured: %s", step, error)
 
     def _watch(self, args: Any, kwargs: Any) -> None:
         for name, module in self._modules.items():
@@ -181,12 +212,18 @@ class GradientProbe(ProbeResults):
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Store the X of a recomputation whose output gets no gradient, or that stops inside this layer's call."""
-        if in_backward() and (call := self._find(name, _input(args, kwargs), hooked=True)) is not None:
+        if (
+            in_backward()
+            and not is_measuring()
+            and (call := self._find(name, _input(args, kwargs), hooked=True)) is not None
+        ):
             call.see(_input(args, kwargs))
             self._complete(call)
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         x = _input(args, kwargs)
+        if is_measuring():
+            return
         if in_backward():
             call = self._find(name, x, hooked=False)
             if call is not None and output.requires_grad:
@@ -244,34 +281,6 @@ class GradientProbe(ProbeResults):
 
     def _place(self, row: ProbeRow) -> tuple[int, int]:
         return row.step, self._order.get(row.module, -1)
-
-
-def _choose(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
-    names = {module: name for name, module in model.named_modules() if name}
-    linears = {name: module for module, name in names.items() if _can_be_probed(module)}
-    if not linears:
-        raise ValueError(
-            f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "
-            "single layer: torch.nn.Sequential(layer), and call that."
-        )
-    sketched: dict[str, nn.Module] = {n: module for n, module in linears.items() if isinstance(module, SketchedLayer)}
-    if modules is None and sketched:
-        return sketched
-    wanted = config if modules is None else config.replace(target_modules=modules, exclude_modules=None)
-    heads = output_heads(model)
-    chosen = {name: m for name, m in linears.items() if not_selected(name, m, wanted, heads) is None}
-    if not chosen:
-        target = wanted.target_modules
-        pattern = target if isinstance(target, str) else target[0]
-        raise ValueError(
-            f"modules must match a linear layer, got {target!r}, which matches none. "
-            f"The nearest layers are {nearest(pattern, list(linears))}."
-        )
-    return chosen
-
-
-def _can_be_probed(module: nn.Module) -> bool:
-    return isinstance(module, SketchedLayer) or type(module) is nn.Linear or is_conv1d(module)
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

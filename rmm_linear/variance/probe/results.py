@@ -10,11 +10,13 @@ import math
 import os
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
 from rmm_linear._support.tables import table
+from rmm_linear.variance.whole_model import GradientNoise
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +60,29 @@ class ProbeRow:
     noise: float
 
 
+@dataclass(frozen=True)
+class WholeRow:
+    """The noise of one operation in one block, of the gradient of all its parameters.
+
+    Attributes:
+        step: Number of the step.
+        block: Name of the block, as in :meth:`GradientNoise.by_depth`.
+        operation: The operation, or "all".
+        noise: Σ D² of the stand-ins over the block's parameters.
+        sgd: Σ D²_SGD over them, over sequences.
+        ratio: ``noise`` / ``sgd``.
+    """
+
+    step: int
+    block: str
+    operation: str
+    noise: float
+    sgd: float
+    ratio: float
+
+
 COLUMNS = tuple(field.name for field in dataclasses.fields(ProbeRow))
+WHOLE_COLUMNS = tuple(field.name for field in dataclasses.fields(WholeRow))
 
 
 class ProbeResults:
@@ -66,6 +90,7 @@ class ProbeResults:
 
     Attributes:
         rows: The rows.
+        whole: Step to the noise of the whole gradient, where it was measured.
 
     Example:
         >>> results = ProbeResults()
@@ -79,6 +104,7 @@ class ProbeResults:
     def __init__(self) -> None:
         """Start with no rows."""
         self.rows: list[ProbeRow] = []
+        self.whole: dict[int, GradientNoise] = {}
 
     def medians(self, step: int) -> dict[str, float]:
         """Return the medians over the layers of one step; NaN is ignored.
@@ -132,18 +158,35 @@ class ProbeResults:
         Args:
             path: File to write.
         """
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(dataclasses.astuple(row) for row in self.rows)
-        write_text(path, buffer.getvalue())
+        _write_csv(path, COLUMNS, self.rows)
+
+    def whole_rows(self) -> list[WholeRow]:
+        """Return the noise of the whole gradient as rows, one per step, block and operation.
+
+        Returns:
+            The rows; ``pandas.DataFrame`` takes them as they are.
+        """
+        return [
+            WholeRow(step, block, operation, *totals, noise.by_depth(operation)[block])
+            for step, noise in self.whole.items()
+            for operation in noise.stand_ins
+            for block, totals in noise.totals(operation).items()
+        ]
+
+    def whole_to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`whole_rows` as a csv file, as :meth:`to_csv` writes the rows of layers.
+
+        Args:
+            path: File to write.
+        """
+        _write_csv(path, WHOLE_COLUMNS, self.whole_rows())
 
     def summary(self) -> str:
         """Return a table of medians with quartiles over steps and layers, for each type of module and over all.
 
         Returns:
             Text. Layers whose names differ only in numbers share a row; noise over tokens and noise over sequences have
-            separate rows.
+            separate rows. If the whole gradient was measured, its last table follows.
         """
         groups: dict[tuple[str, str], list[ProbeRow]] = {}
         for row in self.rows:
@@ -157,7 +200,19 @@ class ProbeResults:
             (name, str(len(rows)), samples, _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
             for (name, samples), rows in groups.items()
         ]
-        return table(header, lines)
+        text = table(header, lines)
+        if self.whole:
+            step, noise = list(self.whole.items())[-1]
+            text += f"\n\nwhole gradient at step {step}, D2 / D2_SGD by block and operation\n{noise}"
+        return text
+
+
+def _write_csv(path: str | os.PathLike[str], columns: tuple[str, ...], rows: Sequence[Any]) -> None:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(dataclasses.astuple(row) for row in rows)
+    write_text(path, buffer.getvalue())
 
 
 def _numbers(values: Any) -> list[float]:

@@ -105,6 +105,7 @@ def simulate_attention(
     grad_output: Tensor,
     *,
     bits: int = 4,
+    value_bits: int | None = None,
     draws: int = 200,
     scale: float | None = None,
     mask: Tensor | None = None,
@@ -122,6 +123,7 @@ def simulate_attention(
         value: Shape (B, hk, Tk, dv).
         grad_output: dO, shape (B, h, Tq, dv).
         bits: Bits of queries, keys and values: 8 or 4.
+        value_bits: Those of values, if they have others.
         draws: How often they are packed, rounded up to a multiple of 20.
         scale: Factor of the scores; None is 1 / √d.
         mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
@@ -131,7 +133,9 @@ def simulate_attention(
     Returns:
         Noise of the gradients of queries, keys and values.
     """
-    check_attention_bits(bits)
+    widths = bits, bits, bits if value_bits is None else value_bits
+    for width in widths:
+        check_attention_bits(width)
     check_integer("draws", draws)
     spec = AttentionSpec(
         key.shape[2], key.shape[1], key.shape[3], key.shape[3] ** -0.5 if scale is None else scale, is_causal
@@ -144,8 +148,8 @@ def simulate_attention(
     means = [part.new_zeros(_GROUPS, part.numel()) for part in exact]
     squares = [0.0, 0.0, 0.0]
     for draw in range(each * _GROUPS):
-        stored = pack_attention(query, key, value, None, None, mix(seed, draw), bits, bits, bits)
-        found = attention_backward(y, stored, mask, None, None, None, *settings, bits, bits, bits)
+        stored = pack_attention(query, key, value, None, None, mix(seed, draw), *widths)
+        found = attention_backward(y, stored, mask, None, None, None, *settings, *widths)
         for i, (one, wanted) in enumerate(zip(found, exact, strict=True)):
             error = (one.double() - wanted).flatten()
             means[i][draw % _GROUPS] += error / each

@@ -73,3 +73,15 @@ def test_a_simulation_with_too_few_bits_or_draws_is_refused():
         simulate_attention(q, k, v, y.transpose(1, 2), bits=2)
     with pytest.raises(ValueError, match="draws must be at least 1"):
         simulate_attention(q, k, v, y.transpose(1, 2), draws=0)
+
+
+def test_values_may_have_other_bits():
+    """dV has no part of the values, so it stays as it is; the other gradients get the noise of wider steps."""
+    q, k, v, y = tensors(2, 4, 2, 8, 8, 32, 32, torch.float32)
+    narrow, wide = (
+        simulate_attention(q, k, v, y.transpose(1, 2), bits=8, value_bits=bits, draws=20) for bits in (4, None)
+    )
+    assert narrow[2] == wide[2]
+    assert all(narrow[i].variance > 10 * wide[i].variance for i in (0, 1))
+    with pytest.raises(ValueError, match="attention_bits"):
+        simulate_attention(q, k, v, y.transpose(1, 2), value_bits=2)

@@ -1,0 +1,168 @@
+"""Gradients of a whole model that training does not notice: of a batch, and of every sequence in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+
+_IGNORED = -100  # label of tokens that the loss leaves out
+_measuring: ContextVar[bool] = ContextVar("measuring", default=False)
+
+
+def is_measuring() -> bool:
+    """Say whether the forward pass that is running belongs to a measurement and not to training.
+
+    Returns:
+        True inside of :func:`measuring`.
+    """
+    return _measuring.get()
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Run passes of a model in training mode, eagerly and with gradients, and leave modes and random numbers as before.
+
+    A model in training mode keeps the modes of its modules, some of which may be in eval mode.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    # What is compiled for training would be compiled again for the classes that modules have meanwhile.
+    is_compiling = "torch._dynamo" in sys.modules
+    eager: Any = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    token = _measuring.set(True)
+    try:
+        if not model.training:
+            model.train()
+        with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), eager:
+            yield
+    finally:
+        _measuring.reset(token)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@dataclass
+class Passes:
+    """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched.
+
+    Attributes:
+        model: The model.
+        batch: Its keyword arguments.
+        trained: Name to parameter, of those that require a gradient.
+        states: States of the random number generators by device, with which each pass over the batch begins.
+    """
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    trained: dict[str, nn.Parameter] = field(init=False)
+    states: dict[torch.device, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the parameters; raises ValueError if there are none, or they are sharded."""
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.trained:
+            raise ValueError("gradient_noise needs a model with trained parameters, got one where all are frozen.")
+        is_sharded = any(is_dtensor(p) or hasattr(p, "ds_id") for p in self.trained.values())
+        is_sharded |= any(is_fsdp_module(m) or "_fsdp_wrapped_module" in m._modules for m in self.model.modules())
+        if is_sharded:
+            raise ValueError(
+                "gradient_noise needs whole parameters on every process, got a model sharded by FSDP, tensor "
+                "parallelism or ZeRO-3. Measure before it is sharded."
+            )
+        devices = {p.device for p in self.trained.values() if p.device.type == "cuda"}
+        self.states = {torch.device("cpu"): torch.get_rng_state()}
+        self.states |= {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def gradients(self) -> list[Tensor]:
+        """Compute the gradient of the batch, with the same random numbers of the model every time.
+
+        Returns:
+            That of every trained parameter; zeros for one that has no part in the loss.
+        """
+        for device, state in self.states.items():
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        return self._gradients(self.batch)
+
+    def sgd_variance(self) -> dict[str, float]:
+        """Compute D²_SGD = n / (n − 1) · Σ ‖G_s − G/n‖², with G_s the part of sequence s in the batch's gradient G.
+
+        Returns:
+            D²_SGD by name of the parameter.
+
+        Raises:
+            ValueError: If the batch has fewer than two sequences.
+        """
+        sequences = list(_sequences(self.batch))
+        if len(sequences) < 2:
+            raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {len(sequences)}.")
+        # A loss that is divided by a given number of tokens is a sum over the sequences.
+        is_sum = self.batch.get("num_items_in_batch") is not None
+        total = 1.0 if is_sum else sum(weight for _, weight in sequences)
+        sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in self.trained.values()]
+        squares = [0.0] * len(sums)
+        for inputs, weight in sequences:
+            for place, gradient in enumerate(self._gradients(inputs)):
+                part = gradient.double() * (1.0 if is_sum else weight / total)
+                sums[place] += part
+                squares[place] += float(part.square().sum())
+        n = len(sequences)
+        spread = (square - float(g.square().sum()) / n for square, g in zip(squares, sums, strict=True))
+        return {name: n / (n - 1) * max(value, 0.0) for name, value in zip(self.trained, spread, strict=True)}
+
+    def _gradients(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+        loss = _loss(self.model(**inputs))
+        with torch.autocast(loss.device.type, enabled=False):
+            found = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
+        return [
+            torch.zeros_like(p) if g is None else g.detach() for g, p in zip(found, self.trained.values(), strict=True)
+        ]
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"gradient_noise needs a model whose output has a scalar loss, got {type(output).__name__} without one. "
+            "Give the labels with the batch."
+        )
+    return loss
+
+
+def _sequences(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+    """The batch's sequences, without the columns that are padding, and the weight of each one's loss in the mean."""
+    sizes = [len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    count = max(sizes, default=0)
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    for place in range(count):
+        one = {
+            key: value[place : place + 1]
+            if isinstance(value, Tensor) and value.dim() and len(value) == count
+            else value
+            for key, value in batch.items()
+        }
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            kept = mask[place].bool()
+            one = {
+                key: value[:, kept] if isinstance(value, Tensor) and value.shape[:2] == (1, len(kept)) else value
+                for key, value in one.items()
+            }
+        is_tokenwise = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+        yield one, float((one["labels"] != _IGNORED).sum()) if is_tokenwise else 1.0
