@@ -3,6 +3,7 @@
 ``bytes`` counts what autograd saves of a forward pass, exactly and with the operations converted one after the other.
 ``noise`` trains MiniLM as RoBERTa for a few exact steps on GLUE tasks, and a random RoBERTa and LLaMA of 12 and 24
 layers on tokens of a Markov chain, and measures the noise of the whole gradient on the next batch.
+``left`` explains what ten families of models still save that is no stand-in, see ``benchmarks/left.py``.
 ``steps`` times training steps, exact and converted ones in turns, and their peak of live bytes.
 """
 
@@ -13,13 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.left import LeftRow, measure_left
 from benchmarks.noise import load_glue
 from benchmarks.records import RESULTS, Origin, origin, write_rows
 from rmm_linear import RMMConfig, convert, revert
@@ -233,7 +235,7 @@ def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; ``argv`` are its arguments, None takes those of the process. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.blocks", description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("what", choices=("bytes", "noise", "steps"))
+    parser.add_argument("what", choices=("bytes", "left", "noise", "steps"))
     parser.add_argument("--data_dir", type=Path, help="folder with the official GLUE files, for noise")
     parser.add_argument("--draws", type=int, default=4, help="gradients per setting, for noise")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps per setting")
@@ -242,20 +244,21 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.what == "bytes":
         rows = measure_bytes(arguments.tiny)
+    elif arguments.what == "left":
+        rows = measure_left(arguments.tiny)
     elif arguments.what == "noise":
         rows = measure_noise(arguments.data_dir, arguments.draws, arguments.tiny)
     else:
         rows = measure_steps(arguments.rounds, arguments.tiny)
     where = origin("cpu")
-    found = []
+    found: list[BlockRow | LeftRow] = []
+    columns = ("case", "dtype", "operations", "value", "relative", "median", "first", "peak_bytes")
+    if arguments.what == "left":
+        columns = ("case", "modules", "exact", "value", "share", "reason")
     for row in rows:
-        found.append(BlockRow(**{**vars(row), **where}))
-        figures = [
-            f"{value:.4g}" for value in (row.value, row.relative, row.median, row.first, row.peak_bytes) if value
-        ]
-        print(f"{row.case} [{row.dtype}] {row.operations}: {' '.join(figures)}", flush=True)
+        found.append(replace(row, **where))
+        print(" ".join(filter(None, (_cell(getattr(row, name)) for name in columns))), flush=True)
     write_rows(arguments.out / f"blocks-{arguments.what}.csv", found)
-    columns = ("case", "dtype", "operations", "value", "relative", "median", "first")
     print(table(columns, [tuple(_cell(getattr(row, name)) for name in columns) for row in found]))
     return 0
 

@@ -124,12 +124,13 @@ class AttendingModule(PackedModule):
         attention: Attention,
         exact: Exact,
         reason: str | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor | None:
         """The output, shape (B, Tq, h, dv); None where the exact function is to be called, as for a ``reason``."""
         if not self.training:
             return None
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
-        if not _is_saving(query, key, value):
+        if not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None
         reason = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
         if reason is not None and reason != self.rmm_exact and not torch.compiler.is_compiling():
@@ -139,7 +140,7 @@ class AttendingModule(PackedModule):
         self.rmm_exact = reason
         if reason is not None:
             return None
-        return packed_attention(query, key, value, mask, attention, call, exact)
+        return packed_attention(query, key, value, mask, attention, call, exact, bias)
 
 
 class PackedAttentionCaller(AttendingModule):

@@ -13,8 +13,10 @@ from rmm_linear._support.autocast import autocast_dtype, cast
 from rmm_linear.activations.base import PackedCall
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
+from rmm_linear.ops.biased_attention import biased_attention_backward
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import hides_padding, score_rows
+from rmm_linear.packing.attention_bias import biased
 
 Exact = Callable[..., Tensor]
 BITS = 4  # the default of attention_bits
@@ -50,6 +52,7 @@ class AttentionFunction(torch.autograd.Function):
         attention: Attention,
         call: PackedCall,
         exact: Exact,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Apply attention; ``exact`` makes the output without dropout, shape (B, Tq, h, dv)."""
         ctx.attention, ctx.call, ctx.dtypes = attention, call, (query.dtype, key.dtype, value.dtype)
@@ -61,31 +64,47 @@ class AttentionFunction(torch.autograd.Function):
             kept = None
             if output is None:
                 kept = _kept(query, key, attention.p)
-                named = attention.scale, attention.is_causal, attention.p
-                output = dropped_attention(query, key, value, mask, kept, *named)
+                added, is_causal = _added(mask, bias, attention.is_causal)
+                output = dropped_attention(query, key, value, added, kept, attention.scale, is_causal, attention.p)
                 rows = score_rows(call.index, query.shape[1], query.shape[2])
                 kept = pack_mask(kept.flatten(0, 2), rows)
             kv_index = _kv_index(key, mask, attention.is_causal, call)
             stored = pack_attention(query, key, value, call.index, kv_index, call.seed, *(attention.bits,) * 3)
         # Seed and indices are saved tensors: on ctx, a recomputation could not replace them.
-        ctx.save_for_backward(stored, mask, kept, call.index, kv_index)
+        ctx.save_for_backward(stored, mask, kept, call.index, kv_index, bias)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
         refuse_double_backward("a packed attention")
-        (y,), (stored, mask, kept, index, kv_index) = grad_outputs, ctx.saved_tensors
+        (y,), (stored, mask, kept, index, kv_index, bias) = grad_outputs, ctx.saved_tensors
         attention: Attention = ctx.attention
         if ctx.call.on_backward is not None:
             ctx.call.on_backward(y.reshape(y.shape[0] * y.shape[1], -1), ctx.call.mask)
+        named = (
+            mask, kept, index, kv_index, *ctx.sizes,
+            attention.scale, attention.is_causal, attention.p, *(attention.bits,) * 3,
+        )  # fmt: skip
+        grad_bias = None
         with torch.autocast(y.device.type, enabled=False):
-            gradients = attention_backward(
-                y, stored, mask, kept, index, kv_index, *ctx.sizes,
-                attention.scale, attention.is_causal, attention.p, *(attention.bits,) * 3,
-            )  # fmt: skip
+            if bias is None:
+                gradients = attention_backward(y, stored, *named)
+            else:
+                needed = ctx.needs_input_grad[7]
+                *gradients, grad_bias = biased_attention_backward(y, stored, bias, needed, *named)
+                grad_bias = grad_bias.to(bias.dtype) if needed else None
         found = (one.transpose(1, 2).to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return *found, None, None, None, None
+        return *found, None, None, None, None, grad_bias
+
+
+def _added(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """What is added to the scores, and whether they are causal beside it."""
+    if bias is None:
+        return mask, is_causal
+    if is_causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    return biased(mask, bias, bias.dtype), False
 
 
 def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
@@ -129,7 +148,14 @@ def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention, call: PackedCall, exact: Exact
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    attention: Attention,
+    call: PackedCall,
+    exact: Exact,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Apply attention and save it packed. The caller has asked :func:`why_exact` before.
 
@@ -141,6 +167,7 @@ def packed_attention(
         attention: The other arguments.
         call: Seed and padding.
         exact: A function of queries, keys and values that returns the output without dropout, shape (B, Tq, h, dv).
+        bias: Added to the scores where a bool mask is true, shape (B or 1, h or 1, Tq, Tk), or None.
 
     Returns:
         Shape (B, Tq, h, dv).
@@ -148,4 +175,4 @@ def packed_attention(
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
         mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
-    return AttentionFunction.apply(query, key, value, mask, attention, call, exact)  # pyright: ignore[reportReturnType]
+    return AttentionFunction.apply(query, key, value, mask, attention, call, exact, bias)  # pyright: ignore[reportReturnType]

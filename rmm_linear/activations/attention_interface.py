@@ -17,9 +17,12 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rmm_linear.activations.attention import AttendingModule, names_in_forward
 from rmm_linear.activations.attention_function import Attention
@@ -28,7 +31,7 @@ NAME = "rmm_sdpa"
 _SDPA = "sdpa"
 _KEPT = "rmm_attention"  # attribute of a model: the configurations whose name was changed
 _ASKS = re.compile(r"""_attn_implementation\s*(?:[!=]=|(?:not\s+)?in\b)[^\n]*["']sdpa["']""")
-_UNSUPPORTED = ("position_bias", "softcap", "s_aux", "cache")
+_UNSUPPORTED = ("softcap", "s_aux", "cache")
 
 
 class PackedAttention(AttendingModule):
@@ -133,19 +136,23 @@ def packed_sdpa(
         dropout: Probability of dropout.
         scaling: Factor of the scores; None is 1 / √d.
         is_causal: Whether query i sees the keys 0 … i only, without a mask; None asks the module.
-        **kwargs: Other arguments of the function of "sdpa".
+        **kwargs: Other arguments of the function of "sdpa"; a ``position_bias``, which is added to the scores, may need
+            a gradient.
 
     Returns:
         The output, shape (B, Tq, h, dv), and None for the probabilities.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    sdpa = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    sdpa, bias = ALL_ATTENTION_FUNCTIONS[_SDPA], kwargs.get("position_bias")
+    # On CPU, a bias that needs a gradient keeps PyTorch from its fused kernel, whose last bits are others. Inside of
+    # our autograd function nothing needs one.
+    is_plain = bias is not None and bias.requires_grad and torch.is_grad_enabled() and query.device.type == "cpu"
 
     def exact(query: Tensor, key: Tensor, value: Tensor, p: float = 0.0) -> Tensor:
-        return sdpa(
-            module, query, key, value, attention_mask, dropout=p, scaling=scaling, is_causal=is_causal, **kwargs
-        )[0]
+        named = {"dropout": p, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        with sdpa_kernel(SDPBackend.MATH) if is_plain else nullcontext():
+            return sdpa(module, query, key, value, attention_mask, **named)[0]
 
     output = None
     if isinstance(module, PackedAttention):
@@ -153,12 +160,17 @@ def packed_sdpa(
         causal = bool(query.shape[2] > 1 and attention_mask is None and causal)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attention = Attention(scale, causal, dropout, module._bits)
-        output = module._attend(query, key, value, attention_mask, attention, exact, _reason(kwargs))
+        reason = _reason(kwargs, (*query.shape[:3], key.shape[2]))
+        output = module._attend(query, key, value, attention_mask, attention, exact, reason, bias)
     return (exact(query, key, value, dropout) if output is None else output), None
 
 
-def _reason(kwargs: dict[str, Any]) -> str | None:
+def _reason(kwargs: dict[str, Any], scores: tuple[int, ...]) -> str | None:
     """Why arguments are not supported."""
+    bias = kwargs.get("position_bias")
+    shapes = {(batch, heads, *scores[2:]) for batch in (1, scores[0]) for heads in (1, scores[1])}
+    if bias is not None and tuple(bias.shape) not in shapes:
+        return f"its position_bias has the shape {tuple(bias.shape)}, and its scores {scores}"
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     given += ["output_attentions"] if kwargs.get("output_attentions") else []
     return f"it is called with {', '.join(given)}" if given else None

@@ -63,7 +63,7 @@ def skip_where_nothing_is_saved(
         chosen: Name to layer.
         skipped: Name to reason.
     """
-    inputs, _ = layer_inputs(model, example, list(chosen))
+    inputs, *_ = layer_inputs(model, example, list(chosen))
     for name, seen in inputs.items():
         features = linear_features(chosen[name])[0]
         spec = config.for_module(name).spec(seen.tokens, features, seen.itemsize)

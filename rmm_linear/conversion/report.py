@@ -173,10 +173,25 @@ def _saved(layer: ConvertedLayer) -> str:
     return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
 
 
+def pattern_of(name: str) -> str:
+    """Return what numbered siblings have in common.
+
+    Args:
+        name: Dotted name of a module.
+
+    Returns:
+        The name with * for numbers, but for one at its beginning or end.
+
+    Example:
+        >>> pattern_of("layer.0.query")
+        'layer.*.query'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
     """Group rows that differ in one number of their name only: layer.0.query, layer.1.query → layer.*.query."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        groups.setdefault((pattern, *cells), []).append(name)
+        groups.setdefault((pattern_of(name), *cells), []).append(name)
     return {(names[0] if len(names) == 1 else key[0], *key[1:]): names for key, names in groups.items()}

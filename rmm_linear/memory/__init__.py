@@ -9,12 +9,22 @@ from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
 if TYPE_CHECKING:
-    from rmm_linear.conversion.explain import Explanation, LayerMemory, explain
+    from rmm_linear.conversion.explain import Explanation, Keeper, LayerMemory, OperationMemory, explain
 
 # These live in conversion, which imports this folder, so they are imported on first access.
-_FROM_CONVERSION = ("Explanation", "LayerMemory", "explain")
+_FROM_CONVERSION = ("Explanation", "Keeper", "LayerMemory", "OperationMemory", "explain")
 
-__all__ = ["Explanation", "LayerMemory", "Ledger", "Peak", "explain", "peak", "track_saved"]
+__all__ = [
+    "Explanation",
+    "Keeper",
+    "LayerMemory",
+    "Ledger",
+    "OperationMemory",
+    "Peak",
+    "explain",
+    "peak",
+    "track_saved",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Run one forward pass and find out which operators save the input of each layer for the backward pass."""
+"""Run one forward pass and find out which operators save what for the backward pass, each layer's input above all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.memory.ledger import Ledger, track_saved
+from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_saved
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,34 @@ class LayerInput:
 
     tokens: int
     itemsize: int
-    storage: tuple[str, int] | None
+    storage: StorageKey | None
     bytes: int
     others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Saver:
+    """An operator that saves a tensor for the backward pass.
+
+    Attributes:
+        name: Of its node in the autograd graph, such as "MulBackward0".
+        is_stand_in: Whether the node is one of this library's.
+    """
+
+    name: str
+    is_stand_in: bool
+
+    @property
+    def operator(self) -> str:
+        """The name without what autograd adds to it, such as "Mul"."""
+        if "ScaledDotProduct" in self.name:
+            return "scaled_dot_product_attention"
+        return self.name.removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the product of a linear layer."""
+        return self.name.startswith(("Addmm", "Mm", "Linear", "MkldnnLinear", "Bmm"))
 
 
 def unsaved_reason(seen: LayerInput) -> str | None:
@@ -47,7 +72,22 @@ def unsaved_reason(seen: LayerInput) -> str | None:
     return f"{' and '.join(seen.others)} saves this tensor anyway" if seen.others else None
 
 
-def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[dict[str, LayerInput], Ledger]:
+def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey, list[Saver]]]:
+    """Run one forward pass in training mode and record which operators save what for backward.
+
+    Args:
+        model: The model.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+
+    Returns:
+        The ledger, and storage to the operators that save it; those that no output depends on are not found.
+    """
+    return layer_inputs(model, batch, [])[1:]
+
+
+def layer_inputs(
+    model: nn.Module, batch: Any, names: Sequence[str]
+) -> tuple[dict[str, LayerInput], Ledger, dict[StorageKey, list[Saver]]]:
     """Run one forward pass in training mode and record what is saved for backward.
 
     Args:
@@ -56,7 +96,7 @@ def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[di
         names: Names of the layers whose inputs are recorded.
 
     Returns:
-        Name to input for the layers that ran, and the ledger of the whole pass.
+        Name to input for the layers that ran, and the results of :func:`saved_tensors`.
     """
     modules = {name: module for name, module in model.named_modules() if name in names}
     calls: dict[str, Tensor] = {}
@@ -72,11 +112,11 @@ def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[di
         with _restored(model), torch.enable_grad(), track_saved(model) as ledger:
             output = _call(model, batch)
             # Inside the block, while the graph is alive: its nodes know what they saved.
-            savers = _saving_nodes(output)
-            storages = dict(ledger.storages)
-            return {
+            savers, storages = _savers(output), dict(ledger.storages)
+            inputs = {
                 name: _layer_input(calls[name], name, storages, savers, names) for name in modules if name in calls
-            }, ledger
+            }
+            return inputs, ledger, savers
     finally:
         for handle in handles:
             handle.remove()
@@ -85,15 +125,15 @@ def layer_inputs(model: nn.Module, batch: Any, names: Sequence[str]) -> tuple[di
 def _layer_input(
     x: Tensor,
     name: str,
-    storages: Mapping[tuple[str, int], Any],
-    savers: Mapping[tuple[str, int], Sequence[str]],
+    storages: Mapping[StorageKey, Any],
+    savers: Mapping[StorageKey, Sequence[Saver]],
     names: Sequence[str],
 ) -> LayerInput:
     tokens = x.shape[:-1].numel()
-    key = (str(x.device), x.untyped_storage().data_ptr())
+    key = storage_key(x)
     if key in storages and set(storages[key].modules) & set(names):
         others = [module for module in storages[key].modules if module not in names]
-        operators = sorted({_operator_name(n) for n in savers.get(key, ()) if not _is_linear(n)})
+        operators = sorted({one.operator for one in savers.get(key, ()) if not one.is_linear})
         saved_by_others = tuple(operators or others) if others or operators else ()
         return LayerInput(tokens, x.element_size(), key, storages[key].bytes, saved_by_others)
     # Under autocast a copy in another dtype is saved instead of the input.
@@ -104,29 +144,22 @@ def _layer_input(
     return LayerInput(tokens, x.element_size(), None, 0, ())
 
 
-def _is_linear(node: str) -> bool:
-    return node.startswith(("Addmm", "Mm", "Linear", "MkldnnLinear", "Bmm"))
-
-
-def _operator_name(node: str) -> str:
-    if "ScaledDotProduct" in node:
-        return "scaled_dot_product_attention"
-    return node.removesuffix("Backward").rstrip("0123456789").removesuffix("Backward")
-
-
-def _saving_nodes(output: Any) -> dict[tuple[str, int], list[str]]:
-    """Map each storage to the names of the autograd nodes that save it."""
-    found: dict[tuple[str, int], list[str]] = {}
-    todo = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
+    """Map each storage to the autograd nodes that save it."""
+    found: dict[StorageKey, list[Saver]] = {}
+    with torch._C.DisableTorchFunctionSubclass():  # logits that are computed when they are read are not read
+        roots = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    todo = [node for node in roots if node is not None]
     seen = set(todo)
     while todo:
         node: Any = todo.pop()
+        function = getattr(type(node), "_forward_cls", None)  # of an autograd.Function
+        saver = Saver(node.name(), getattr(function, "__module__", "").startswith("rmm_linear."))
         for attribute in dir(node):
             if attribute.startswith("_saved_") or attribute == "saved_tensors":
                 for leaf in tree_leaves(getattr(node, attribute)):
                     if isinstance(leaf, Tensor):
-                        key = (str(leaf.device), leaf.untyped_storage().data_ptr())
-                        found.setdefault(key, []).append(node.name())
+                        found.setdefault(storage_key(leaf), []).append(saver)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)

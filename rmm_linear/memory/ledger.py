@@ -13,6 +13,20 @@ from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
 
+StorageKey = tuple[str, int]  # device and address
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """Return what tells a tensor's storage from others that are alive.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        Its device and address.
+    """
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
 
 @dataclass
 class SavedStorage:
@@ -37,12 +51,12 @@ class Ledger:
 
     def __init__(self) -> None:
         """Make an empty ledger."""
-        self._live: dict[tuple[str, int], SavedStorage] = {}
-        self._holders: dict[tuple[str, int], int] = {}
-        self._peak: dict[tuple[str, int], SavedStorage] = {}
+        self._live: dict[StorageKey, SavedStorage] = {}
+        self._holders: dict[StorageKey, int] = {}
+        self._peak: dict[StorageKey, SavedStorage] = {}
 
     @property
-    def storages(self) -> dict[tuple[str, int], SavedStorage]:
+    def storages(self) -> dict[StorageKey, SavedStorage]:
         """(device, address) to storage, at the moment with the most saved bytes."""
         return max(self._live, self._peak, key=lambda saved: sum(entry.bytes for entry in saved.values()))
 
@@ -89,16 +103,16 @@ class Ledger:
         ]
         return table(("module", "bytes", "%", "shared"), [*rows, ("total", f"{self.total:,}", "100.0", "")])
 
-    def _add(self, tensor: Tensor, module: str) -> tuple[str, int]:
+    def _add(self, tensor: Tensor, module: str) -> StorageKey:
         storage = tensor.untyped_storage()
-        key = (str(storage.device), storage.data_ptr())
+        key = storage_key(tensor)
         entry = self._live.setdefault(key, SavedStorage(storage.nbytes(), []))
         if module not in entry.modules:
             entry.modules.append(module)
         self._holders[key] = self._holders.get(key, 0) + 1
         return key
 
-    def _release(self, key: tuple[str, int]) -> None:
+    def _release(self, key: StorageKey) -> None:
         self._holders[key] -= 1
         if self._holders[key] == 0:
             self._peak = dict(self.storages)
@@ -108,7 +122,7 @@ class Ledger:
 class _SavedTensor:
     """A saved tensor that tells the ledger when it is freed."""
 
-    def __init__(self, tensor: Tensor, ledger: Ledger | None, key: tuple[str, int] | None) -> None:
+    def __init__(self, tensor: Tensor, ledger: Ledger | None, key: StorageKey | None) -> None:
         self.tensor = tensor
         if ledger is not None and key is not None:
             weakref.finalize(self, ledger._release, key).atexit = False
@@ -134,13 +148,12 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         >>> saved.by_module  # the input, 10 × 4 × 4 bytes
         {'0': 160}
     """
-    own = {(str(t.device), t.untyped_storage().data_ptr()) for t in (*model.parameters(), *model.buffers())}
+    own = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
     ledger = Ledger()
     running: list[str] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes() or (str(storage.device), storage.data_ptr()) in own:
+        if not tensor.untyped_storage().nbytes() or storage_key(tensor) in own:
             return _SavedTensor(tensor, None, None)
         return _SavedTensor(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
 

@@ -28,6 +28,7 @@ from rmm_linear.packing import attention as plain
 from rmm_linear.packing import attention_gradients as blocks
 from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec
+from rmm_linear.packing.attention_bias import Bias
 from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
 from rmm_linear.sketches.seeds import draw_seed, mix
 
@@ -153,6 +154,7 @@ def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[T
         *,
         spec: AttentionSpec,
         bits: Bits,
+        bias: Bias | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         batch, queries, heads, value_width = grad_output.shape
         columns = heads * spec.width, spec.kv_heads * spec.width, spec.kv_heads * value_width
@@ -171,12 +173,12 @@ def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[T
             for i in range(3)
         )  # fmt: skip
         rows = query, key, value
-        if on_gpu and kept is None:
+        if on_gpu and kept is None and bias is None:
             whole = query(0, counts[0]), key(0, counts[1]), value(0, counts[1])
             found = fused_gradients(grad_output, whole, spec, mask, index, kv_index)
             if found is not None:
                 return found
-        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, steps=steps)
+        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, bias=bias, steps=steps)
 
     return run
 
@@ -286,7 +288,7 @@ def _(query, key, value, *arguments, out_shape=None, **named) -> int:
 
 
 @register_flop_formula(torch.ops.rmm_linear.attention_backward)
-def _(grad_output, stored, mask, kept, index, kv_index, keys, kv_heads, width, *arguments, out_shape=None, **named):
+def _backward_flops(grad_output, stored, mask, kept, index, kv_index, keys, kv_heads, width, *arguments, **named):
     batch, queries, heads, value_width = grad_output
     products = 3 * width + 2 * value_width  # scores, dQ and dK; dP and dV
     return 2 * batch * heads * queries * keys * products + 2 * GROUP * batch * queries * heads * width * 3

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.packing.attention import AttentionSpec, additive, block_size, score_rows
+from rmm_linear.packing.attention import AttentionSpec, block_size, score_rows
+from rmm_linear.packing.attention_bias import Added, Bias, block_of, part_of
 from rmm_linear.packing.masks import apply_mask
 
 Rows = Callable[[int, int], Tensor]
@@ -54,6 +55,7 @@ def attention_gradients(
     index: Tensor | None = None,
     kv_index: Tensor | None = None,
     *,
+    bias: Bias | None = None,
     steps: Steps | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +71,7 @@ def attention_gradients(
             :func:`~rmm_linear.packing.attention.score_rows` of (B · h · Tq, Tk); None without dropout.
         index: Tokens of the rows of queries, ascending; None for all.
         kv_index: Tokens of the rows of keys and values, likewise.
+        bias: Added to the scores, or None.
         steps: Faster functions for the steps between the products; None for those in plain PyTorch.
         block: Scores at a time; None for what suits the device.
 
@@ -101,11 +104,11 @@ def attention_gradients(
             for row, at, size in zip(rows, (ours, theirs, theirs), shapes, strict=True)
         )
         places = slice(begin, begin + count)
-        part = None if mask is None else additive(
-            mask[places if mask.shape[0] > 1 else slice(None), :, ours.columns, theirs.columns], wide
-        )  # fmt: skip
+        part = None if mask is None else part_of(mask, places, ours.columns, theirs.columns)
+        own = None if bias is None else bias.of(places, ours.columns, theirs.columns)
         bits = None if kept is None else _bits(kept, of_scores, ours, begin, (count, heads, queries))
-        one = _Sequences(y, q * spec.scale, k, v, part, bits, spec, ours.columns, theirs.columns, steps or Steps())
+        added = Added(part, own, wide)
+        one = _Sequences(y, q * spec.scale, k, v, added, bits, spec, ours.columns, theirs.columns, steps or Steps())
         targets = (whole[places, at.columns] for whole, at in zip(found, (ours, theirs, theirs), strict=True))
         one.gradients(block, *targets)
     dq, dk, dv = found
@@ -168,7 +171,7 @@ class _Sequences:
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
+    added: Added
     bits: Tensor | None
     spec: AttentionSpec
     rows: slice
@@ -196,6 +199,7 @@ class _Sequences:
                     continue
                 q, y = (_by_head(tensor[:, place, head], group) for tensor in (self.q, self.y))
                 dropped, ds = self._scores(q, y, k[:, :seen], v[:, :seen], head, place)
+                self.added.add_gradient(ds.view(count, -1, place.stop - place.start, seen), head, place)
                 product = torch.bmm(ds, k[:, :seen]).mul_(self.spec.scale)
                 dq[:, place, head] = _by_token(product, count, group)
                 pairs = (ds.transpose(1, 2), q), (dropped.transpose(1, 2), y)
@@ -212,9 +216,8 @@ class _Sequences:
         scores = torch.bmm(q, k.transpose(1, 2))  # the queries are scaled
         shape = (self.q.shape[0], head.stop - head.start, place.stop - place.start, k.shape[1])
         by_query = scores.view(shape)
-        if self.bias is not None:
-            bias = self.bias if self.bias.shape[1] == 1 else self.bias[:, head]
-            by_query.add_(bias[:, :, place])
+        if self.added.values is not None:
+            by_query.add_(block_of(self.added.values, head, place, k.shape[1]))
         if self.spec.is_causal:
             first = self.rows.start + place.start - self.columns.start
             visible = torch.ones(shape[2:], dtype=torch.bool, device=k.device).tril(first)

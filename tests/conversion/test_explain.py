@@ -1,13 +1,19 @@
 """explain and conversion by example: what changes, what does not and why, and that nothing is disturbed."""
 
+import json
+
 import pytest
 import torch
 from cases import ROUGH
 from helpers import Shapes, tiny_model
 from torch import nn
 
+from benchmarks.left import families
 from rmm_linear import RMMLinear, convert
-from rmm_linear.memory import explain, track_saved
+from rmm_linear.activations import attention_interface
+from rmm_linear.memory import Explanation, Keeper, OperationMemory, explain, track_saved
+
+FAMILIES = families(width=128, batch=5, length=64)  # logits are taken in chunks of 256 rows where there are more
 
 
 def test_explain_says_what_changes_and_why_not():
@@ -23,6 +29,129 @@ def test_explain_says_what_changes_and_why_not():
     assert found.after == 3 * size + 3 * sketch
     assert f"kept_before={5 * size}" in str(found)
     assert found.to_dict()["layers"]["after"]["reason"] == found.layers["after"].reason
+
+
+def test_bytes_by_operation_and_what_is_left():
+    """Root's Tanh and the exact layer are what no stand-in replaces; the linears' share is that of the layers."""
+    model, x = Shapes(), torch.randn(100, 16)
+    found = explain(model, x, **ROUGH)
+    size, sketch = 100 * 16 * 4, 25 * 16 * 4 + 8
+    linear, other = OperationMemory(2 * size, 3 * sketch), OperationMemory(3 * size, 3 * size)
+    assert found.operations == {"linear": linear, "other": other}
+    assert found.stand_ins == 3 * sketch
+
+
+@pytest.mark.parametrize("operations", [("linear",), ("norm", "dropout"), None])
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_the_parts_sum_to_the_whole(architecture, operations):
+    model = tiny_model(architecture, dropout=0.1)
+    batch = {"input_ids": torch.randint(3, 64, (8, 32))}
+    found = explain(model, batch, **({} if operations is None else {"operations": operations}))
+    assert sum(entry.before for entry in found.operations.values()) == found.before
+    assert sum(entry.after for entry in found.operations.values()) == found.after
+    assert found.stand_ins + sum(keeper.bytes for keeper in found.remaining) == found.after
+    assert 0 < found.stand_ins < found.after < found.before
+    assert [keeper.bytes for keeper in found.remaining] == sorted((k.bytes for k in found.remaining), reverse=True)
+    assert all(keeper.share == keeper.bytes / found.before for keeper in found.remaining)
+
+
+def test_logits_are_not_read_and_their_loss_belongs_to_them():
+    """What is left of 300 rows of logits over 64 classes are the gradients that the loss makes in its forward pass."""
+    model = tiny_model("llama")
+    ids = torch.randint(3, 64, (10, 30))
+    found = explain(model, {"input_ids": ids, "labels": ids}, operations=("logits",))
+    memory, head = found.operations["logits"], model.lm_head.weight
+    assert memory.before > 290 * 64 * 4
+    assert memory.after < 300 * head.shape[1] * 4 + head.numel() * 4 + 1000
+    assert not any("loss" in keeper.reason for keeper in found.remaining)
+    exact = explain(model, {"input_ids": ids, "labels": ids}, operations=("norm",))
+    (loss,) = [keeper for keeper in exact.remaining if keeper.modules == ""]
+    why = "LlamaForCausalLM: LogSoftmax and NllLoss, the loss over classes; operations does not have 'logits'"
+    assert loss.reason == why
+
+
+def test_modules_that_differ_in_numbers_are_one_keeper_and_the_report_has_their_reason():
+    model, ids = tiny_model("bert", dropout=0.0), torch.randint(3, 64, (8, 32))
+    model.set_attn_implementation("eager")
+    options = {"exclude_modules": ["intermediate.dense"], "operations": ("linear", "attention")}
+    found = explain(model, {"input_ids": ids}, **options)
+    by_name = {keeper.modules: keeper for keeper in found.remaining}
+    own = by_name["bert.encoder.layer.*.attention.self"]
+    assert own.reason.startswith(
+        "BertSelfAttention: Bmm and Softmax, not converted: its attn_implementation is 'eager'"
+    )
+    assert own.bytes > 2 * (8 * 2 * 32 * 32 * 4)  # two layers with their probabilities
+    excluded = by_name["bert.encoder.layer.*.intermediate.dense"]
+    assert excluded.reason == "Linear: Addmm, not converted: in exclude_modules"
+    activation = by_name["bert.encoder.layer.*.intermediate.intermediate_act_fn"]
+    assert activation.reason == "GELUActivation: Gelu, operations does not have 'activation'"
+
+
+def test_a_layer_of_few_rows_says_so():
+    found = explain(Shapes(), torch.randn(20, 16), **{**ROUGH, "min_rows": 64})
+    by_name = {keeper.modules: keeper.reason for keeper in found.remaining}
+    assert by_name["left"] == "Linear: Addmm, the layer sees 20 rows and stays exact"
+    assert by_name["inner"] == "Linear: Addmm, the batch itself, which is in memory anyway"
+    assert found.stand_ins == 0
+
+
+def test_an_attention_that_stays_exact_has_its_own_reason(monkeypatch):
+    monkeypatch.setattr(attention_interface, "_UNSUPPORTED", ("position_bias",))
+    ids = torch.randint(3, 64, (4, 20))
+    found = explain(tiny_model("t5", dropout=0.0), {"input_ids": ids, "labels": ids})
+    reasons = [keeper.reason for keeper in found.remaining if keeper.modules.endswith("Attention")]
+    assert len(reasons) == 3
+    assert all("its attention stays exact: it is called with position_bias" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_nothing_large_is_left_without_a_reason_that_names_it(name):
+    """Every reason names an operator, a class of the model and, in words of its own, what is saved."""
+    make, batch = FAMILIES[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+    classes = {type(module).__name__ for module in model.modules()}
+    found = explain(model, batch)
+    assert sum(entry.before for entry in found.operations.values()) == found.before
+    assert sum(entry.after for entry in found.operations.values()) == found.after
+    assert found.stand_ins + sum(keeper.bytes for keeper in found.remaining) == found.after
+    large = [keeper for keeper in found.remaining if keeper.share > 0.02]
+    for keeper in large:
+        kind, what = keeper.reason.split(": ", 1)
+        assert kind in classes
+        assert "there is no stand-in for it" not in what
+        assert all(len(part.split(", ", 1)[1].split()) > 2 for part in what.split("; "))
+    assert len(large) == {"DeBERTa": 1, "ViT": 1, "Whisper": 1}.get(name, 0)
+    text = str(found)
+    assert all(keeper.reason in text for keeper in large)
+    assert (found.after > 0.25 * found.before) == (name == "DeBERTa")
+
+
+def test_keepers_below_two_percent_are_summed_where_it_is_printed():
+    found = Explanation({}, 1000, 500, {}, [Keeper("a", 400, 0.4, "A: B, c"), *[Keeper("b", 10, 0.01, "")] * 3], 70)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in str(found).splitlines() if "|" in line]
+    assert ["a", "400", "40.0", "A: B, c"] in rows
+    assert ["and 3 more", "30", "3.0", "each below 2%, see remaining"] in rows
+
+
+def test_a_batch_on_which_nothing_is_saved_says_so():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    model.requires_grad_(False)
+    found = explain(model, torch.randn(100, 16))
+    assert (found.before, found.after, found.remaining, found.stand_ins) == (0, 0, [], 0)
+    assert str(found).splitlines()[:2] == [
+        "rmm_linear: kept_before=0 kept_after=0 share=0.000",
+        "Nothing is saved for the backward pass of this batch: no output of the model needs a gradient.",
+    ]
+
+
+def test_an_explanation_is_plain_json():
+    found = explain(Shapes(), torch.randn(100, 16), **ROUGH)
+    read = json.loads(json.dumps(found.to_dict()))
+    assert read["operations"]["linear"] == {"before": 12800, "after": found.operations["linear"].after}
+    assert read["remaining"][0] == vars(found.remaining[0])
+    assert read["stand_ins"] == found.stand_ins
 
 
 def test_explain_disturbs_nothing():

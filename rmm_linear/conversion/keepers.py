@@ -1,0 +1,259 @@
+"""What a model saves for the backward pass by operation, and what of it no stand-in replaces, with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.conversion.linears import is_linear_like
+from rmm_linear.conversion.names import output_heads
+from rmm_linear.conversion.packed import choose_packed
+from rmm_linear.conversion.report import ConversionReport, pattern_of
+from rmm_linear.losses import CHUNK
+from rmm_linear.memory.inputs import Saver
+from rmm_linear.memory.ledger import Ledger, SavedStorage, StorageKey, storage_key
+
+_LOSS = "the loss over classes"
+_LOSSES = r"LogSoftmax|Nll.*|BinaryCrossEntropy.*|_?ChunkedCrossEntropy"
+_WHY = {  # the first pattern that an operator's name matches says what it saves
+    _LOSSES: _LOSS,
+    r"Embedding.*": "the indices of an embedding",
+    r".*Convolution.*": "the input of a convolution, which has no stand-in",
+    r"B?mm|Badd.*mm|Add.*mm|Mv|Dot|Linear|Mkldnn.*": "a factor of a matrix product that is in no converted layer",
+    r"(Safe)?Softmax": "the probabilities of a softmax of its own",
+    r"Gather|Index.*|Take.*|Scatter.*": "what is looked up in, and the indices",
+    r"Gelu|Silu|Relu|Mish|Hardswish|Sigmoid|Tanh|Elu|LeakyRelu": (
+        "an activation that is called as a function, not as a module"
+    ),
+    r"NativeDropout|.*Bernoulli.*": "the mask of a dropout that is called as a function",
+    r"scaled_dot_product_attention": "an attention that is not packed",
+    r".*Norm": "a norm that is none over the last dimensions, or is called as a function",
+    r"MaskedFill|Where|Max.*|Min.*|Clamp.*": "which elements it passes",
+    r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
+    r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
+}
+
+
+@dataclass(frozen=True)
+class OperationMemory:
+    """Bytes of the modules of one operation.
+
+    Attributes:
+        before: Bytes saved for backward now.
+        after: Bytes saved for backward after the conversion.
+    """
+
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Modules that save something of which there is no stand-in after the conversion.
+
+    Attributes:
+        modules: Their name; where several differ in numbers only, ``layer.*.name``; "" is the model itself.
+        bytes: What all of them save so, those that save it first.
+        share: ``bytes`` by all that the model saves now.
+        reason: Why.
+    """
+
+    modules: str
+    bytes: int
+    share: float
+    reason: str
+
+
+Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pass
+
+
+def by_operation(report: ConversionReport, before: Saved, after: Saved) -> dict[str, OperationMemory]:
+    """Attribute saved bytes to operations: each storage to that of the module that saves it first.
+
+    Args:
+        report: The conversion. What its modules do not save, nor modules inside of them, is "other". A loss over
+            classes is "logits" where the conversion has an output layer.
+        before: What is saved now.
+        after: What is saved after the conversion.
+
+    Returns:
+        Operation to bytes.
+    """
+    operations = _operations(report)
+    found: dict[str, list[int]] = {name: [0, 0] for name in (*OPERATIONS, "other") if name in operations.values()}
+    found["other"] = [0, 0]
+    for i, (ledger, savers) in enumerate((before, after)):
+        for key, entry in ledger.storages.items():
+            operation = _nearest(entry.modules[0], operations) or "other"
+            if operation == "other" and "logits" in found and any(map(_is_loss, savers.get(key, ()))):
+                operation = "logits"
+            found[operation][i] += entry.bytes
+    return {operation: OperationMemory(*counts) for operation, counts in found.items()}
+
+
+def _is_loss(saver: Saver) -> bool:
+    return re.fullmatch(_LOSSES, saver.operator) is not None
+
+
+def _operations(report: ConversionReport) -> dict[str, str]:
+    return {name: "linear" for name in report.converted} | {n: entry.operation for n, entry in report.packed.items()}
+
+
+def _nearest(name: str, found: Mapping[str, str]) -> str | None:
+    """The entry of a module, or of the innermost module around it that has one."""
+    while name not in found and name:
+        name = name.rpartition(".")[0]
+    return found.get(name)
+
+
+class Reasons:
+    """Why modules save what they save after a conversion. Make it before the model is converted."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, report: ConversionReport, names: dict[nn.Module, str], exact: dict[str, str]
+    ) -> None:
+        """Note what the conversion changes.
+
+        Args:
+            model: The model.
+            batch: The batch it is run on.
+            report: What would be done.
+            names: Every submodule to its name.
+            exact: Name of linear layers that stay exact to the reason.
+        """
+        self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
+        self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        self._report, self._exact = report, exact
+        self._left_out = _left_out(names, report.config)
+        self._loss = self._loss_reason([names[head] for head in output_heads(model) if head in names])
+
+    def _loss_reason(self, heads: Sequence[str]) -> str:
+        if not heads:
+            return _LOSS
+        if "logits" not in self._report.config.operations:
+            return f"{_LOSS}; {_named('logits')}"
+        skipped = next((self._report.skipped[head] for head in heads if head in self._report.skipped), None)
+        few = (
+            f"the logits are taken in chunks of {CHUNK} rows where there are more, and nothing but the loss reads them"
+        )
+        return f"{_LOSS}: {skipped or few}"
+
+    def note_attention(self, model: nn.Module) -> None:
+        """Note which packed attentions were exact in the pass that the converted model made.
+
+        Args:
+            model: The converted model.
+        """
+        for name, module in model.named_modules():
+            reason = getattr(module, "rmm_exact", None)
+            if isinstance(reason, str):
+                self._exact[name] = f"its attention stays exact: {reason}"
+
+    def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
+        """Say why a storage is saved.
+
+        Args:
+            key: The storage.
+            name: The module that saves it first.
+            savers: The operators that do.
+
+        Returns:
+            The operators and the reason.
+        """
+        operators = tuple(sorted({saver.operator for saver in savers if not saver.is_stand_in}))
+        return operators or ("an operator",), self._reason(key, name, operators)
+
+    def _reason(self, key: StorageKey, name: str, operators: Sequence[str]) -> str:
+        if not operators:
+            return "no output of the model that needs a gradient depends on it"
+        if key in self._batch:
+            return "the batch itself, which is in memory anyway"
+        known = (text for one in operators for pattern, text in _WHY.items() if re.fullmatch(pattern, one))
+        why = next(known, "there is no stand-in for it")
+        if why == _LOSS:
+            return self._loss
+        if name in self._exact:
+            return self._exact[name]
+        if name in self._report.skipped:
+            return f"not converted: {self._report.skipped[name]}"
+        operation = _nearest(name, self._left_out)
+        return _named(operation) if operation else why
+
+    def class_of(self, name: str) -> str:
+        """Return the class of a module before the conversion.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The name of the class.
+        """
+        return self._classes.get(name, name)
+
+
+def _named(operation: str) -> str:
+    return f"operations does not have {operation!r}"
+
+
+def _left_out(names: dict[nn.Module, str], config: RMMConfig) -> dict[str, str]:
+    """Name to operation, for modules that would be converted if the configuration had their operation."""
+    missing = [operation for operation in OPERATIONS if operation not in config.operations]
+    found: dict[str, str] = {}
+    if missing:
+        choices = choose_packed(names, config.replace(operations=OPERATIONS))[0]
+        found = {name: choice.operation for name, choice in choices.items()}
+        found |= {name: "linear" for module, name in names.items() if is_linear_like(module)}
+    return {name: operation if operation in missing else "" for name, operation in found.items()}
+
+
+def keepers(
+    storages: Mapping[StorageKey, SavedStorage],
+    savers: Mapping[StorageKey, Sequence[Saver]],
+    reasons: Reasons,
+    before: int,
+) -> tuple[int, list[Keeper]]:
+    """Divide what a converted model saves into stand-ins and the rest.
+
+    Args:
+        storages: All that it saves.
+        savers: Storage to the operators that save it.
+        reasons: Why they do.
+        before: Bytes that the model saved before.
+
+    Returns:
+        Bytes of stand-ins; and the rest, the most bytes first, modules that differ in numbers only together.
+    """
+    stand_ins = 0
+    groups: dict[str, dict[str, dict[tuple[tuple[str, ...], str], int]]] = {}  # pattern, name, what and why: bytes
+    for key, entry in storages.items():
+        found, name = savers.get(key, ()), entry.modules[0]
+        if found and all(saver.is_stand_in for saver in found):
+            stand_ins += entry.bytes
+            continue
+        counts = groups.setdefault(pattern_of(name), {}).setdefault(name, {})
+        why = reasons.why(key, name, found)
+        counts[why] = counts.get(why, 0) + entry.bytes
+    result: list[Keeper] = []
+    for pattern, names in groups.items():
+        first, total = next(iter(names)), Counter[tuple[tuple[str, ...], str]]()
+        for counts in names.values():
+            total.update(counts)
+        count = total.total()
+        reason = f"{reasons.class_of(first)}: {_joined(total)}"
+        result.append(Keeper(first if len(names) == 1 else pattern, count, count / max(before, 1), reason))
+    return stand_ins, sorted(result, key=lambda keeper: -keeper.bytes)
+
+
+def _joined(counts: Counter[tuple[tuple[str, ...], str]]) -> str:
+    """Operators and reasons, the most bytes first; operators of the same reason together."""
+    operators: dict[str, list[str]] = {}
+    for (names, why), _ in counts.most_common():
+        operators.setdefault(why, []).extend(names)
+    return "; ".join(f"{' and '.join(dict.fromkeys(names))}, {why}" for why, names in operators.items())
