@@ -82,7 +82,7 @@ class Explanation:
         rows = [(k.modules or "(model)", f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
         if small:
             count = sum(keeper.bytes for keeper in small)
-            more = f"{'and ' if large else ''}{len(small)} more" if large else f"{len(small)} keepers"
+            more = f"and {len(small)} more" if large else f"modules: {len(small)}"
             share = f"{100 * count / max(self.before, 1):.1f}"
             rows.append((more, f"{count:,}", share, f"each below {SHOWN:.0%}, see remaining"))
         return rows
