@@ -13,6 +13,7 @@ from rmm_linear._support.validation import check_fraction, check_integer, check_
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import WIDTHS, packed_bytes
+from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_block, check_kind
 from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
@@ -113,8 +114,7 @@ class RMMConfig(SavedSettings):
         object.__setattr__(self, "operations", _read_operations(self.operations))
         _check_width("activation_bits", self.activation_bits, ("auto", 8, 4, 2, 1))
         _check_width("norm_bits", self.norm_bits, (8, 4, 2))
-        remedy = "With fewer, the scores from which the gradient is computed would bias it."
-        _check_width("attention_bits", self.attention_bits, (8, 4), remedy)
+        check_attention_bits(self.attention_bits)
         check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
             got = f"ratio={self.ratio}, memory={self.memory}"
@@ -263,7 +263,7 @@ def _read_operations(value: object) -> tuple[str, ...]:
     return tuple(name for name in OPERATIONS if name in names)
 
 
-def _check_width(name: str, value: object, widths: tuple[int | str, ...], remedy: str = "") -> None:
+def _check_width(name: str, value: object, widths: tuple[int | str, ...]) -> None:
     if type(value) not in (int, str) or value not in widths:
         *others, last = map(repr, widths)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}. {remedy}".rstrip())
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")

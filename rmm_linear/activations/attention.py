@@ -8,7 +8,8 @@ Two kinds of modules can be converted without changing PyTorch or transformers:
 * Those whose ``forward`` calls ``F.scaled_dot_product_attention`` itself, ``nn.MultiheadAttention`` among them (and so
   ``nn.TransformerEncoderLayer``): :class:`PackedAttentionCaller` runs the module's own ``forward`` under a
   ``TorchFunctionMode`` that packs this one call. Everything else of the module stays what it is, such as
-  ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and keeps them.
+  ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and keeps them: it says so
+  in the first call in training, once for a model, as does every attention that stays exact.
 
 Modules with a softmax of their own (``attn_implementation="eager"``) stay exact: its output and that of
 ``F.scaled_dot_product_attention`` differ in the last bits.
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_exact
 from rmm_linear.activations.base import PackedCall, PackedModule
@@ -35,6 +38,9 @@ from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches.seeds import draw_seed
 
 logger = logging.getLogger(__name__)
+
+_NOT_CALLED = "its forward did not call F.scaled_dot_product_attention"
+_WEIGHTS = "it makes the probabilities itself with need_weights=True, its default. Pass need_weights=False"
 
 
 def scaled_dot_product_attention(
@@ -52,9 +58,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` that saves packed queries, keys and values instead of these and its output.
 
-    The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU. The
-    gradients have the noise of packing, and a bias that is small beside it, see :mod:`rmm_linear.packing.attention`;
-    take 8 bits where scores are large. If a call cannot be packed, as with a mask that needs a gradient, all is exact.
+    The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU: the
+    seed of the rounding is drawn after them. The gradients have the noise of packing, and a bias that is small beside
+    it, see :mod:`rmm_linear.packing.attention`; take 8 bits where scores are large. If a call cannot be packed, as with
+    a mask that needs a gradient, all is exact; so it is where there are no sequences or no tokens.
 
     Args:
         query: Shape (B, h, Tq, d).
@@ -81,20 +88,24 @@ def scaled_dot_product_attention(
     output = (attend or _attend_alone)(query, key, value, attn_mask, attention, exact)
     if output is not None:
         return output.transpose(1, 2)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **named)
+    if attend is None and not torch.compiler.is_compiling():
+        draw_seed()  # as a packed call does: the first pass of a checkpoint may be this one, and the second packed
+    return output
 
 
 def _attend_alone(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, attention: Attention, exact: Exact
 ) -> Tensor | None:
-    call = PackedCall(None if torch.compiler.is_compiling() else draw_seed())
     if not _is_saving(query, key, value) or why_exact(query, key, value, mask, attention.is_causal, attention.p):
         return None
-    return packed_attention(query, key, value, mask, attention, call, exact)
+    return packed_attention(query, key, value, mask, attention, PackedCall(), exact)
 
 
 def _is_saving(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    """Whether something is to be packed: of an empty tensor there is nothing."""
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return needs_gradient and all(tensor.numel() for tensor in tensors)
 
 
 class AttendingModule(PackedModule):
@@ -106,11 +117,18 @@ class AttendingModule(PackedModule):
 
     rmm_operation = "attention"
     rmm_exact: str | None
+    rmm_attended: bool  # in the current call of the module
+    rmm_hook: RemovableHandle
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
-        self.rmm_exact = None
-        check_attention_bits(self._bits)
+        self.rmm_exact, self.rmm_attended = None, False
+        # A hook, as a forward of ours would hide the names of the module's arguments.
+        self.rmm_hook = self.register_forward_hook(_note_call)
+
+    def _tear_down(self) -> None:
+        self.rmm_hook.remove()
+        super()._tear_down()
 
     @property
     def _bits(self) -> int:
@@ -130,18 +148,47 @@ class AttendingModule(PackedModule):
         """The output, shape (B, Tq, h, dv); None where the exact function is to be called, as for a ``reason``."""
         if not self.training:
             return None
+        if not torch.compiler.is_compiling():
+            self.rmm_attended = True
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
         if not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None
         reason = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
-        if reason is not None and reason != self.rmm_exact and not torch.compiler.is_compiling():
-            context, name = self.rmm_context, type(self).__name__
-            name = name if context is None else context.names[self.rmm_index]
-            logger.warning("The attention of %s stays exact and saves what it saved before: %s.", name, reason)
-        self.rmm_exact = reason
+        self._note_exact(reason)
         if reason is not None:
             return None
         return packed_attention(query, key, value, mask, attention, call, exact, bias)
+
+    def _note_exact(self, reason: str | None) -> None:
+        """Keep why a call was exact, and say it once for a model."""
+        if reason is not None and not torch.compiler.is_compiling():
+            context = self.rmm_context
+            name, said = type(self).__name__, {self.rmm_exact}
+            if context is not None:
+                name, said = context.names[self.rmm_index], context.said
+            if reason not in said:
+                said.add(reason)
+                logger.warning(
+                    "The attention of %s stays exact and saves what it saved before: %s. "
+                    "Further modules with the same reason are not named.",
+                    name,
+                    reason,
+                )
+        self.rmm_exact = reason
+
+    def _why_not_called(self) -> str:
+        """Why a call of the module has not come to :meth:`_attend`."""
+        return _NOT_CALLED
+
+
+def _note_call(module: AttendingModule, args: Any, output: Any) -> None:
+    """Say that a call in training had an attention of its own."""
+    if torch.compiler.is_compiling() or not module.training:
+        return
+    is_saving = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+    if is_saving and not module.rmm_attended:
+        module._note_exact(module._why_not_called())
+    module.rmm_attended = False
 
 
 class PackedAttentionCaller(AttendingModule):
@@ -153,6 +200,9 @@ class PackedAttentionCaller(AttendingModule):
             return super().forward(*args, **kwargs)
         with _PackingMode(self):
             return super().forward(*args, **kwargs)
+
+    def _why_not_called(self) -> str:
+        return _WEIGHTS if isinstance(self, nn.MultiheadAttention) else super()._why_not_called()
 
 
 class _PackingMode(TorchFunctionMode):

@@ -17,6 +17,7 @@ from rmm_linear.ops.biased_attention import biased_attention_backward
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import hides_padding, score_rows
 from rmm_linear.packing.attention_bias import biased
+from rmm_linear.sketches.seeds import draw_seed
 
 Exact = Callable[..., Tensor]
 BITS = 4  # the default of attention_bits
@@ -69,7 +70,10 @@ class AttentionFunction(torch.autograd.Function):
                 rows = score_rows(call.index, query.shape[1], query.shape[2])
                 kept = pack_mask(kept.flatten(0, 2), rows)
             kv_index = _kv_index(key, mask, attention.is_causal, call)
-            stored = pack_attention(query, key, value, call.index, kv_index, call.seed, *(attention.bits,) * 3)
+            seed = call.seed
+            if seed is None and not torch.compiler.is_compiling():
+                seed = draw_seed()  # after the mask of dropout, which has the random numbers of PyTorch
+            stored = pack_attention(query, key, value, call.index, kv_index, seed, *(attention.bits,) * 3)
         # Seed and indices are saved tensors: on ctx, a recomputation could not replace them.
         ctx.save_for_backward(stored, mask, kept, call.index, kv_index, bias)
         return as_no_view(output)
@@ -165,7 +169,7 @@ def packed_attention(
         value: Shape (B, hk, Tk, dv).
         mask: Bool or additive, of a shape that (B, h, Tq, Tk) broadcasts with, or None.
         attention: The other arguments.
-        call: Seed and padding.
+        call: Seed and padding; without a seed, one is drawn after the mask of dropout.
         exact: A function of queries, keys and values that returns the output without dropout, shape (B, Tq, h, dv).
         bias: Added to the scores where a bool mask is true, shape (B or 1, h or 1, Tq, Tk), or None.
 

@@ -1,8 +1,9 @@
 """Packed attention through transformers' ``AttentionInterface``.
 
-The function of a model's attention is looked up by the name in its configuration. :func:`attach` registers one of ours,
-with the mask function of "sdpa", and writes its name where "sdpa" was; :func:`detach` writes "sdpa" again. It is the
-function of "sdpa" itself for modules that are not converted, and wherever it cannot pack.
+The function of a model's attention is looked up by the name in its configuration. Converting registers one of ours,
+with the mask function of "sdpa", and writes its name where "sdpa" was. The configuration may be that of several models;
+when the last module that packs with it is reverted, it has "sdpa" again. The function is that of "sdpa" itself for
+modules that are not converted, and wherever it cannot pack.
 
 Configurations of other functions stay as they are: "eager" and "flash_attention_2" give outputs that differ from those
 of "sdpa" in the last bits, so converting would change the model. So do those of models whose code asks whether the
@@ -16,9 +17,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rmm_linear.activations.attention import AttendingModule, names_in_forward
 from rmm_linear.activations.attention_function import Attention
+from rmm_linear.config import RMMConfig
 
 NAME = "rmm_sdpa"
 _SDPA = "sdpa"
-_KEPT = "rmm_attention"  # attribute of a model: the configurations whose name was changed
 _ASKS = re.compile(r"""_attn_implementation\s*(?:[!=]=|(?:not\s+)?in\b)[^\n]*["']sdpa["']""")
 _UNSUPPORTED = ("softcap", "s_aux", "cache")
 
@@ -37,10 +38,38 @@ _UNSUPPORTED = ("softcap", "s_aux", "cache")
 class PackedAttention(AttendingModule):
     """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own."""
 
+    config: Any
+
+    def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
+        super()._set_up(config, *arguments, **named)
+        register()
+        _PACKED.add(self)
+        # A model makes its masks by the name in a configuration, which is the object that its attention modules have.
+        if self.config._attn_implementation == _SDPA:
+            _set_name(self.config, NAME)
+
+    def _tear_down(self) -> None:
+        super()._tear_down()
+        _PACKED.discard(self)
+        is_used = any(other.config is self.config for other in _PACKED)
+        if not is_used and self.config._attn_implementation == NAME:  # else the user has changed it since then
+            _set_name(self.config, _SDPA)
+
     def __setstate__(self, state: Any) -> None:
         """Register the function, whose name is in the configuration that comes with the module."""
         super().__setstate__(state)
         register()
+        _PACKED.add(self)
+
+    def _why_not_called(self) -> str:
+        name = self.config._attn_implementation
+        if name == NAME:
+            return "its forward did not call the function of its attn_implementation"
+        remedy = "Call rmm_linear.revert, model.set_attn_implementation('sdpa') and rmm_linear.convert"
+        return f"its attn_implementation was set to {name!r} after it was converted. {remedy}"
+
+
+_PACKED: WeakSet[PackedAttention] = WeakSet()  # all there are: they need the name in their configurations
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -71,33 +100,6 @@ def stays_exact(module: Any) -> str | None:
     if _asks_for_sdpa(type(module)):
         return "its model's code treats attn_implementation='sdpa' in a way of its own"
     return None
-
-
-def attach(model: nn.Module, modules: Iterable[Any]) -> None:
-    """Make a model call the packed attention in some modules, which are of the class ``PackedAttention`` already.
-
-    Args:
-        model: The model.
-        modules: The modules.
-    """
-    register()
-    wanted = [module.config for module in modules]
-    kept = vars(model).setdefault(_KEPT, [])
-    # A model makes its masks by the name in a configuration, which is the object that its attention modules have.
-    for config in {id(config): config for config in wanted if config._attn_implementation == _SDPA}.values():
-        _set_name(config, NAME)
-        kept.append(config)
-
-
-def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`. A name that was changed since then stays.
-
-    Args:
-        model: The model.
-    """
-    for config in vars(model).pop(_KEPT, ()):
-        if config._attn_implementation == NAME:
-            _set_name(config, _SDPA)
 
 
 def _set_name(config: Any, name: str) -> None:
@@ -170,7 +172,8 @@ def _reason(kwargs: dict[str, Any], scores: tuple[int, ...]) -> str | None:
     bias = kwargs.get("position_bias")
     shapes = {(batch, heads, *scores[2:]) for batch in (1, scores[0]) for heads in (1, scores[1])}
     if bias is not None and tuple(bias.shape) not in shapes:
-        return f"its position_bias has the shape {tuple(bias.shape)}, and its scores {scores}"
+        # Without the shapes: a reason is said once, and lengths differ from batch to batch.
+        return "its position_bias does not have the shape of its scores, or that with 1 for batch or heads"
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     given += ["output_attentions"] if kwargs.get("output_attentions") else []
     return f"it is called with {', '.join(given)}" if given else None

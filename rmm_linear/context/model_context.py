@@ -43,6 +43,7 @@ class ModelContext:
         estimators: Norm estimator of every layer that has one, by its index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         traced_masks: The masks of compiled forward passes, which share nothing else.
+        said: What was logged already, once for all layers.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -66,6 +67,7 @@ class ModelContext:
 
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
+        self.said: set[str | None] = set()
         self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
         self._outermost: nn.Module | None = None
         self._pending = PendingForwards()

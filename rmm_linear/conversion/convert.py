@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear.activations.attention_interface import PackedAttention, attach, detach
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import (
@@ -89,7 +88,7 @@ def convert(
         # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
         module.__class__ = sketched[name]
         module._set_up(report.converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
-    _set_up_packed(model, packed, config, context)
+    _set_up_packed(packed, config, context)
     report = dataclasses.replace(report, context=context)
     logger.info(report.summary())
     return report
@@ -154,21 +153,16 @@ def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, Packe
     if not choices:
         yield
         return
-    _set_up_packed(model, choices, config, ModelContext(list(choices)))
+    _set_up_packed(choices, config, ModelContext(list(choices)))
     try:
         yield
     finally:
         revert(model)
 
 
-def _set_up_packed(
-    model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext
-) -> None:
+def _set_up_packed(choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext) -> None:
     for index, (name, choice) in enumerate(choices.items(), start=len(context.names) - len(choices)):
         choice.set_up(config.for_module(name), context, index)
-    attending = [choice.module for choice in choices.values() if isinstance(choice.module, PackedAttention)]
-    if attending:
-        attach(model, attending)
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -220,8 +214,6 @@ def revert(model: nn.Module) -> nn.Module:
             module.rmm_context.release()
         module._tear_down()
         module.__class__ = _original_class(type(module))
-    for module in model.modules():  # the model that was converted, if this is a wrapper of it
-        detach(module)
     return model
 
 

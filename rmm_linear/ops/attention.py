@@ -20,8 +20,7 @@ from rmm_linear.backends.native import attention as native_attention
 from rmm_linear.backends.native import masks as native_masks
 from rmm_linear.ops import native
 from rmm_linear.ops.fused_attention import fused_gradients
-from rmm_linear.ops.save import is_capturing
-from rmm_linear.ops.stored import Part, empty_stored, views
+from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, views
 from rmm_linear.ops.table import PACK, UNPACK, Operation
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
@@ -30,7 +29,6 @@ from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec
 from rmm_linear.packing.attention_bias import Bias
 from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
-from rmm_linear.sketches.seeds import draw_seed, mix
 
 Bits = tuple[int, int, int]  # of queries, keys and values
 _SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
@@ -96,20 +94,11 @@ def pack_attention(
     parts = _parts(query, key, value, index, kv_index, bits)
     stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
     seeds, *places = views(stored, parts)
-    _set_seeds(seeds, draw_seed() if seed is None else seed)
+    fill_seeds(seeds, seed)
     for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):
         for place, made in zip(places[2 * i : 2 * i + 2], PACK(rows, bits[i], seeds[i : i + 1]), strict=True):
             place.copy_(made)
     return stored
-
-
-def _set_seeds(seeds: Tensor, seed: int) -> None:
-    """Write the seeds of queries, keys and values, whose errors must be independent."""
-    for i in range(len(seeds)):
-        seeds[i].fill_(mix(seed, i))
-    if is_capturing(seeds.device):
-        # A Python number would be the same in every replay of the graph; the device's random numbers are not.
-        seeds ^= torch.randint(2**63 - 1, seeds.shape, device=seeds.device)
 
 
 @pack_attention.register_fake

@@ -13,13 +13,11 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.backends import native as library
 from rmm_linear.backends.native import gated as native
 from rmm_linear.backends.triton import kernels
-from rmm_linear.ops.save import is_capturing
-from rmm_linear.ops.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, stored_bytes, views
 from rmm_linear.ops.table import Operation
 from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, row_parts
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing.gated import ACTIVATIONS, Packed
-from rmm_linear.sketches.seeds import draw_seed, mix
 
 _CHUNK = 1 << 18  # elements of a half type that are widened at a time
 _SEEDS: Part = ((2,), torch.int64)
@@ -124,16 +122,11 @@ def keep_gated(
     Returns:
         uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
     """
-    seed = draw_seed() if seed is None else seed
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     parts = _parts(rows, columns, bits, needs_a + needs_b)
     stored = empty_stored(a, parts).zero_()
     seeds, *tensors = views(stored, parts)
-    seeds[0].fill_(seed)
-    seeds[1].fill_(mix(seed, 1))
-    if is_capturing(a.device):
-        # Python numbers would be the same in every replay of the graph; the device's random numbers are not.
-        seeds ^= torch.randint(2**63 - 1, (2,), device=a.device)
+    fill_seeds(seeds, seed)
     packed = PACK_GATED(a, b, seeds, activation, bits, (needs_a, needs_b), index)
     for view, tensor in zip(tensors, [tensor for one in packed for tensor in one or ()], strict=True):
         view.copy_(tensor)

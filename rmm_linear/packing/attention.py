@@ -23,6 +23,9 @@ Padding: a query of padding has dO = 0, so nothing depends on it, and it leaves 
 too if the mask hides them from every valid query, as :func:`hides_padding` says; keys that a valid query sees matter,
 padding or not, and stay. Without a mask, all keys are seen.
 
+A NaN: groups of 64 columns are rotated and packed together, so a NaN of one head makes the group NaN, and reaches the
+gradients of all heads that have columns in it. Those of 64 features, or a multiple of 64, have groups of their own.
+
 Memory: 3 · (bits / 8 + 1/16) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout.
 Time of the backward pass: five products of the size of Q Kᵀ, as for every attention that does not save P.
 
@@ -67,24 +70,20 @@ class AttentionSpec:
         return 1 / (1 - self.p) if self.p < 1 else 0.0
 
 
-def check_attention_bits(bits: int) -> int:
+def check_attention_bits(bits: object) -> None:
     """Refuse a width that queries, keys and values should not be packed to.
 
     Args:
         bits: The width.
 
-    Returns:
-        The same.
-
     Raises:
         ValueError: If it is not 8 or 4.
     """
-    if bits not in ATTENTION_WIDTHS:
+    if type(bits) is not int or bits not in ATTENTION_WIDTHS:
         raise ValueError(
             f"attention_bits must be 8 or 4, got {bits!r}. Fewer bits bias the gradient: queries and keys pass through "
             "softmax, and at 2 bits the bias is no longer small beside the noise. Leave attention exact instead."
         )
-    return bits
 
 
 def attention_rows(

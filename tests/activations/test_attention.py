@@ -67,15 +67,16 @@ def test_the_output_is_that_of_pytorch_to_the_bit(name, dtype):
 
 @pytest.mark.parametrize("name", ["plain", "causal", "bool"])
 def test_dropout_is_that_of_pytorch_but_for_the_order_of_sums(name):
-    """Sums of 16 products; what the function draws besides is one seed, before."""
+    """Sums of 16 products. The function draws one number more, its seed, afterwards."""
     given = inputs()
 
-    def after_a_seed(*args, **named):
+    def before_a_seed(*args, **named):
+        output = F.scaled_dot_product_attention(*args, **named)
         torch.randint(2**63 - 1, ())
-        return F.scaled_dot_product_attention(*args, **named)
+        return output
 
     output, gradients, state = run(scaled_dot_product_attention, given, dropout_p=0.3, **CALLS[name])
-    exact, exact_gradients, exact_state = run(after_a_seed, given, dropout_p=0.3, **CALLS[name])
+    exact, exact_gradients, exact_state = run(before_a_seed, given, dropout_p=0.3, **CALLS[name])
     assert (output - exact).abs().max() < 16 * torch.finfo(torch.float32).eps * exact.abs().max()
     assert torch.equal(state, exact_state)
     assert 0 < relative(gradients, exact_gradients) < NOISE
@@ -140,6 +141,15 @@ def test_a_mask_that_needs_a_gradient_leaves_the_call_exact():
         for function in (scaled_dot_product_attention, F.scaled_dot_product_attention)
     )
     assert all(torch.equal(*pair) for pair in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_without_sequences_or_tokens_it_is_exact(dropout, batch, queries, keys):
+    given = [tensor.requires_grad_() for tensor in tensors(batch, 4, 4, queries, keys, 16, 16, torch.float32)[:3]]
+    functions = scaled_dot_product_attention, F.scaled_dot_product_attention
+    found, exact = (run(function, given, dropout_p=dropout) for function in functions)
+    assert all(torch.equal(*pair) for pair in zip((found[0], *found[1]), (exact[0], *exact[1]), strict=True))
 
 
 def test_autocast_computes_and_saves_in_its_dtype():
@@ -253,15 +263,6 @@ def test_a_converted_module_can_be_copied_and_pickled():
         assert other.rmm_exact is None
         x = torch.randn(2, 6, 32, requires_grad=True)
         assert torch.equal(other(x, x, x, need_weights=False)[0], model(x, x, x, need_weights=False)[0])
-
-
-def test_two_bits_are_refused_when_a_module_is_converted():
-    config = RMMConfig()
-    object.__setattr__(config, "attention_bits", 2)
-    model = Own()
-    model.__class__ = packed_class(PackedAttentionCaller, Own)
-    with pytest.raises(ValueError, match="attention_bits must be 8 or 4, got 2"):
-        model._set_up(config)
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -61,6 +61,22 @@ def test_a_checkpoint_has_the_mask_of_its_first_pass(reentrant):
     check_mask(lambda *tensors: checkpoint(attention, *tensors, use_reentrant=reentrant))
 
 
+@checkpoints
+def test_what_follows_it_in_a_checkpoint_has_its_random_numbers(reentrant):
+    """The first pass of a reentrant checkpoint saves nothing, but must draw what the second does."""
+
+    states = []
+
+    def dropped(q, k, v):
+        output = attention(q, k, v)
+        states.append(torch.get_rng_state())
+        return torch.nn.functional.dropout(output, P)
+
+    checkpoint(dropped, *given(), use_reentrant=reentrant).sum().backward()
+    assert len(states) == 2
+    assert torch.equal(*states)
+
+
 @pytest.mark.parametrize(
     "choose", [ours, lambda op: not ours(op), lambda op: False], ids=["ours", "all but ours", "nothing"]
 )
