@@ -181,9 +181,9 @@ class AttendingModule(PackedModule):
         return _NOT_CALLED
 
 
-def _note_call(module: AttendingModule, args: Any, output: Any) -> None:
-    """Say that a call in training had an attention of its own."""
-    if torch.compiler.is_compiling() or not module.training:
+def _note_call(module: nn.Module, args: Any, output: Any) -> None:
+    """Say that a call in training had an attention of its own; not where the module is exact for a while."""
+    if torch.compiler.is_compiling() or not module.training or not isinstance(module, AttendingModule):
         return
     is_saving = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
     if is_saving and not module.rmm_attended:

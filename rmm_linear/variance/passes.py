@@ -94,11 +94,7 @@ class Passes:
         Returns:
             That of every trained parameter; zeros for one that has no part in the loss.
         """
-        for device, state in self.states.items():
-            if device.type == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
+        self._rewind()
         return self._gradients(self.batch)
 
     def sgd_variance(self) -> dict[str, float]:
@@ -113,6 +109,7 @@ class Passes:
         sequences = list(_sequences(self.batch))
         if len(sequences) < 2:
             raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {len(sequences)}.")
+        self._rewind()
         # A loss that is divided by a given number of tokens is a sum over the sequences.
         is_sum = self.batch.get("num_items_in_batch") is not None
         total = 1.0 if is_sum else sum(weight for _, weight in sequences)
@@ -126,6 +123,13 @@ class Passes:
         n = len(sequences)
         spread = (square - float(g.square().sum()) / n for square, g in zip(squares, sums, strict=True))
         return {name: n / (n - 1) * max(value, 0.0) for name, value in zip(self.trained, spread, strict=True)}
+
+    def _rewind(self) -> None:
+        for device, state in self.states.items():
+            if device.type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
 
     def _gradients(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         loss = _loss(self.model(**inputs))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.conversion.convert import convert, revert
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.variance.passes import Passes, measuring
@@ -35,12 +36,12 @@ class GradientNoise:
     Attributes:
         sgd: Name of every trained parameter to D²_SGD of its gradient, over sequences.
         stand_ins: Operation, or "all" for all of them together, to the same for D² of the stand-ins.
-        sizes: Name to number of elements.
+        weights: Names of the weights, of two and more dimensions, embeddings excluded.
     """
 
     sgd: dict[str, float]
     stand_ins: dict[str, dict[str, float]]
-    sizes: dict[str, int]
+    weights: tuple[str, ...]
 
     def whole(self, operation: str = ALL) -> float:
         """Return the noise of the whole gradient.
@@ -54,7 +55,7 @@ class GradientNoise:
         return _ratio(sum(self.stand_ins[operation].values()), sum(self.sgd.values()))
 
     def median_of_weights(self, operation: str = ALL) -> float:
-        """Return the median over the weights of at least two dimensions, embeddings of positions and types excluded.
+        """Return the median over the weights.
 
         Args:
             operation: Of which operation.
@@ -62,11 +63,7 @@ class GradientNoise:
         Returns:
             The median of D² / D²_SGD; NaN without weights.
         """
-        found = [
-            _ratio(noise, self.sgd[name])
-            for name, noise in self.stand_ins[operation].items()
-            if name.endswith("weight") and self.sizes[name] > 1 and "norm" not in name.lower() and "embed" not in name
-        ]
+        found = [_ratio(self.stand_ins[operation][name], self.sgd[name]) for name in self.weights]
         return statistics.median(found) if found else float("nan")
 
     def by_depth(self, operation: str = ALL) -> dict[str, float]:
@@ -117,9 +114,9 @@ def gradient_noise(
     """Measure the noise that a conversion adds to the gradient of every parameter.
 
     A converted model is measured as it is converted, with the widths it has chosen and the estimators it has. Any other
-    is converted as by ``config``, and reverted afterwards; ``bits="auto"`` takes 4 bits, because it would choose on the
-    first steps. Parameters, their ``grad``, buffers, modes, everything that a conversion has learned and torch's random
-    number generators are left as they were, so training goes on to the bit as without it.
+    is converted as by ``config``, and reverted afterwards; ``bits="auto"`` chooses on this batch. Parameters, their
+    ``grad``, buffers, modes, everything that a conversion has learned and torch's random number generators are left as
+    they were, so training goes on to the bit as without it.
 
     "dropout" and "logits" are exact, the latter but for the order of summation, and are measured by themselves only if
     there is nothing else. Operations that the model has no module of are left out.
@@ -144,7 +141,7 @@ def gradient_noise(
     """
     check_integer("draws", draws)
     passes = Passes(model, batch)
-    with measuring(model), _converted(model, config), set_aside(model) as contexts:
+    with measuring(model), _converted(passes, config), set_aside(model) as contexts:
         with exact_but(model):
             sgd, exact = passes.sgd_variance(), passes.gradients()
         there = {module.rmm_operation for module in converted_modules(model)}
@@ -164,16 +161,24 @@ def gradient_noise(
         found = {ALL: squares(OPERATIONS)}
         if by_operation:
             found |= {one: found[ALL] if there == {one} else squares([one]) for one in alone}
-    return GradientNoise(sgd, found, {name: parameter.numel() for name, parameter in passes.trained.items()})
+    embeddings = {
+        parameter for module in model.modules() if isinstance(module, nn.Embedding) for parameter in module.parameters()
+    }
+    weights = tuple(name for name, p in passes.trained.items() if p.dim() > 1 and p not in embeddings)
+    return GradientNoise(sgd, found, weights)
 
 
 @contextmanager
-def _converted(model: nn.Module, config: RMMConfig | None) -> Iterator[None]:
+def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
     """Have a model converted inside of the block."""
+    model = passes.model
     modules = converted_modules(model)
     if not modules:
-        convert(model, config)
+        report = convert(model, config)
         try:
+            if any(layer.config.bits == "auto" for layer in report.converted.values()):
+                for _ in range(STEPS + 1):  # the choice comes with the next one
+                    passes.gradients()
             yield
         finally:
             revert(model)
