@@ -86,7 +86,11 @@ class ProbeCallback(TrainerCallback):
             return
         self._probe = GradientProbe(model, self.modules, every=None, config=self.config, draws=self.draws).__enter__()
         history: list[dict[str, Any]] = state.log_history
-        self._probe.whole = {entry["step"]: GradientNoise(**entry[_WHOLE]) for entry in history if _WHOLE in entry}
+        self._probe.whole = {
+            entry["step"]: GradientNoise(**{**entry[_WHOLE], "weights": tuple(entry[_WHOLE]["weights"])})
+            for entry in history
+            if _WHOLE in entry
+        }
         self._probe.rows = [ProbeRow(**row) for entry in history for row in entry.get(_ROWS, [])]
         self.results = self._probe
 

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from cases import WHOLE_BODY
-from distributed_fsdp import blocks
 from distributed_helpers import all_gradients, apart, batches, projection
 from helpers import tiny_model
 from torch import nn
@@ -150,6 +149,8 @@ def ddp_at_length(rank):
 
 def shard(network, **policies):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    from distributed_fsdp import blocks  # of this folder, which is on the path of the workers alone
+
     for block in blocks(network):
         fully_shard(block, mesh=mesh, **policies)
     return fully_shard(network, mesh=mesh, **policies)
