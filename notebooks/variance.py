@@ -13,10 +13,10 @@
 # %% [markdown]
 # # How noisy is a sketched weight gradient?
 #
-# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens; the other operations
-# of a block keep what their gradient needs in few bits. The gradient stays unbiased and becomes noisy. Minibatch sampling
-# adds noise anyway, so the two are compared: where the sketch adds less, it hardly affects training. All noises here are
-# exact or measured; nothing needs a network.
+# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens; the other
+# operations of a block keep what their gradient needs in few bits. The gradient stays unbiased and becomes noisy.
+# Minibatch sampling adds noise anyway, so the two are compared: where the sketch adds less, it hardly affects
+# training. All noises here are exact or measured; nothing needs a network.
 
 # %%
 import os
@@ -125,8 +125,8 @@ rmm_linear.revert(model)
 # %% [markdown]
 # ## The gradient of the whole model
 #
-# What an operation adds to the gradients of all parameters, block by block, measured with new random numbers and divided
-# by the noise of a minibatch of these sentences. Operations below a random one inherit its noise.
+# What an operation adds to the gradients of all parameters, block by block, measured with new random numbers and
+# divided by the noise of a minibatch of these sentences. Operations below a random one inherit its noise.
 
 # %%
 few = {name: value[:16] for name, value in batches[STEPS - 1].items()}
