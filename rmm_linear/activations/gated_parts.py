@@ -95,17 +95,11 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
         The parts; None if the module is no gated MLP, if its activation is none of those that can be packed, if it is
         on the meta device, or if its output is not that of the formula to the bit.
     """
-    widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
-    if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
+    found = _children(module)
+    if found is None or any(tensor.is_meta for tensor in found[2]):
         return None
-    with torch.random.fork_rng([]):
-        kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
-    if len(kinds) != 1:
-        return None
-    tensors = [tensor for name in widths for tensor in module.get_submodule(name).parameters()]
+    widths, kinds, tensors = found
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    if not tensors or any(tensor.is_meta for tensor in tensors):
-        return None
     forward = getattr(module, "exact_forward", module.forward)
     generator = torch.Generator("cpu").manual_seed(0)
     # The wanted width is that of two children, or of the one whose output is cut in halves.
@@ -120,6 +114,30 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
         if parts is not None:
             return parts
     return None
+
+
+def lacks_weights(module: nn.Module) -> bool:
+    """Say whether a module has the children of a gated MLP, and cannot be run because they are on the meta device.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True or False.
+    """
+    found = _children(module)
+    return found is not None and any(tensor.is_meta for tensor in found[2])
+
+
+def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[Tensor]] | None:
+    """Widths of the linear children, the activation of the one child that has one, and the weights; None for others."""
+    widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
+    if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
+        return None
+    with torch.random.fork_rng([]):
+        kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
+    tensors: list[Tensor] = [tensor for name in widths for tensor in module.get_submodule(name).parameters()]
+    return (widths, kinds, tensors) if len(kinds) == 1 and tensors else None
 
 
 def activation_kind(module: nn.Module) -> str | None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear._support.autocast import autocast_dtype
-from rmm_linear.losses import chunked_cross_entropy
+from rmm_linear.losses import CHUNK, chunked_cross_entropy
 
 _READ = "The logits are computed when they are read, and the weight of the output layer has changed since the forward "
 _READ += "pass, or FSDP has sharded it again. Read them before, or convert without the operation 'logits'."
@@ -115,7 +115,7 @@ class LazyLogits(Tensor):
             raise RuntimeError(_READ)
         # Whoever reads first, perhaps without gradients, others may need them.
         with torch.inference_mode(False), torch.enable_grad(), source.as_in_forward():
-            value = source.head.exact_forward(source.hidden)
+            value = getattr(source.head, "exact_forward", source.head.forward)(source.hidden)  # reverted since: its own
             for step in source.steps:
                 value = step(value)
         if self._hooks:
@@ -254,7 +254,7 @@ def _loss(
             source.weight,
             target,
             bias=source.head.bias,
-            chunk=source.head.rmm_chunk,
+            chunk=getattr(source.head, "rmm_chunk", CHUNK),
             ignore_index=ignore_index,
             reduction=reduction,
             scale=source.scale,

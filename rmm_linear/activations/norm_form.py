@@ -68,7 +68,7 @@ def norm_of(module: nn.Module) -> NormForm | None:
     input with random parameters, in train and in eval mode, and compared with what a norm computes: this tells them
     from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
     states. A copy of the module is run, in float32 and without hooks; random number generators are as before
-    afterwards. Modules on the meta device and sharded ones are not run.
+    afterwards. Where the module is sharded or on the meta device, the copy is whole and on a real one.
 
     Args:
         module: Any module.
@@ -113,7 +113,7 @@ def _forward(module: nn.Module) -> Callable[..., object] | None:
 def _can_run(parameters: dict[str, nn.Parameter]) -> bool:
     shapes = {tuple(parameter.shape) for parameter in parameters.values()}
     is_vector = len(shapes) <= 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)
-    is_whole = all(type(p) is nn.Parameter and not is_dtensor(p) and not p.is_meta for p in parameters.values())
+    is_whole = all(type(p) is nn.Parameter or is_dtensor(p) for p in parameters.values())
     return is_vector and is_whole and all(p.is_floating_point() for p in parameters.values())
 
 
@@ -122,7 +122,7 @@ def _probe(
 ) -> NormForm | None:
     """The one of the forms that a copy of the module, with random parameters and without hooks, computes."""
     columns = next((len(p) for p in parameters.values()), _WIDTH)
-    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    device = next((p.device for p in parameters.values() if not p.is_meta), torch.device("cpu"))
     generator, copy = torch.Generator().manual_seed(0), object.__new__(type(module))
 
     def random(*shape: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from rmm_linear.conversion.linears import (
     skip_where_nothing_is_saved,
 )
 from rmm_linear.conversion.logits import choose_heads
-from rmm_linear.conversion.names import nearest
+from rmm_linear.conversion.overrides import check_overrides, restricted
 from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
@@ -81,7 +81,7 @@ def convert(
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}
     if example is not None:
-        config = _restricted(config, list(linears), list(packed))
+        config = restricted(config, _operations(linears, packed))
     context = ModelContext([*linears, *packed], config)
     context.attach(model)
     for index, (name, module) in enumerate(linears.items()):
@@ -109,7 +109,7 @@ def _choose(
     is_selected = config.target_modules != RMMConfig.target_modules
     if is_sketching and not linears and (is_selected or not packed):
         raise ValueError(nothing_matches(model, config, skipped))
-    _check_overrides(config, [*linears, *packed])
+    check_overrides(config, _operations(linears, packed))
     if example is not None:
         with packed_only(model, config, packed):  # a packed operation does not save a linear layer's input any more
             skip_where_nothing_is_saved(model, config, example, linears, skipped)
@@ -165,31 +165,12 @@ def _set_up_packed(choices: Mapping[str, PackedChoice], config: RMMConfig, conte
         choice.set_up(config.for_module(name), context, index)
 
 
+def _operations(linears: Mapping[str, nn.Module], packed: Mapping[str, PackedChoice]) -> dict[str, str]:
+    return dict.fromkeys(linears, "linear") | {name: choice.operation for name, choice in packed.items()}
+
+
 def _is_trained(module: nn.Module) -> bool:
     return module.weight.requires_grad  # pyright: ignore[reportReturnType]
-
-
-def _check_overrides(config: RMMConfig, chosen: Sequence[str]) -> None:
-    for pattern in config.overrides:
-        single = dataclasses.replace(config, overrides={pattern: {}})
-        if not any(single.override_pattern(name) for name in chosen):
-            raise ValueError(
-                f"overrides[{pattern!r}] must match a converted module, and matches none. "
-                f"The nearest are {nearest(pattern, list(chosen))}."
-            )
-
-
-def _restricted(config: RMMConfig, linears: list[str], packed: list[str]) -> RMMConfig:
-    """Return a configuration that selects the chosen modules without an example."""
-    overrides = {
-        pattern: changes
-        for pattern, changes in config.overrides.items()
-        if any(config.override_pattern(name) == pattern for name in (*linears, *packed))
-    }
-    if not linears:
-        others = [name for name in config.operations if name != "linear"]
-        return config.replace(operations=others, overrides=overrides)
-    return config.replace(target_modules=linears, overrides=overrides)
 
 
 def revert(model: nn.Module) -> nn.Module:

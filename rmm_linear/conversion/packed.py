@@ -13,7 +13,7 @@ from rmm_linear.activations.attention_interface import PackedAttention, is_atten
 from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
-from rmm_linear.activations.gated_parts import GatedParts, gated_parts
+from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import norm_of
@@ -24,6 +24,8 @@ from rmm_linear.conversion.linears import replaced_reason
 from rmm_linear.conversion.names import matches
 from rmm_linear.conversion.widths import choose_widths
 from rmm_linear.packing.pointwise import Pointwise
+
+_UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: convert after its weights are there"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
     for module, name in names.items():
         choice = choices.get(module)
         if choice is None:
+            if "activation" in config.operations and lacks_weights(module):
+                skipped[name] = _skip_reason(module, name, config) or _UNTRIED
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module):

@@ -6,7 +6,7 @@ from helpers import gradients, tiny_model, token_ids
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import convert
+from rmm_linear import convert, revert
 from rmm_linear.activations.lazy_logits import LazyLogits
 
 
@@ -58,6 +58,21 @@ def test_a_look_reads_nothing_and_the_loss_neither(reads):
     output.loss.backward()
     assert not reads
     assert torch.equal(copy * 1, made(False)(input_ids=token_ids()).logits)
+
+
+def test_logits_and_losses_after_a_revert_are_those_of_before():
+    def run(model):
+        logits = model(input_ids=token_ids()).logits
+        if isinstance(logits, LazyLogits):
+            revert(model)
+        loss = own_loss(logits)
+        loss.backward()
+        return loss.detach(), logits * 1
+
+    (exact, plain), gradients_of = both(run)
+    torch.testing.assert_close(plain[0], exact[0])
+    assert torch.equal(plain[1], exact[1])
+    assert_same(gradients_of, 1e-5)  # sums of the loss's gradients in another order
 
 
 def own_loss(logits):

@@ -100,7 +100,6 @@ OTHERS = {
     "Linear": lambda: nn.Linear(WIDTH, WIDTH),
     "GELU": nn.GELU,
     "Sequential": lambda: nn.Sequential(nn.LayerNorm(WIDTH)),
-    "on meta": lambda: LlamaRMSNorm(WIDTH).to("meta"),
     "forward of its own": with_forward_of_its_own,
 } | {
     kind.__name__: kind
@@ -135,7 +134,9 @@ def test_an_own_norm_is_one():
     assert norm_of(Own()) == NormForm(True, 1e-6)
 
 
-def test_known_classes_need_not_run():
+def test_norms_on_the_meta_device_are_found():
+    assert norm_of(LlamaRMSNorm(WIDTH, 1e-6).to("meta")) == NormForm(False, 1e-6)
+    assert norm_of(WrongEps().to("meta")) is None
     assert norm_of(nn.LayerNorm(WIDTH, device="meta")) == NormForm(True, 1e-5)
     assert norm_of(nn.RMSNorm(WIDTH, device="meta")) == NormForm(False, None)
 

@@ -196,6 +196,11 @@ def test_every_linear_layer_of_the_architectures_is_in_the_report():
             ValueError,
             r"overrides\['query'\] must match a converted module",
         ),
+        (
+            {"overrides": {"query": {"ratio": 0.5}, "dense": {"ratio": 0.5, "norm_bits": 4}}},
+            ValueError,
+            r"overrides\['dense'\] changes norm_bits, .* 'norm', and matches modules of the operation linear alone",
+        ),
         ({"overrides": {"query": {"ratio": 5}}}, ValueError, r"overrides\['query'\]: ratio must be in"),
         ({"ratio": 7}, ValueError, "ratio must be in"),
         ({"rate": 0.5}, TypeError, r"convert takes the fields of RMMConfig, got 'rate'. The fields are kind, ratio"),

@@ -1,0 +1,30 @@
+"""What is left of overrides once an example has skipped modules."""
+
+from rmm_linear import RMMConfig
+from rmm_linear.conversion.overrides import check_overrides, restricted
+
+OVERRIDES = {
+    r".*layer\.0.*": {"bits": 4, "norm_bits": 8},
+    r".*query": {"bits": 8},
+    r".*": {"norm_bits": 4, "mask_padding": False},
+}
+CHOSEN = {"layer.0.norm": "norm", "layer.1.norm": "norm", "layer.1.out": "linear"}
+
+
+def test_overrides_keep_what_they_change_in_the_chosen_modules():
+    config = RMMConfig(overrides=OVERRIDES)
+    check_overrides(config, CHOSEN | {"layer.0.query": "linear"})
+    found = restricted(config, CHOSEN)
+    check_overrides(found, CHOSEN)
+    assert found.target_modules == ("layer.1.out",)
+    assert found.overrides == {r".*layer\.0.*": {"norm_bits": 8}, r".*": OVERRIDES[r".*"]}
+    for name in CHOSEN:
+        assert found.for_module(name).norm_bits == config.for_module(name).norm_bits
+
+
+def test_an_override_without_effect_still_keeps_its_modules_from_those_after_it():
+    config = RMMConfig(overrides={r".*layer\.0.*": {"bits": 4}, r".*": {"norm_bits": 8}})
+    found = restricted(config, {"layer.0.norm": "norm", "layer.1.norm": "norm"})
+    assert found.overrides == {r".*layer\.0.*": {}, r".*": {"norm_bits": 8}}
+    assert [found.for_module(name).norm_bits for name in ("layer.0.norm", "layer.1.norm")] == [2, 8]
+    assert "linear" not in found.operations
