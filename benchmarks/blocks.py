@@ -12,6 +12,7 @@ layers on tokens of a Markov chain, and measures the noise of the whole gradient
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -31,6 +32,7 @@ from benchmarks.records import RESULTS, Origin, origin, write_rows
 from rmm_linear import RMMConfig, convert, revert
 from rmm_linear._support.tables import table
 from rmm_linear.config import OPERATIONS
+from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.variance import gradient_noise
 
 
@@ -121,20 +123,20 @@ def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
     """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything, in turns."""
     for title, make, shape in steps(tiny):
         torch.manual_seed(0)
-        model = make()
-        batch = inputs(model, *shape)
+        models = {(): make()}
+        batch = inputs(models[()], *shape)
+        for setting in SETTINGS[1:]:
+            shared = {id(parameter): parameter for parameter in models[()].parameters()}
+            models[setting] = copy.deepcopy(models[()], shared)
+            convert(models[setting], operations=setting)
         seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in SETTINGS}
-        for turn in range(rounds + 1):
+        for turn in range(-STEPS - 1, rounds):  # until auto has chosen, which takes time in these steps
             for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
-                if setting:
-                    convert(model, operations=setting)
                 began = time.thread_time()
-                model(**batch).loss.backward()
-                if turn:  # the first one warms up
+                models[setting](**batch).loss.backward()
+                if turn >= 0:
                     seconds[setting].append(time.thread_time() - began)
-                model.zero_grad(set_to_none=False)
-                if setting:
-                    revert(model)
+                models[setting].zero_grad(set_to_none=False)
         for setting in SETTINGS:
             ratio = statistics.median(a / b for a, b in zip(seconds[setting], seconds[()], strict=True))
             value = statistics.median(seconds[setting])
