@@ -123,7 +123,7 @@ def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
     """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything, in turns."""
     for title, make, shape in steps(tiny):
         torch.manual_seed(0)
-        models = {(): make()}
+        models: dict[tuple[str, ...], nn.Module] = {(): make()}
         batch = inputs(models[()], *shape)
         for setting in SETTINGS[1:]:
             shared = {id(parameter): parameter for parameter in models[()].parameters()}

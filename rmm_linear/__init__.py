@@ -6,8 +6,9 @@ print(rmm_linear.convert(model, ratio=0.1))   # train as before
 
 from rmm_linear._version import __version__
 from rmm_linear.config import RMMConfig
-from rmm_linear.conversion.convert import convert, revert
+from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
+from rmm_linear.conversion.revert import revert
 from rmm_linear.conversion.state import (
     load_sketch_state,
     read_sketch_state,

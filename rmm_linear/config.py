@@ -50,6 +50,9 @@ class RMMConfig(SavedSettings):
         min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
             row per sequence.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
+        checkpointed: What modules do that activation checkpointing recomputes, whose stand-ins it would drop and make
+            again: "exact" leaves them as they are, without noise; "packed" makes the stand-ins, which lowers the peak
+            inside of the one block that is being recomputed. In compiled code it is always "packed".
         operations: What is converted: "linear" (a sketch of the input), "activation" (its derivative in few bits; a
             gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention" (query,
             key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in chunks,
@@ -93,6 +96,7 @@ class RMMConfig(SavedSettings):
     )
     min_rows: int = _field(64, "Rows saved at least, so that heads which see one row per sequence stay exact.")
     mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
+    checkpointed: str = _field("exact", "Modules that activation checkpointing recomputes: exact or packed.")
     operations: Sequence[str] = _field(OPERATIONS, f"What is converted, of {', '.join(OPERATIONS)}.")
     activation_bits: int | str = _field("auto", "Bits per element of an activation's derivative: 8, 4, 2, 1, or auto.")
     norm_bits: int = _field(2, "Bits per element of a norm's input: 8, 4 or 2.")
@@ -136,6 +140,8 @@ class RMMConfig(SavedSettings):
             raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
         if not isinstance(self.mask_padding, bool):
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
+        if self.checkpointed not in ("exact", "packed"):
+            raise ValueError(f'checkpointed must be "exact" or "packed", got {self.checkpointed!r}.')
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
         check_block(self.kind, self.block)

@@ -9,14 +9,16 @@ from rmm_linear import RMMConfig
 from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
 # Linear layers alone: all other gradients are exact. What stands in for other operations has tests of its own.
-LINEAR = {"operations": ("linear",)}
+# Modules that a checkpoint recomputes are packed too: that they stay exact by default is test_checkpointed_exact.py's.
+PACKED = {"checkpointed": "packed"}
+LINEAR = {"operations": ("linear",), **PACKED}
 QUARTER = {"ratio": 0.25, "min_rows": 1, **LINEAR}
 ROUGH = {"kind": "countsketch", **QUARTER}
 ROUGH_BODY = {**ROUGH, "min_rows": 8}  # a model's head stays exact: it sees one row per sequence, of which there are 4
 WTA = {"kind": "wta", **QUARTER}
 EXACT = {"ratio": 1.0, "min_rows": 1, **LINEAR}
 # All operations. Attention alone is biased, by what its scores are off: 8 bits leave nothing that a z-test would see.
-WHOLE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1, "attention_bits": 8}
+WHOLE = {"kind": "countsketch", "ratio": 0.25, "min_rows": 1, "attention_bits": 8, **PACKED}
 WHOLE_BODY = {**WHOLE, "min_rows": 8}
 CONFIG = RMMConfig(**ROUGH)
 

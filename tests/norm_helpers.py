@@ -50,10 +50,10 @@ NORMS = {
 
 
 class Bits:
-    """A configuration of which only the width is read."""
+    """A configuration of which nothing else is read."""
 
     def __init__(self, bits):
-        self.norm_bits, self.mask_padding = bits, True
+        self.norm_bits, self.mask_padding, self.checkpointed = bits, True, "packed"
 
 
 def fresh(name="layer"):

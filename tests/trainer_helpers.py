@@ -1,11 +1,14 @@
 """What the tests with the Trainer share: sentences, a Trainer of a tiny converted model, and its logs and weights."""
 
+import math
+
 import torch
 from cases import CONFIG
 from helpers import tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rmm_linear import convert
+from rmm_linear.integrations.transformers import RMMCallback
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -28,8 +31,8 @@ class Recorder(TrainerCallback):
         self.logs.append({**logs, "step": state.global_step})
 
 
-def make_trainer(folder, *, config=CONFIG, **options):
-    model = tiny_model("roberta")
+def make_trainer(folder, *, config=CONFIG, wrap=None, **options):
+    model = tiny_model("roberta") if wrap is None else wrap(tiny_model("roberta"))
     report = None if config is None else convert(model, config)
     settings = {
         "output_dir": str(folder),
@@ -51,3 +54,10 @@ def make_trainer(folder, *, config=CONFIG, **options):
 
 def weights(trainer):
     return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def probed(folder, *, every=2, limit=math.inf, whole_every=None, per_layer=True, **options):
+    trainer, report, recorder = make_trainer(folder, **options)
+    callback = RMMCallback(trainer, report, every=every, limit=limit, whole_every=whole_every, per_layer=per_layer)
+    trainer.add_callback(callback)
+    return trainer, callback, recorder

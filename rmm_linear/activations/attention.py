@@ -151,7 +151,7 @@ class AttendingModule(PackedModule):
         if not torch.compiler.is_compiling():
             self.rmm_attended = True
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
-        if not _is_saving(query, key, value, *([] if bias is None else [bias])):
+        if call.is_exact or not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None
         reason = reason or why_exact(query, key, value, mask, attention.is_causal, attention.p)
         self._note_exact(reason)
@@ -165,7 +165,7 @@ class AttendingModule(PackedModule):
             context = self.rmm_context
             name, said = type(self).__name__, {self.rmm_exact}
             if context is not None:
-                name, said = context.names[self.rmm_index], context.said
+                name, said = context.names[self.rmm_index], context.checks.said
             if reason not in said:
                 said.add(reason)
                 logger.warning(

@@ -25,11 +25,13 @@ class PackedCall:
             draws one.
         mask: The valid tokens, or None for all.
         on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used.
+        is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
     """
 
     seed: int | None = None
     mask: TokenMask | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
+    is_exact: bool = False
 
     @property
     def index(self) -> Tensor | None:
@@ -51,6 +53,8 @@ class PackedModule(ConvertedModule):
         Returns:
             The call.
         """
+        if self._stays_exact(seeded=seeded):
+            return PackedCall(is_exact=True)
         context, index = self.rmm_context, self.rmm_index
         if torch.compiler.is_compiling():
             return PackedCall()  # padding has static shapes only, so it stays

@@ -35,7 +35,7 @@ class PackedDropout(PackedModule):
         if not self.training:
             return input if not self.inplace else F.dropout(input, self.p, False, True)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
-        is_saving = torch.is_grad_enabled() and input.requires_grad and input.is_floating_point()
+        is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad and input.is_floating_point()
         is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel()
         if not is_saving or is_plain or (self.inplace and torch.compiler.is_compiling()):
             return F.dropout(input, self.p, self.training, self.inplace)

@@ -71,7 +71,7 @@ class PackedNorm(PackedModule):
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
-        if is_distributed or not (torch.is_grad_enabled() and is_trained):
+        if call.is_exact or is_distributed or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
         norm = _Norm(form, self.rmm_config.norm_bits, call)
         return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)

@@ -72,7 +72,8 @@ class PackedActivation(PackedModule):
         if not self.training:
             return super().forward(input)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=not self.rmm_function.is_exact)
-        is_saving = torch.is_grad_enabled() and input.requires_grad and input.dim() and input.is_floating_point()
+        is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad
+        is_saving = is_saving and input.dim() and input.is_floating_point()
         is_inplace = getattr(self, "inplace", False)
         if not is_saving or not input.shape[-1] or (is_inplace and torch.compiler.is_compiling()):
             return super().forward(input)

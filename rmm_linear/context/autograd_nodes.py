@@ -19,6 +19,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_checkpointed() -> bool:
+    """Say whether non-reentrant activation checkpointing drops what is saved now, or makes it a second time.
+
+    The first pass of a reentrant checkpoint runs without gradients, and cannot be told from other passes without them.
+
+    Returns:
+        True where the innermost hooks for saved tensors are those of a checkpoint.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def next_node() -> int:
     """Return the number of the node that this thread creates next.
 

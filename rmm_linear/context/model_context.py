@@ -28,6 +28,7 @@ from rmm_linear.context.call_inputs import CallInputs, parameters, take_sample_i
 from rmm_linear.context.frames import is_called_inside_itself
 from rmm_linear.context.recomputation import PendingForwards
 from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.step_checks import StepChecks
 from rmm_linear.context.traced_masks import TracedMasks
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
@@ -43,7 +44,7 @@ class ModelContext:
         estimators: Norm estimator of every layer that has one, by its index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         traced_masks: The masks of compiled forward passes, which share nothing else.
-        said: What was logged already, once for all layers.
+        checks: Say what a training step shows to save nothing.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -67,7 +68,7 @@ class ModelContext:
 
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
-        self.said: set[str | None] = set()
+        self.checks = StepChecks(self.names, self.config.min_rows)
         self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
         self._outermost: nn.Module | None = None
         self._pending = PendingForwards()
@@ -277,6 +278,8 @@ class ModelContext:
         if not self._inputs:
             self._outermost = None
             self.sketch_cache.clear()
+            if not self._recomputing and output is not None and module.training and torch.is_grad_enabled():
+                self.checks.finish(module)
             if not self._recomputing:
                 self._pending.close()
             if self._seeded and not self._recomputing:

@@ -1,4 +1,4 @@
-"""convert and revert: make a model's modules save small stand-ins for the backward pass, in place, and back."""
+"""convert: make a model's modules save small stand-ins for the backward pass, in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 from torch import nn
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.messages import checkpointed_message
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.step_checks import CHECKPOINTED
+from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
+from rmm_linear.conversion.explanation import explained
 from rmm_linear.conversion.linears import (
     choose_linears,
     linear_features,
@@ -20,9 +24,11 @@ from rmm_linear.conversion.linears import (
     skip_where_nothing_is_saved,
 )
 from rmm_linear.conversion.logits import choose_heads
+from rmm_linear.conversion.names import first_names
 from rmm_linear.conversion.overrides import check_overrides, restricted
 from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
+from rmm_linear.conversion.revert import revert
 from rmm_linear.layers.converted import ConvertedModule
 
 logger = logging.getLogger(__name__)
@@ -41,16 +47,17 @@ def convert(
     ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers the sketched ``Conv1D``;
     the other operations' modules get a class derived from their own. The objects, their parameters, hooks and the
     state_dict stay the same, so an optimizer made before keeps working. Names are matched as in PEFT. Everything is
-    checked before the first module changes. Two conditions are logged as warnings: an entry of ``target_modules`` that
-    matches nothing, and a conversion of linear layers alone, none of whose weights requires a gradient.
+    checked before the first module changes. Three conditions are logged as warnings: an entry of ``target_modules``
+    that matches nothing, a conversion of linear layers alone, none of whose weights requires a gradient, and modules
+    that activation checkpointing recomputes, see ``RMMConfig.checkpointed``.
 
     Args:
         model: Model whose submodules are converted.
         config: Selects the layers and how each is sketched; None is ``RMMConfig()``.
         dry_run: Report what would be done and change nothing.
-        example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it
-            once, and layers where a sketch would add bytes, because another operation saves their input anyway, are
-            skipped.
+        example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it,
+            forward alone, and layers where a sketch would add bytes, because another operation saves their input
+            anyway, are skipped. The report then has the bytes that the whole model saves, before and after.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
@@ -91,6 +98,13 @@ def convert(
     _set_up_packed(packed, config, context)
     report = dataclasses.replace(report, context=context)
     logger.info(report.summary())
+    if example is not None:
+        memory = explained(model, report, example)
+        report = dataclasses.replace(report, memory=memory)
+        logger.info("rmm_linear: %s", memory.line())
+    if recomputed := [name for name in report.checkpointed if config.for_module(name).checkpointed == "exact"]:
+        logger.warning(checkpointed_message(recomputed, context.names))
+        context.checks.said.add(CHECKPOINTED)
     return report
 
 
@@ -135,7 +149,9 @@ def _choose(
         name: PackedEntry(name, type(choice.module).__name__, choice.operation, choice.saved, config.for_module(name))
         for name, choice in packed.items()
     }
-    return ConversionReport(config, converted, skipped | unpacked, packed=stand_ins), linears, packed
+    recomputed = inside(checkpointed_blocks(model), [*linears, *packed])
+    report = ConversionReport(config, converted, skipped | unpacked, packed=stand_ins, checkpointed=recomputed)
+    return report, linears, packed
 
 
 @contextmanager
@@ -173,40 +189,6 @@ def _is_trained(module: nn.Module) -> bool:
     return module.weight.requires_grad  # pyright: ignore[reportReturnType]
 
 
-def revert(model: nn.Module) -> nn.Module:
-    """Give every converted module of a model its original class back, in place.
-
-    Args:
-        model: A converted model, or part of one.
-
-    Returns:
-        The same model, exact again.
-
-    Raises:
-        ValueError: If the model has no converted module.
-    """
-    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
-    if not converted:
-        raise ValueError(
-            "revert takes a converted model, got one without converted modules. Call rmm_linear.convert first."
-        )
-    for module in converted:
-        if module.rmm_context is not None:
-            module.rmm_context.release()
-        module._tear_down()
-        module.__class__ = _original_class(type(module))
-    return model
-
-
-def _original_class(kind: type[nn.Module]) -> type[Any]:
-    """Return the class before the conversion; one that PyTorch derived (fully_shard, parametrize) is derived again."""
-    if not kind.__module__.startswith("torch."):
-        return next(c for c in kind.__mro__ if not issubclass(c, ConvertedModule))
-    bases = tuple(_original_class(base) if issubclass(base, ConvertedModule) else base for base in kind.__bases__)
-    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__.replace("RMM", "").replace("Packed", ""), bases, own)
-
-
 def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
     if config is not None and not isinstance(config, RMMConfig):
         raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use RMMConfig.from_dict.")
@@ -215,15 +197,3 @@ def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMCo
         if name not in known:
             raise TypeError(f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}.")
     return (config or RMMConfig()).replace(**overrides)
-
-
-def first_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Map every submodule but the model itself to the first of its names.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Module to name.
-    """
-    return {module: name for name, module in model.named_modules() if name}

@@ -17,7 +17,7 @@ from torch import nn
 from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.conversion.convert import _original_class
+from rmm_linear.conversion.revert import original_class
 from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.layers.converted import ConvertedModule
 
@@ -53,7 +53,7 @@ def exact_but(model: nn.Module, operations: Collection[str] = ()) -> Iterator[No
     changed = [(one, type(one)) for one in converted_modules(model) if one.rmm_operation not in operations]
     try:
         for module, kind in changed:
-            module.__class__ = _original_class(kind)
+            module.__class__ = original_class(kind)
         yield
     finally:
         for module, kind in changed:
@@ -85,7 +85,9 @@ def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
         if buffer is not None
     ]
     for context in contexts:
+        said = context.checks.said
         context._reset()
+        context.checks.said = said  # what is logged inside is not logged again
         context.sketch_cache = SketchCache(set(context.sketch_cache.groups))
         context.auto_bits = {}
     for module in modules:

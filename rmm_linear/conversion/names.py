@@ -147,3 +147,15 @@ def own_name(name: str) -> str:
         'encoder.0.dense'
     """
     return ".".join(part for part in name.split(".") if part not in _NAMES)
+
+
+def first_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Map every submodule but the model itself to the first of its names.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Module to name.
+    """
+    return {module: name for name, module in model.named_modules() if name}

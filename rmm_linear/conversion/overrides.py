@@ -9,7 +9,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.names import nearest
 
 _OPERATION = {"activation_bits": "activation", "norm_bits": "norm", "attention_bits": "attention"}
-_ANY = ("mask_padding",)  # all other fields are those of sketches
+_ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketches
 
 
 def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:

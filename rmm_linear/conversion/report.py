@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.norm_estimators.registry import NONE
+
+if TYPE_CHECKING:
+    from rmm_linear.conversion.explanation import Explanation
+
+RECOMPUTED = "recomputed under activation checkpointing, stays exact"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ class ConversionReport:
             not be converted.
         dry_run: Whether the model was left unchanged.
         packed: Name to module that saves a packed stand-in, in the model's order.
+        checkpointed: Names of those, of both kinds, that are inside of blocks that activation checkpointing recomputes,
+            as far as the model says so.
+        memory: What the whole model saves before and after, if there was an ``example``.
         context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
             dry run.
     """
@@ -73,6 +81,8 @@ class ConversionReport:
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
     packed: dict[str, PackedEntry] = field(default_factory=dict)
+    checkpointed: tuple[str, ...] = ()
+    memory: Explanation | None = None
     context: ModelContext | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -107,7 +117,8 @@ class ConversionReport:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, packed, skipped, bits, groups, estimator_bytes and dry_run.
+            A dictionary with the keys config, converted, packed, skipped, checkpointed, memory, bits, groups,
+            estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -118,6 +129,8 @@ class ConversionReport:
             "converted": converted,
             "packed": {name: {"type": e.type, "operation": e.operation, "saved": e.saved} for name, e in packed},
             "skipped": dict(self.skipped),
+            "checkpointed": list(self.checkpointed),
+            "memory": None if self.memory is None else self.memory.to_dict(),
             "bits": self.bits,
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
@@ -134,8 +147,9 @@ class ConversionReport:
         packed = "".join(
             f" {name}={count}" for name, count in Counter(e.operation for e in self.packed.values()).items()
         )
+        recomputed = f" checkpointed={len(self.checkpointed)}" if self.checkpointed else ""
         return (
-            f"rmm_linear: converted={len(self.converted)}{packed} skipped={len(self.skipped)} "
+            f"rmm_linear: converted={len(self.converted)}{packed}{recomputed} skipped={len(self.skipped)} "
             f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
             f"dry_run={self.dry_run}"
         )
@@ -143,15 +157,23 @@ class ConversionReport:
     def __str__(self) -> str:
         """Return the summary line and a table in which numbered siblings share a row."""
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
+        text = f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
+        return text if self.memory is None else f"{text}\n\n{self.memory.line()}\n\n{self.memory.tables()}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
-            (layer.name, str(layer.in_features), str(layer.out_features), _saved(layer))
+            (layer.name, str(layer.in_features), str(layer.out_features), self._saved(layer, _saved(layer)))
             for layer in self.converted.values()
         ]
-        packed = [(entry.name, "", "", f"{entry.operation}: {entry.saved}") for entry in self.packed.values()]
+        packed = [
+            (entry.name, "", "", f"{entry.operation}: {self._saved(entry, entry.saved)}")
+            for entry in self.packed.values()
+        ]
         return converted + packed + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+
+    def _saved(self, module: ConvertedLayer | PackedEntry, saved: str) -> str:
+        is_exact = module.name in self.checkpointed and module.config.checkpointed == "exact"
+        return RECOMPUTED if is_exact else saved
 
 
 def _sketch_fields(config: RMMConfig) -> dict[str, Any]:

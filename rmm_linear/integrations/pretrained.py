@@ -15,9 +15,10 @@ from torch import nn
 
 from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
-from rmm_linear.conversion.convert import convert, revert
+from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.names import unwrapped
 from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.conversion.revert import revert
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import tensors_beside
 from rmm_linear.layers.base import SketchedLayer

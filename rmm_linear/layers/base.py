@@ -62,16 +62,27 @@ class SketchedLayer(ConvertedModule):
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
         spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, self.rmm_config, self._bits())
+        self._note_rows(input, spec)
         if spec is None and not is_view_of_more(input):
             return F.linear(input, weight, bias)
         if spec is None:  # all rows as they are, but not the tensor that they are a part of
             spec = SaveSpec("rows", input.shape[:-1].numel())
             return saved_linear(input, weight, bias, LinearCall(spec, 0, dtype))
+        if self._stays_exact():
+            return F.linear(input, weight, bias)
         if torch.compiler.is_compiling():
             call = self._traced_call(input, spec, dtype)
         else:
             call = self._call(input, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
         return saved_linear(input, weight, bias, call)
+
+    def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
+        """Tell the context whether the input has enough rows for a sketch."""
+        if self.rmm_context is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        tokens = input.shape[:-1].numel()
+        if spec is not None or (self.weight.requires_grad and tokens <= self.rmm_config.min_rows):  # pyright: ignore[reportAttributeAccessIssue]
+            self.rmm_context.checks.note_rows(self.rmm_index, None if spec is not None else tokens)
 
     def _bits(self) -> int | None:
         """The width chosen for ``bits="auto"``, for this call."""

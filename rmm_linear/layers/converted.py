@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.autograd_nodes import in_backward, is_checkpointed
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.ops.save import is_capturing
 from rmm_linear.sketches import TokenMask
+from rmm_linear.sketches.seeds import draw_seed
 
 _PADDING = (
     "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
@@ -45,6 +47,21 @@ class ConvertedModule(nn.Module):
     def _tear_down(self) -> None:
         for name in [name for name in vars(self) if name.startswith("rmm_")]:
             del self.__dict__[name]
+
+    def _stays_exact(self, *, seeded: bool = True) -> bool:
+        """Whether this call is checkpointed and its stand-in would be dropped; ``seeded`` as for other calls."""
+        if self.rmm_config.checkpointed != "exact" or torch.compiler.is_compiling():
+            return False
+        context, is_second = self.rmm_context, in_backward()
+        if not is_checkpointed():
+            if not is_second:
+                return False
+            # The first pass of a reentrant checkpoint, without gradients, took a seed. Dropout must repeat its numbers.
+            if seeded:
+                draw_seed() if context is None else context.layer_seed(self.rmm_index)
+        if context is not None:
+            context.checks.note_checkpointed(self.rmm_index)
+        return True
 
     def _note_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         """Check what the first backward pass shows: ``y`` is the gradient of the output, shape (N, O)."""

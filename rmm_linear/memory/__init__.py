@@ -9,10 +9,18 @@ from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
 if TYPE_CHECKING:
-    from rmm_linear.conversion.explain import Explanation, Keeper, LayerMemory, OperationMemory, explain
+    from rmm_linear.conversion.explain import explain
+    from rmm_linear.conversion.explanation import Explanation, LayerMemory
+    from rmm_linear.conversion.keepers import Keeper, OperationMemory
 
 # These live in conversion, which imports this folder, so they are imported on first access.
-_FROM_CONVERSION = ("Explanation", "Keeper", "LayerMemory", "OperationMemory", "explain")
+_FROM_CONVERSION = {
+    "Explanation": "explanation",
+    "Keeper": "keepers",
+    "LayerMemory": "explanation",
+    "OperationMemory": "keepers",
+    "explain": "explain",
+}
 
 __all__ = [
     "Explanation",
@@ -30,4 +38,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _FROM_CONVERSION:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("rmm_linear.conversion.explain"), name)
+    return getattr(importlib.import_module(f"rmm_linear.conversion.{_FROM_CONVERSION[name]}"), name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_saved
@@ -77,7 +78,8 @@ def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey
 
     Args:
         model: The model.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a function
+            that runs the model on one and returns its output or loss.
 
     Returns:
         The ledger, and storage to the operators that save it; those that no output depends on are not found.
@@ -92,7 +94,8 @@ def layer_inputs(
 
     Args:
         model: The model.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a function
+            that runs the model on one and returns its output or loss.
         names: Names of the layers whose inputs are recorded.
 
     Returns:
@@ -157,7 +160,7 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
         saver = Saver(node.name(), getattr(function, "__module__", "").startswith("rmm_linear."))
         for attribute in dir(node):
             if attribute.startswith("_saved_") or attribute == "saved_tensors":
-                for leaf in tree_leaves(getattr(node, attribute)):
+                for leaf in tree_leaves(_read(node, attribute)):
                     if isinstance(leaf, Tensor):
                         found.setdefault(storage_key(leaf), []).append(saver)
         for parent, _ in node.next_functions:
@@ -167,7 +170,29 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
     return found
 
 
+def _read(node: Any, attribute: str) -> Any:
+    """What a node has saved; nothing where activation checkpointing would compute it again to show it."""
+    try:
+        with _NoRecomputation():
+            return getattr(node, attribute)
+    except _RecomputationError:
+        return ()
+
+
+class _RecomputationError(Exception):
+    pass
+
+
+class _NoRecomputation(TorchFunctionMode):
+    """Lets no function of PyTorch run: reading what is in memory calls none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _RecomputationError
+
+
 def _call(model: nn.Module, batch: Any) -> Any:
+    if callable(batch):
+        return batch()
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)

@@ -52,10 +52,11 @@ def converted(model):
     modules = {name: module for name, module in model.named_modules() if is_attention(module)}
     assert modules
     chosen = [module for module in modules.values() if stays_exact(module) is None]
-    context = ModelContext(list(modules), RMMConfig())
+    config = RMMConfig(checkpointed="packed")
+    context = ModelContext(list(modules), config)
     for i, module in enumerate(chosen):
         module.__class__ = packed_class(PackedAttention, type(module))
-        module._set_up(RMMConfig(), context, i)
+        module._set_up(config, context, i)
     context.attach(model)
     return chosen, context
 

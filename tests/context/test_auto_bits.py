@@ -23,7 +23,7 @@ from rmm_linear.variance import sketch_variance
 
 
 def config(memory=0.1, **fields):
-    return RMMConfig(memory=memory, min_rows=1, **fields)
+    return RMMConfig(memory=memory, min_rows=1, checkpointed="packed", **fields)
 
 
 def test_the_prediction_is_the_exact_noise_of_random_signs():

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cases import ROUGH, checkpoints
+from cases import PACKED, ROUGH, checkpoints
 from helpers import enable_checkpointing, tiny_model, token_ids
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -203,7 +203,7 @@ def test_few_forward_passes_are_remembered():
 
 def test_a_layer_by_itself_settles_between_steps():
     """Six calls in a forward pass are more than it looks at; a recomputation has the width of the first time."""
-    layer, x = RMMLinear(64, 64, config=RMMConfig(min_rows=8)), torch.randn(512, 64)
+    layer, x = RMMLinear(64, 64, config=RMMConfig(min_rows=8, **PACKED)), torch.randn(512, 64)
     assert STEPS < 6
     for _ in range(2):
         h = x
@@ -217,11 +217,11 @@ def test_a_layer_by_itself_settles_between_steps():
 def test_a_forward_pass_before_the_choice_is_recomputed_in_the_width_it_had(alone):
     """Backward passes come one or two steps late; other widths have other shapes, which PyTorch refuses."""
     if alone:
-        layer, x = RMMLinear(64, 64, config=RMMConfig(min_rows=8)), torch.randn(512, 64)
+        layer, x = RMMLinear(64, 64, config=RMMConfig(min_rows=8, **PACKED)), torch.randn(512, 64)
         choices = [layer.rmm_auto_bits]
     else:
         model, ids = tiny_model("roberta", dropout=0.0).train(), token_ids()
-        report = convert(model, min_rows=8)
+        report = convert(model, min_rows=8, **PACKED)
         enable_checkpointing(model, False)
         choices = [model.get_submodule(name).rmm_auto_bits for name in report.converted]
 
@@ -261,7 +261,7 @@ def test_a_backward_pass_that_failed_leaves_nothing_to_the_next_one():
     model, x = Masked(), torch.randn(4, 16, 8)
     model(x, attention_mask=half_real(False)).square().sum().backward()
     exact = model.layer.weight.grad.clone()
-    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1)
+    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1, **PACKED)
     model(x, attention_mask=half_real(True)).square().sum().backward()
     failing = torch.randn(4, 16, 8, requires_grad=True)
 
@@ -282,7 +282,7 @@ def test_forward_passes_of_several_threads_never_take_each_others_masks():
     """Threads number their nodes by themselves. PyTorch refuses a recomputation that keeps other tensors, as one does
     that finds no mask."""
     model, x, losses = Masked(), torch.randn(4, 16, 8), {}
-    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1)
+    convert(model, target_modules=["layer"], ratio=0.5, min_rows=1, **PACKED)
     model(x, attention_mask=half_real(True)).square().sum().backward()
 
     def run(first):

@@ -99,6 +99,7 @@ def main():
             **{name: fsdp.architecture(rank, name) for name in ("gpt2", "llama", "t5")},
         }
     (output / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()  # neither ends its threads while the other one still talks to them
     dist.destroy_process_group()
 
 

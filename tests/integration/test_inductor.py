@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._functorch.config
 from cases import ROUGH_BODY
 from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, heavy_tailed, loss_of, tiny_model
 from statistical import assert_unbiased
@@ -32,12 +33,8 @@ def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
 
 @pytest.mark.stack
 @pytest.mark.parametrize("options", [{}, {"activation_memory_budget": 0.1}], ids=["default", "little memory"])
-def test_inductor_draws_a_new_sketch_and_is_unbiased(options, monkeypatch):
+def test_inductor_draws_a_new_sketch_and_is_unbiased(options):
     """Also where the compiler recomputes all it can."""
-    import torch._functorch.config
-
-    for key, value in options.items():
-        monkeypatch.setattr(torch._functorch.config, key, value)
     model = checkpointed(dropout=0.0)
     x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
     model(x).square().sum().backward()
@@ -51,7 +48,8 @@ def test_inductor_draws_a_new_sketch_and_is_unbiased(options, monkeypatch):
         return model.block[2].weight.grad
 
     torch.manual_seed(4)
-    values = assert_unbiased(gradient, exact, draws=300, widest=0.1)
+    with torch._functorch.config.patch(options):
+        values = assert_unbiased(gradient, exact, draws=300, widest=0.1)
     assert len(set(values.tolist())) > 290
 
 

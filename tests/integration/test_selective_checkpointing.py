@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import LINEAR
+from cases import LINEAR, PACKED
 from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, loss_of, six_features, tiny_model
 from statistical import assert_unbiased
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -41,7 +41,7 @@ def run(model, context_fn=None):
 def test_who_saves_the_sketch_has_the_gradients_of_a_step_without_checkpointing(kind, bits):
     """To the bit, with dropout: Z, codes, qparams, seeds and sampled rows are those of the forward pass."""
     model = checkpointed()
-    convert(model, kind=kind, ratio=0.25, min_rows=1, bits=bits)
+    convert(model, kind=kind, ratio=0.25, min_rows=1, bits=bits, **PACKED)
     found = []
     for context_fn in (None, saving(ours)):
         torch.manual_seed(3)
@@ -55,7 +55,7 @@ def test_who_makes_the_sketch_again_has_an_unbiased_gradient(fields, choose):
     """Z of one S with the rows of another would be noise, ten errors away."""
     model = checkpointed(dropout=0.0)
     exact = run(model)["block.0.weight"]
-    convert(model, ratio=0.25, min_rows=1, **fields)
+    convert(model, ratio=0.25, min_rows=1, **PACKED, **fields)
     torch.manual_seed(4)
     assert_unbiased(lambda _: run(model, saving(choose))["block.0.weight"], exact, draws=100, widest=0.1)
 
@@ -69,7 +69,7 @@ def test_architectures_that_save_their_sketches(architecture):
         # As checkpointing has it: a cache lays keys out otherwise, sums are made in another order, and where an element
         # lies on the edge of a step it has another code.
         model.config.use_cache = False
-        report = convert(model, kind="countsketch", ratio=0.5, min_rows=8, bits=4)
+        report = convert(model, kind="countsketch", ratio=0.5, min_rows=8, bits=4, **PACKED)
         assert len(report.converted) > 5
         if enabled:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from cases import ROUGH_BODY, WHOLE_BODY, architectures
+from cases import PACKED, ROUGH_BODY, WHOLE_BODY, architectures
 from helpers import batch_of, checkpointed, enable_checkpointing, gradients, loss_of, six_features, tiny_model
 from statistical import assert_unbiased
 
@@ -141,7 +141,7 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, bit
 
     def measured(ratio):
         model = checkpointed(preserve_rng_state=preserve, **FORMS[form])
-        convert(model, kind="countsketch", ratio=ratio, bits=bits, min_rows=1)
+        convert(model, kind="countsketch", ratio=ratio, bits=bits, min_rows=1, **PACKED)
         in_block = []
         monkeypatch.setattr(
             type(model.block[2]),
@@ -173,7 +173,8 @@ def test_a_checkpointed_block_of_a_transformer_keeps_its_sketches_while_it_is_re
 
     def measured(ratio):
         model = tiny_model("llama", dropout=0.0, layers=1).train()
-        report = convert(model, kind="countsketch", ratio=ratio, bits=bits, min_rows=1, exclude_modules=["lm_head"])
+        sizes = {"ratio": ratio, "bits": bits, "min_rows": 1}
+        report = convert(model, kind="countsketch", exclude_modules=["lm_head"], **sizes, **PACKED)
         enable_checkpointing(model, reentrant)
         batch, alive = {"input_ids": batch_of("llama")["input_ids"], "use_cache": False}, []
         layer = model.model.layers[0].mlp.down_proj

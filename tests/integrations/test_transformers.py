@@ -5,20 +5,14 @@ import math
 
 import pytest
 import torch
-from trainer_helpers import Sentences, make_trainer, weights
+from helpers import tiny_model
+from trainer_helpers import Sentences, make_trainer, probed, weights
 
-from rmm_linear import RMMConfig, sketch_tensors
+from rmm_linear import RMMConfig, convert, sketch_tensors
 from rmm_linear.integrations.transformers import ProbeCallback, RMMCallback, SketchStateCallback
 from rmm_linear.memory import peak, track_saved
 
 LAYER = "roberta.encoder.layer.1.intermediate.dense"
-
-
-def probed(folder, *, every=2, limit=math.inf, whole_every=None, **options):
-    trainer, report, recorder = make_trainer(folder, **options)
-    callback = RMMCallback(trainer, report, every=every, limit=limit, whole_every=whole_every)
-    trainer.add_callback(callback)
-    return trainer, callback, recorder
 
 
 def hooks(model):
@@ -243,9 +237,18 @@ def test_wrong_arguments_are_refused(tmp_path, options, error, message):
         RMMCallback(trainer, **options)
 
 
-def test_a_callback_without_its_trainer_is_refused():
-    with pytest.raises(TypeError, match=r"must be a transformers Trainer, got Linear\. Make the Trainer first"):
+def test_something_else_than_a_trainer_is_refused():
+    with pytest.raises(TypeError, match=r"must be a transformers Trainer or None, got Linear\. Leave it out"):
         RMMCallback(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"convert must be an RMMConfig or None, got 0\.1"):
+        RMMCallback(convert=0.1)
+    with pytest.raises(ValueError, match=r"got both\. Give one of them"):
+        RMMCallback(report=convert(tiny_model("roberta")), convert=RMMConfig())
+
+
+def test_a_callback_that_no_trainer_calls_says_so():
+    with pytest.raises(RuntimeError, match="finds none among its callers"):
+        RMMCallback().on_train_begin(None, None, None)
 
 
 def test_the_plain_callback_needs_no_trainer_and_logs_nothing(tmp_path):

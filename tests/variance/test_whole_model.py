@@ -123,7 +123,7 @@ def test_checkpointing_has_the_same_noise():
     found = []
     for is_checkpointed in (False, True):
         model = tiny_model("roberta", dropout=0.1)
-        convert(model, min_rows=4)
+        convert(model, min_rows=4, checkpointed="packed")
         if is_checkpointed:
             enable_checkpointing(model, reentrant=False)
         torch.manual_seed(8)

@@ -1,0 +1,167 @@
+"""What a conversion saves: bytes before and after it by operation and by layer, and what is left and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.tables import table
+from rmm_linear.config import OPERATIONS
+from rmm_linear.conversion.checkpointed import BlockMemory, block_memory
+from rmm_linear.conversion.exact import exact_but, set_aside
+from rmm_linear.conversion.keepers import Keeper, OperationMemory, Reasons, by_operation, keepers
+from rmm_linear.conversion.names import first_names
+from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
+from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
+
+SHOWN = 0.02  # keepers of a smaller share are summed when an explanation is printed
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer's input.
+
+    Attributes:
+        before: Bytes saved for backward now, attributed to this layer.
+        after: Bytes saved for backward after the conversion, attributed to this layer.
+        reason: Why nothing would be saved, or None.
+    """
+
+    before: int
+    after: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of :func:`explain`.
+
+    Attributes:
+        layers: Name of every layer to convert to its bytes.
+        before: Bytes that the whole model saves for the backward pass now.
+        after: The same after the conversion.
+        operations: "linear", "activation" and so on to the bytes that modules of this operation save, and modules
+            inside of them; "other" is what belongs to none. Their sums are ``before`` and ``after``.
+        remaining: What is saved after the conversion and is no stand-in, the most bytes first.
+        stand_ins: Bytes of stand-ins after the conversion; ``after`` is these and those of ``remaining``.
+        recomputed: What the first block that activation checkpointing recomputes saves meanwhile; None without such.
+    """
+
+    layers: dict[str, LayerMemory]
+    before: int
+    after: int
+    operations: dict[str, OperationMemory]
+    remaining: list[Keeper]
+    stand_ins: int
+    recomputed: BlockMemory | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain JSON types.
+
+        Returns:
+            A dictionary with the keys layers, before, after, operations, remaining, stand_ins and recomputed.
+        """
+        return asdict(self)
+
+    def line(self) -> str:
+        """Return the totals, and the share that is left of each operation's bytes.
+
+        Returns:
+            One line.
+        """
+        parts = [
+            f"{name} {memory.after / memory.before:.0%}" for name, memory in self.operations.items() if memory.before
+        ]
+        share = self.after / max(self.before, 1)
+        text = f"saved for backward: {_mib(self.before)} → {_mib(self.after)} MiB ({share:.0%}): {', '.join(parts)}"
+        if self.recomputed is not None:
+            text += (
+                f"; while activation checkpointing recomputes {self.recomputed.name}, inside of it: "
+                f"{_mib(self.recomputed.before)} → {_mib(self.recomputed.after)} MiB"
+            )
+        return text
+
+    def __str__(self) -> str:
+        """Return a line with the totals, and tables of the operations, of what is left, and of the layers."""
+        share = self.after / max(self.before, 1)
+        head = f"rmm_linear: kept_before={self.before} kept_after={self.after} share={share:.3f}"
+        rows = [(n, f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
+        layers = table(("layer", "bytes now", "bytes after", "why nothing is saved"), rows)
+        return f"{head}\n{self.tables()}\n\n{layers}"
+
+    def tables(self) -> str:
+        """Return what each operation saves, and what is left without a stand-in.
+
+        Returns:
+            Two tables, or why there are none.
+        """
+        if not self.before and not self.after:
+            return "Nothing is saved for the backward pass of this batch: no output of the model needs a gradient."
+        sums = [(n, f"{m.before:,}", f"{m.after:,}") for n, m in self.operations.items()]
+        parts = [table(("operation", "bytes now", "bytes after"), sums)]
+        parts += [table(("left, no stand-in", "bytes", "% of now", "why"), self._left())] if self.remaining else []
+        return "\n\n".join(parts)
+
+    def _left(self) -> list[tuple[str, str, str, str]]:
+        large = [keeper for keeper in self.remaining if keeper.share >= SHOWN]
+        small = self.remaining[len(large) :]
+        rows = [(k.modules or "(model)", f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
+        if small:
+            count = sum(keeper.bytes for keeper in small)
+            more = f"and {len(small)} more" if large else f"modules: {len(small)}"
+            share = f"{100 * count / max(self.before, 1):.1f}"
+            rows.append((more, f"{count:,}", share, f"each below {SHOWN:.0%}, see remaining"))
+        return rows
+
+
+def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explanation:
+    """Explain what a converted model saves, by forward passes in training mode that leave no trace in it.
+
+    Args:
+        model: A converted model.
+        report: Its conversion.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+
+    Returns:
+        The explanation.
+    """
+    names = list(report.converted)
+    with set_aside(model):
+        with exact_but(model):
+            inputs, before, savers_before = layer_inputs(model, batch, names)
+            exact = {name: _why_exact(report, name, seen) for name, seen in inputs.items()}
+            few = {name: reason for name, reason in exact.items() if reason is not None}
+            why = Reasons(model, batch, report, first_names(model), few)
+        with exact_but(model, [operation for operation in OPERATIONS if operation != "linear"]):
+            found = layer_inputs(model, batch, names)[0]
+            reasons = {name: unsaved_reason(seen) for name, seen in found.items()}
+        after, savers = saved_tensors(model, batch)
+        why.note_attention(model)
+        recomputed = block_memory(model, batch) if report.checkpointed else None
+    layers: dict[str, LayerMemory] = {}
+    for name in names:
+        seen = inputs.get(name)
+        if seen is None:
+            layers[name] = LayerMemory(0, 0, "the batch does not reach this layer")
+            continue
+        counted = [other.storage for other_name, other in inputs.items() if other_name in layers]
+        own = seen.bytes if seen.storage is not None and not seen.others and seen.storage not in counted else 0
+        layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name))
+    stand_ins, remaining = keepers(after.storages, savers, why, before.total)
+    sums = by_operation(report, (before, savers_before), (after, savers))
+    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, recomputed)
+
+
+def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:
+    """Why a layer stays exact."""
+    layer = report.converted[name]
+    if name in report.checkpointed and layer.config.checkpointed == "exact":
+        return RECOMPUTED
+    spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
+    return f"the layer sees {seen.tokens} rows and stays exact" if spec is None else None
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"

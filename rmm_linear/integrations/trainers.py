@@ -1,0 +1,67 @@
+"""What a callback needs of its Trainer, which passes itself to none, and has no call around a training step."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+
+def is_trainer(one: Any) -> bool:
+    """Say whether an object is a Trainer, as far as the callbacks use one.
+
+    Args:
+        one: Any object.
+
+    Returns:
+        True or False.
+    """
+    return callable(getattr(one, "log", None)) and callable(getattr(one, "training_step", None))
+
+
+def calling_trainer(callback: Any) -> Any:
+    """Find the Trainer that is calling a callback.
+
+    Args:
+        callback: The callback.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        RuntimeError: If none of the callers is one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found: Any = frame.f_locals.get("self")
+        if is_trainer(found) and callback in getattr(found.callback_handler, "callbacks", ()):
+            return found
+        frame = frame.f_back
+    raise RuntimeError(
+        "RMMCallback must be called by the Trainer that it was added to, and finds none among its callers. "
+        "Make the Trainer first, then trainer.add_callback(RMMCallback(trainer))."
+    )
+
+
+def around_next_step(trainer: Any, runs: Sequence[Callable[..., Any]]) -> None:
+    """Run functions around the Trainer's next training_step, and around no other, even if one raises.
+
+    Args:
+        trainer: The Trainer.
+        runs: The first one is called with the next one, or the step, and the step's arguments; each returns the result.
+    """
+    before, training_step = vars(trainer).get("training_step"), trainer.training_step
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if before is None:
+            del trainer.training_step
+        else:
+            trainer.training_step = before
+        step = training_step
+        for run in reversed(runs):
+            step = functools.partial(run, step)
+        return step(*args, **kwargs)
+
+    trainer.training_step = once

@@ -1,0 +1,76 @@
+"""A training step that saves nothing, or that trains other layers than the sketched ones, says so once."""
+
+import pytest
+import torch
+from helpers import tiny_model, token_ids
+from torch import nn
+
+from rmm_linear import convert, revert
+
+FEW, OTHERS = "stay exact, and all", "Sketches replace the input of linear layers that are trained"
+
+
+def step(model, **inputs):
+    model(**inputs).logits.sum().backward()
+
+
+def test_layers_that_see_few_rows_say_so_once(caplog):
+    model = tiny_model("roberta").train()
+    convert(model)
+    for _ in range(2):
+        step(model, input_ids=token_ids()[:2])
+    (message,) = [one for one in caplog.messages if FEW in one]
+    assert "at most min_rows=64 rows" in message
+    assert "all 14 trained linear layers that ran saw 2 to 40, so no sketch was made" in message
+
+
+def test_nothing_is_said_where_a_sketch_is_made(caplog):
+    model = tiny_model("roberta").train()
+    convert(model, min_rows=4)
+    step(model, input_ids=token_ids())
+    model.eval()(input_ids=token_ids()[:1])
+    with torch.no_grad():
+        model.train()(input_ids=token_ids()[:1])
+    assert not caplog.messages
+
+
+def test_passes_without_gradients_do_not_count(caplog):
+    model = tiny_model("roberta").train()
+    convert(model)
+    with torch.no_grad():
+        model(input_ids=token_ids())
+    assert not caplog.messages
+    step(model, input_ids=token_ids()[:2])
+    assert len([one for one in caplog.messages if FEW in one]) == 1
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_adapters_that_came_after_convert_are_named(late, caplog):
+    from peft import LoraConfig, get_peft_model
+
+    model, lora = tiny_model("llama").train(), LoraConfig(target_modules=["q_proj", "v_proj"])
+    if late:
+        convert(model, min_rows=4)
+        model = get_peft_model(model, lora)
+    else:
+        model = get_peft_model(model, lora)
+        convert(model, min_rows=4)
+    for _ in range(2):
+        step(model.train(), input_ids=token_ids())
+    said = [one for one in caplog.messages if OTHERS in one]
+    assert len(said) == late
+    if late:
+        assert "none of the 14 sketched layers is: the model trains 8 others (" in said[0]
+        assert "q_proj.lora_A.default" in said[0]
+        assert "Call rmm_linear.convert after get_peft_model" in said[0]
+
+
+def test_a_model_without_other_trained_layers_is_no_case_of_it(caplog):
+    """All linear layers are frozen; norms are trained."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    convert(model, min_rows=1)
+    model(torch.randn(16, 8)).sum().backward()
+    assert not caplog.messages
+    revert(model)

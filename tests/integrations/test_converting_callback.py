@@ -1,0 +1,69 @@
+"""RMMCallback converts a model when training begins, and its first step says what the whole model saves."""
+
+import dataclasses
+
+import torch
+from trainer_helpers import make_trainer, probed, weights
+
+from rmm_linear import RMMConfig
+from rmm_linear.conversion.explanation import explained
+from rmm_linear.integrations.transformers import RMMCallback
+
+LAYER = "roberta.encoder.layer.1.intermediate.dense"
+
+
+def test_medians_and_totals_are_logged_by_default(tmp_path):
+    trainer, _, recorder = probed(tmp_path, every=2, whole_every=1, max_steps=2, per_layer=False)
+    trainer.train()
+    (names,) = [set(entry) for entry in recorder.logs if "rmm/noise" in entry]
+    assert {name.count("/") for name in names if name.startswith("rmm/noise_whole")} == {2}
+    assert {name for name in names if "roberta" in name} == set()
+
+
+def test_the_first_step_prints_what_the_whole_model_saves(tmp_path, capsys):
+    """And leaves no trace: neither in the weights, nor in what is probed or measured on the same step."""
+    found = []
+    for known in (False, True):
+        trainer, callback, recorder = probed(tmp_path / str(known), every=1, max_steps=2)
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        memory = explained(trainer.model, callback.report, batch)
+        if known:
+            callback.report = dataclasses.replace(callback.report, memory=memory)
+        capsys.readouterr()
+        trainer.train()
+        lines = [line for line in capsys.readouterr().out.splitlines() if "saved for backward: " in line]
+        assert len(lines) == 1
+        found.append((weights(trainer), callback.results.rows, recorder.logs[0]["rmm/kept_bytes"], lines[0]))
+    (first, rows, kept, line), (second, other_rows, other_kept, _) = found
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert [dataclasses.astuple(row) for row in rows] == [dataclasses.astuple(row) for row in other_rows]
+    assert kept == other_kept
+    assert line == f"rmm_linear: {memory.line()}"
+
+
+def test_it_converts_whatever_was_wrapped_before_and_logs(tmp_path, capsys):
+    """Without a Trainer of its own: it finds the one that calls it. A second training finds the model converted."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["query", "value"])
+    trainer, _, recorder = make_trainer(
+        tmp_path, config=None, wrap=lambda model: get_peft_model(model, lora), max_steps=2
+    )
+    callback = RMMCallback(convert=RMMConfig(min_rows=4), every=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.trainer is trainer
+    assert sum("lora_A" in name for name in callback.report.converted) == 4
+    assert any("rmm/noise" in entry for entry in recorder.logs)
+    assert "rmm_linear: converted=" in capsys.readouterr().out
+    report = callback.report
+    trainer.train()
+    assert callback.report is report
+
+
+def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
+    trainer, _, _ = make_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(RMMCallback(convert=RMMConfig(ratio=0.9)))
+    trainer.train()
+    assert any("converts models that are not converted, and this one is" in message for message in caplog.messages)
+    assert trainer.model.get_submodule(LAYER).rmm_config.ratio == 0.25
