@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from trainer_helpers import make_trainer, probed, weights
 
@@ -67,3 +68,8 @@ def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
     trainer.train()
     assert any("converts models that are not converted, and this one is" in message for message in caplog.messages)
     assert trainer.model.get_submodule(LAYER).rmm_config.ratio == 0.25
+
+
+def test_a_callback_that_no_trainer_calls_says_so():
+    with pytest.raises(RuntimeError, match="finds none among its callers"):
+        RMMCallback().on_train_begin(None, None, None)
