@@ -16,54 +16,10 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
+from glue_finetune.own_flags import DESCRIPTION, PROGRAM, GlueArguments, HelpFormatter, flag
 from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators
-from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task, training_defaults
+from glue_finetune.tasks import TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
-
-PROGRAM = "glue_finetune"
-DEMO_OUTPUT = "out/demo"
-_DESCRIPTION = """Fine-tune a pretrained model on a GLUE task with sketched linear layers.
-
-  python -m glue_finetune --demo
-  python -m glue_finetune --task_name cola --kind countsketch --ratio 0.1 --output_dir out/cola
-  python -m glue_finetune --task_name cola --compare exact gaussian:0.1@linear countsketch --seeds 0 1 --output_dir o
-
-The task sets the paper's batch size, learning rate and schedule; any flag overrides them."""
-
-
-def _flag(default: Any, help: str, **metadata: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
-
-
-@dataclasses.dataclass
-class GlueArguments:
-    """The script's own flags."""
-
-    _argument_group_name = "task, model and data"
-
-    task_name: str | None = _flag(None, f"The task: {', '.join(TASKS)}.")
-    model_name_or_path: str = _flag("roberta-base", "A folder written by save_pretrained, or a model of the hub.")
-    data_dir: str | None = _flag(
-        None, "Folder in the official GLUE layout (CoLA/train.tsv, ...). Default: nyu-mll/glue of the hub."
-    )
-    max_seq_length: int = _flag(MAX_SEQ_LENGTH, "Tokens per example; longer ones are cut, shorter ones are not padded.")
-    max_train_samples: int | None = _flag(None, "Train on the first so many rows. Default: all.")
-    max_eval_samples: int | None = _flag(None, "Evaluate on the first so many rows of each dev set. Default: all.")
-    metric_source: str = _flag(
-        "shipped", "Where the metric's code comes from; both give the same numbers.", choices=("shipped", "hub")
-    )
-    probe_every: int | None = _flag(
-        None,
-        "Look at the noise of the sketches on every so many steps, and write variance.csv. "
-        "With --kind exact, at the noise that the sketch of the other flags would make. Default: never.",
-    )
-    demo: bool = _flag(False, f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}.")
-    compare: list[str] | None = _flag(  # noqa: RUF009 it makes a field
-        None,
-        "Settings, each kind:ratio[:bits] or a kind alone, and @ with operations, as in: exact gaussian:0.1@linear. "
-        "A norm estimator follows the kind: wta+token:0.3.",
-    )
-    seeds: list[int] | None = _flag(None, "Seeds of a comparison. Default: the one of --seed.")  # noqa: RUF009
 
 
 @dataclasses.dataclass
@@ -72,7 +28,7 @@ class GlueTrainingArguments(TrainingArguments):
 
     _argument_group_name = "training (transformers.TrainingArguments)"
 
-    overwrite_output_dir: bool = _flag(
+    overwrite_output_dir: bool = flag(
         False, "Allow a non-empty output_dir; checkpoints and results of an earlier run in it are removed."
     )
 
@@ -107,8 +63,8 @@ def make_parser() -> HfArgumentParser:
     parser = _Parser(
         prog=f"python -m {PROGRAM}",
         usage=f"python -m {PROGRAM} --task_name TASK --output_dir DIR [flags]",
-        description=_DESCRIPTION,
-        formatter_class=_HelpFormatter,
+        description=DESCRIPTION,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     # HfArgumentParser's own method, so that the short groups stand before transformers' hundred flags.
@@ -128,16 +84,6 @@ def make_parser() -> HfArgumentParser:
         dataloader_pin_memory=torch.cuda.is_available(),
     )
     return parser
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows every default that is one, and the description as it was written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        # TrainingArguments' texts contain per cent signs that argparse would take for its own.
-        text = (action.help or "").replace("%", "%%").replace("%%(", "%(")
-        empty = action.default in (None, "", argparse.SUPPRESS) or action.nargs == 0
-        return text if empty or "default" in text.lower() else f"{text} (default: %(default)s)"
 
 
 def parse(argv: list[str]) -> Arguments:

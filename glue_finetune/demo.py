@@ -8,11 +8,12 @@ from pathlib import Path
 import pandas as pd
 
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE, write_corpus
-from glue_finetune.arguments import DEMO_OUTPUT, Arguments, flags_parser, parse
+from glue_finetune.arguments import Arguments, flags_parser, parse
 from glue_finetune.compare import plan_comparison, run_comparison
 from glue_finetune.errors import UserError
 from glue_finetune.files import has_files, make_folder, replacing_folder, write_json
 from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm
+from glue_finetune.own_flags import DEMO_OUTPUT
 from glue_finetune.scratch import save_scratch
 from glue_finetune.summary import COLUMNS, format_table
 

@@ -4,20 +4,27 @@ import rmm_linear
 print(rmm_linear.convert(model, ratio=0.1))   # train as before
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from rmm_linear._version import __version__
-from rmm_linear.config import RMMConfig
-from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
-from rmm_linear.conversion.revert import revert
-from rmm_linear.conversion.state import (
-    load_sketch_state,
-    read_sketch_state,
-    save_sketch_state,
-    sketch_state,
-    sketch_tensors,
-)
-from rmm_linear.layers.functional import sketched_linear
-from rmm_linear.layers.linear import RMMLinear
+
+if TYPE_CHECKING:
+    from rmm_linear.config import RMMConfig
+    from rmm_linear.conversion.convert import convert
+    from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
+    from rmm_linear.conversion.revert import revert
+    from rmm_linear.conversion.state import (
+        load_sketch_state,
+        read_sketch_state,
+        save_sketch_state,
+        sketch_state,
+        sketch_tensors,
+    )
+    from rmm_linear.layers.functional import sketched_linear
+    from rmm_linear.layers.linear import RMMLinear
 
 __all__ = [
     "ConversionReport",
@@ -35,3 +42,35 @@ __all__ = [
     "sketch_tensors",
     "sketched_linear",
 ]
+
+# Imported on first access, so that a command prints its help without waiting for PyTorch.
+_MODULES = {
+    "ConversionReport": "conversion.report",
+    "ConvertedLayer": "conversion.report",
+    "PackedEntry": "conversion.report",
+    "RMMConfig": "config",
+    "RMMLinear": "layers.linear",
+    "convert": "conversion.convert",
+    "load_sketch_state": "conversion.state",
+    "read_sketch_state": "conversion.state",
+    "revert": "conversion.revert",
+    "save_sketch_state": "conversion.state",
+    "sketch_state": "conversion.state",
+    "sketch_tensors": "conversion.state",
+    "sketched_linear": "layers.functional",
+}
+_FOLDERS = ("estimators", "losses", "memory", "ops", "variance")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_FOLDERS})

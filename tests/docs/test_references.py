@@ -64,7 +64,7 @@ def extras():
 def help_of(module, sub):
     """What ``python -m module sub --help`` prints."""
     argv, printed = sys.argv, io.StringIO()
-    sys.argv = [module, *filter(None, [sub]), "--help"]
+    sys.argv = [module, *filter(None, [sub]), "--help-all" if module == "glue_finetune" else "--help"]
     try:
         with redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # another test has imported the module already

@@ -13,6 +13,11 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+MISSING = (
+    "The C library was not built when rmm_linear was installed, for want of a C compiler, so plain PyTorch does its "
+    "work on CPU. Results are the same; steps take longer. Install gcc or clang, and then rmm_linear again: "
+    "pip install --force-reinstall --no-deps rmm_linear."
+)
 _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
 
 
@@ -20,6 +25,7 @@ _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweig
 def _load() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("rmm_linear.backends.native._library")
     if spec is None or spec.origin is None:
+        logger.warning(MISSING)  # once, at first use: the result is cached
         return None
     try:
         return ctypes.CDLL(spec.origin)

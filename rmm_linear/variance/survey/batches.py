@@ -23,7 +23,23 @@ def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str,
     Raises:
         ValueError: If the file holds something else, or the model's class is not transformers'.
     """
-    transformers = _transformers()
+    batches = read_batches(path)
+    settings = import_transformers().AutoConfig.from_pretrained(model_name)
+    return model_class(settings).from_pretrained(model_name).train(), batches
+
+
+def read_batches(path: Path) -> list[dict[str, Any]]:
+    """Read batches that ``torch.save`` wrote.
+
+    Args:
+        path: A mapping of a model's keyword arguments, labels among them, or a list of such.
+
+    Returns:
+        The batches, one at least.
+
+    Raises:
+        ValueError: If the file holds something else.
+    """
     content = torch.load(path, weights_only=True)
     batches = content if isinstance(content, list) else [content]
     if not batches or not all(isinstance(batch, dict) for batch in batches):
@@ -31,10 +47,25 @@ def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str,
             f"{path} must hold a mapping of the model's keyword arguments, or a list of them, got "
             f"{type(content).__name__}. Save one with torch.save({{'input_ids': ..., 'labels': ...}}, path)."
         )
-    name = (transformers.AutoConfig.from_pretrained(model_name).architectures or ["none"])[0]
-    if not hasattr(transformers, name):
+    return batches
+
+
+def model_class(settings: Any) -> Any:
+    """Return the class that a model was saved as.
+
+    Args:
+        settings: Its configuration.
+
+    Returns:
+        A class of transformers.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    name = (settings.architectures or ["none"])[0]
+    if not hasattr(import_transformers(), name):
         raise ValueError(f"The model's class must be one of transformers, got {name}. Save the model with its head.")
-    return getattr(transformers, name).from_pretrained(model_name).train(), batches
+    return getattr(import_transformers(), name)
 
 
 def load_texts(
@@ -64,7 +95,7 @@ def load_texts(
             f"{path} must have lines of text, tab, label, or of text, tab, second text, tab, label, got "
             f"{len(rows)} lines with {sorted({len(row) for row in rows})} fields. Or give a .pt file."
         )
-    transformers = _transformers()
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(model_name)
     labels = read_labels([row[-1].strip() for row in rows], config.label2id or {})
     outputs = 1 if labels.is_floating_point() else max(int(labels.max()) + 1, config.num_labels)
@@ -135,7 +166,15 @@ def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
     return torch.tensor(classes)
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """Import transformers, silent about what it does.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
     try:
         import transformers
     except ImportError as error:

@@ -1,0 +1,66 @@
+"""The command line of ``rmm-linear``. What a command needs is imported when it runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+PROGRAM = "rmm-linear"
+_EXPLAIN = """Run a model forward before and after a trial conversion, and print what it saves for the backward pass: in
+all, by operation, what is left and why, and by linear layer. Nothing is trained or written. The model has random
+weights, which change no byte."""
+_OTHERS = {  # commands with a parser, and a --help, of their own
+    "variance": ("rmm_linear.variance.__main__", "the noise of stand-ins beside the minibatch's, on your own data"),
+    "glue": ("glue_finetune.start", "fine-tune on a GLUE task, compare settings, or run the demo"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Its arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for bad input.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _OTHERS:
+        return importlib.import_module(_OTHERS[words[0]][0]).main(words[1:])
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if arguments.command == "version":
+        from rmm_linear.command.version import version
+
+        print(version())
+        return 0
+    if arguments.command == "explain":
+        from rmm_linear.command.explain import explain_model
+
+        return explain_model(arguments)
+    parser.print_help()
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Train transformers that save a tenth of what their backward pass needs."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    explain = commands.add_parser("explain", help="what a conversion saves of a model", description=_EXPLAIN)
+    explain.add_argument("model", metavar="MODEL", help="a folder written by save_pretrained, or a model of the hub")
+    explain.add_argument(
+        "--batch", metavar="FILE", help="a .pt file with a training batch, or a list of such (default: random tokens)"
+    )
+    explain.add_argument("--size", type=int, default=8, help="sequences of the random batch (default: %(default)s)")
+    explain.add_argument("--length", type=int, default=128, help="tokens of each of them (default: %(default)s)")
+    explain.add_argument(
+        "--rmm_config", "--rmm-config", metavar="FILE", help="a configuration that RMMConfig.save wrote (default: ours)"
+    )
+    explain.add_argument("--operations", nargs="+", metavar="NAME", help="operations to convert (default: all)")
+    for name, (_, text) in _OTHERS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    commands.add_parser("version", help="versions and backends of this machine, for a bug report")
+    return parser

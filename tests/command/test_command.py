@@ -1,0 +1,126 @@
+"""The command rmm-linear: help at once, explain, version, and what is missing."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import tiny_model, token_ids
+
+from glue_finetune import start
+from rmm_linear import RMMConfig, __version__
+from rmm_linear.backends.native import library
+from rmm_linear.command.main import main
+
+
+def python(*words):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env={**os.environ})
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    for name in ("roberta", "llama", "vit"):
+        tiny_model(name).save_pretrained(place / name)
+    return place
+
+
+@pytest.mark.parametrize(("words", "heavy"), [([], "torch"), (["explain"], "torch"), (["glue"], "transformers")])
+def test_help_imports_nothing_that_takes_seconds(words, heavy):
+    code = "import sys; from rmm_linear.command.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    status, out, err = python("-c", f"{code}assert {heavy!r} not in sys.modules", *words, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: ")
+
+
+def test_the_module_and_the_command_are_the_same():
+    status, out, _ = python("-m", "rmm_linear", "version")
+    assert status == 0
+    assert re.search(rf"^rmm_linear +{re.escape(__version__)}$", out, flags=re.M)
+    (entry,) = [e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "rmm-linear"]
+    assert entry.load() is main
+
+
+def test_version_says_what_a_bug_report_needs(capsys, monkeypatch):
+    assert main(["version"]) == 0
+    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert {"python", "system", "CPU backend", "GPU backend", "GPU", "RMM_BACKEND"} <= lines.keys()
+    monkeypatch.setattr(library, "_load", lambda: None)
+    main(["version"])
+    assert "CPU backend   plain PyTorch. The C library was not built" in capsys.readouterr().out
+
+
+def test_without_the_library_it_is_said_once(caplog, monkeypatch):
+    library._load.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    try:
+        assert [library.is_available() for _ in range(3)] == [False] * 3
+    finally:
+        library._load.cache_clear()
+    assert caplog.messages == [library.MISSING]
+
+
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+def test_explain_prints_totals_operations_and_layers(name, folders, capsys):
+    assert main(["explain", str(folders / name), "--size", "4", "--length", "30"]) == 0
+    out = capsys.readouterr().out
+    found = re.match(r"saved for backward: ([\d.]+) → ([\d.]+) MiB \(\d+%\): linear \d+%, ", out)
+    assert float(found[1]) > float(found[2])
+    assert "| operation " in out
+    assert "| layer " in out
+
+
+def test_explain_takes_a_batch_a_configuration_and_operations(folders, tmp_path, capsys):
+    torch.save({"input_ids": token_ids(), "labels": torch.zeros(4, dtype=torch.long)}, tmp_path / "batch.pt")
+    RMMConfig(min_rows=4, ratio=0.25).save(tmp_path / "config.json")
+    words = ["explain", str(folders / "roberta"), "--batch", str(tmp_path / "batch.pt")]
+    assert main([*words, "--rmm_config", str(tmp_path / "config.json"), "--operations", "linear", "norm"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"linear [1-3]\d%, norm \d+%, other 100%", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nowhere"], "MODEL must be a folder written by save_pretrained"),
+        (["{}/vit"], "takes pixel_values. Save a batch"),
+        (["{}/roberta", "--length", "50"], "is none of the model's (index"),
+        (["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
+        (["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
+        (["{}/roberta", "--batch", "{}/none.pt"], "No such file or directory"),
+        (["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
+    ],
+)
+def test_what_explain_refuses_is_one_line(words, message, folders, capsys):
+    assert main(["explain", *[word.format(folders) for word in words]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rmm-linear explain: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_glue_without_its_extra_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(start, "_NEEDED", ("torch", "no_such_package", "nor_this"))
+    assert main(["glue", "--demo"]) == 2
+    assert "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'" in capsys.readouterr().err
+
+
+def test_all_flags_of_glue_are_in_its_long_help_and_ours_in_the_short_one(capsys):
+    assert main(["glue", "--help"]) == 0
+    short = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["glue", "--help-all"])
+    long = capsys.readouterr().out
+    ours = {flag for flag in re.findall(r"^  (--\w+)", short, flags=re.M)}
+    assert {"--task_name", "--compare", "--kind", "--operations", "--output_dir"} <= ours
+    assert "--adam_beta1" not in short
+    assert "--adam_beta1" in long
+    assert all(flag in long for flag in ours)
+    assert "(default: countsketch)" in short
