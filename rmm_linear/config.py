@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
-from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, read_names
+from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, did_you_mean, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import WIDTHS, packed_bytes
@@ -113,6 +113,15 @@ class RMMConfig(SavedSettings):
     version: ClassVar[str] = __version__
     other_keys: ClassVar[tuple[str, ...]] = (STATE_KEY,)
 
+    def __new__(cls, *args: Any, **fields: Any) -> RMMConfig:
+        """Refuse what is no field, with the field that is meant."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise TypeError(f"RMMConfig has the fields {', '.join(known)}, got {name!r}.{near}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Validate the fields, and convert lists and mappings to private copies."""
         object.__setattr__(self, "operations", _read_operations(self.operations))
@@ -161,7 +170,9 @@ class RMMConfig(SavedSettings):
             allowed = [f.name for f in dataclasses.fields(self) if f.name not in _SELECTION]
             unknown = sorted(set(changes) - set(allowed))
             if unknown:
-                raise ValueError(f"overrides[{pattern!r}] may change {', '.join(allowed)}; got {', '.join(unknown)}.")
+                near = did_you_mean(unknown[0], allowed)
+                got = ", ".join(unknown)
+                raise ValueError(f"overrides[{pattern!r}] may change {', '.join(allowed)}; got {got}.{near}")
             try:
                 self.replace(overrides={}, **changes)
             except (TypeError, ValueError) as error:
@@ -265,7 +276,8 @@ def _read_operations(value: object) -> tuple[str, ...]:
         raise TypeError(f"operations must be a list of {', '.join(OPERATIONS)}, got {value!r}.")
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown or not names:
-        raise ValueError(f"operations must be one or more of {', '.join(OPERATIONS)}, got {value!r}.")
+        near = did_you_mean(unknown[0], OPERATIONS) if unknown else ""
+        raise ValueError(f"operations must be one or more of {', '.join(OPERATIONS)}, got {value!r}.{near}")
     return tuple(name for name in OPERATIONS if name in names)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from rmm_linear._support.files import write_text
-from rmm_linear._support.validation import is_newer_version
+from rmm_linear._support.validation import did_you_mean, is_newer_version
 
 VERSION_KEY = "rmm_linear_version"
 
@@ -62,6 +62,7 @@ class SavedSettings:
             if not is_newer_version(written, cls.version):
                 raise ValueError(
                     f"Unknown keys {', '.join(unknown)}. A configuration has the fields {', '.join(known)}."
+                    f"{did_you_mean(unknown[0], known)}"
                 )
             warnings.warn(
                 f"Ignoring {', '.join(unknown)}: written by rmm_linear {written}, this is {cls.version}. "

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return a sentence with the known word that is most like another one, or nothing."""
+    near = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def check_fraction(name: str, value: object, hint: str, *, needed: bool = False) -> None:

@@ -53,6 +53,7 @@ class PackedModule(ConvertedModule):
         Returns:
             The call.
         """
+        self._refuse_transforms()
         if self._stays_exact(seeded=seeded):
             return PackedCall(is_exact=True)
         context, index = self.rmm_context, self.rmm_index

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.messages import checkpointed_message
 from rmm_linear.context.model_context import ModelContext
@@ -66,7 +67,7 @@ def convert(
     Raises:
         ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
             would save bytes on ``example``, or the model is converted already.
-        TypeError: If ``config`` is not an RMMConfig or a keyword is not one of its fields.
+        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, or a keyword is not one of its fields.
 
     Example:
         >>> from torch import nn
@@ -77,6 +78,7 @@ def convert(
         RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, memory=0.1, bits=auto, min_rows=64)
     """
     config = _configuration(config, overrides)
+    _check_model(model)
     names = first_names(model)
     if any(isinstance(module, ConvertedModule) for module in names):
         raise ValueError(
@@ -189,11 +191,26 @@ def _is_trained(module: nn.Module) -> bool:
     return module.weight.requires_grad  # pyright: ignore[reportReturnType]
 
 
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        remedy = f"Make an instance first: {model.__name__}(...)." if isinstance(model, type) else "Pass the model."
+        raise TypeError(f"model must be a torch.nn.Module, got {got}. {remedy}")
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ValueError(
+            "convert takes a model that trains in place, got one with DataParallel, which makes copies of it in every "
+            "step that share neither seeds nor masks. Use torch.nn.parallel.DistributedDataParallel."
+        )
+
+
 def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
     if config is not None and not isinstance(config, RMMConfig):
         raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use RMMConfig.from_dict.")
     known = [f.name for f in dataclasses.fields(RMMConfig)]
     for name in overrides:
         if name not in known:
-            raise TypeError(f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}.")
+            raise TypeError(
+                f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )
     return (config or RMMConfig()).replace(**overrides)

@@ -170,6 +170,12 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
     """
     if not skipped:
         itself = " Use RMMLinear.from_linear for a layer by itself." if is_linear_like(model) else ""
+        quantized = sorted({type(m).__qualname__ for m in model.modules() if "quantized" in type(m).__module__})
+        if quantized:
+            itself = (
+                f" Its layers are quantized ({', '.join(quantized)}) and train no weight. "
+                "Convert the model before quantization, or after get_peft_model has put adapters on it."
+            )
         return f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}"
     target = config.target_modules
     if all(reason == "not in target_modules" for reason in skipped.values()):

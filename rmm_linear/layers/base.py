@@ -50,6 +50,7 @@ class SketchedLayer(ConvertedModule):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
+        self._refuse_transforms()
         if is_dtensor(weight):
             raise RuntimeError(
                 "A sketched layer needs its whole weight in its forward pass, got a DTensor: tensor parallel layers "

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, is_checkpointed
@@ -18,6 +19,11 @@ _PADDING = (
     "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
     "labels cover it). Leaving them out would bias the weight gradient. Convert with mask_padding=False, or mask the "
     "padding in the loss."
+)
+
+_TRANSFORMS = (
+    "Converted modules work with autograd's backward passes and with torch.compile, got a call by {}. "
+    "Call rmm_linear.revert(model) before; to export a model, use torch.export in eval mode."
 )
 
 
@@ -47,6 +53,24 @@ class ConvertedModule(nn.Module):
     def _tear_down(self) -> None:
         for name in [name for name in vars(self) if name.startswith("rmm_")]:
             del self.__dict__[name]
+
+    def __prepare_scriptable__(self) -> None:
+        """Refuse torch.jit.script, which calls this."""
+        raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
+
+    def _refuse_transforms(self) -> None:
+        """Refuse what would run the forward pass without the backward pass that stand-ins are made for."""
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:  # pyright: ignore[reportAttributeAccessIssue]
+            raise RuntimeError(_TRANSFORMS.format("torch.func or forward-mode differentiation"))
+        if torch._C._is_tracing():  # pyright: ignore[reportAttributeAccessIssue]
+            raise RuntimeError(_TRANSFORMS.format("torch.jit.trace"))
+        if "_is_replica" in vars(self):
+            raise RuntimeError(
+                "Converted modules train in place, got a copy that DataParallel has made, which shares neither seeds "
+                "nor masks with the model. Use torch.nn.parallel.DistributedDataParallel."
+            )
 
     def _stays_exact(self, *, seeded: bool = True) -> bool:
         """Whether this call is checkpointed and its stand-in would be dropped; ``seeded`` as for other calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.countsketch import COUNTSKETCH
 from rmm_linear.sketches.dense import GAUSSIAN, RADEMACHER
@@ -56,7 +57,7 @@ def check_kind(kind: object) -> None:
         ValueError: If it is not one of :data:`KINDS`.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.{did_you_mean(kind, KINDS)}")
 
 
 def check_block(kind: str, block: int | None) -> None:

@@ -1,0 +1,100 @@
+"""What a converted model does not do, and what is no model: one error each that says what to do instead."""
+
+import pytest
+import torch
+from helpers import tiny_model, token_ids
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+
+from rmm_linear import RMMConfig, convert, revert
+
+
+def made():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4)).train()
+    convert(model, min_rows=1)
+    return model
+
+
+def x():
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        return model(forward_ad.make_dual(x(), x()))
+
+
+TRANSFORMS = {
+    "grad": lambda model: grad(lambda p: functional_call(model, p, (x(),)).sum())(dict(model.named_parameters())),
+    "vmap": lambda model: vmap(model)(torch.stack([x(), x()])),
+    "jvp": lambda model: jvp(model, (x(),), (x(),)),
+    "dual": dual,
+    "trace": lambda model: torch.jit.trace(model, x()),
+    "script": torch.jit.script,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_and_work_after_revert(name, training):
+    model = made().train(training)
+    with pytest.raises(RuntimeError, match=r"Converted modules work with .* Call rmm_linear\.revert\(model\) before"):
+        TRANSFORMS[name](model)
+    revert(model)
+    TRANSFORMS[name](model)
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "llama"])
+def test_export_works_in_eval_mode(architecture):
+    model = tiny_model(architecture, dropout=0.0).eval()
+    model.config.use_cache = False
+    inputs = {"input_ids": token_ids(), "attention_mask": torch.ones_like(token_ids())}
+    convert(model, min_rows=1)
+    exported = torch.export.export(model, (), inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.module()(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nn.Linear, TypeError, r"got the class Linear\. Make an instance first: Linear\(\.\.\.\)"),
+        (None, TypeError, "model must be a torch.nn.Module, got NoneType"),
+        (nn.DataParallel(nn.Sequential(nn.Linear(8, 8))), ValueError, "Use torch.nn.parallel.DistributedDataParallel"),
+    ],
+)
+def test_what_is_no_model_to_convert(model, error, message):
+    with pytest.raises(error, match=message):
+        convert(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_says_that_it_is():
+    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, torch.qint8)
+    with pytest.raises(ValueError, match=r"layers are quantized \(Linear.*Convert the model before quantization"):
+        convert(quantized)
+
+
+def test_a_copy_of_data_parallel_is_refused():
+    model = made()
+    model[0]._is_replica = True
+    with pytest.raises(RuntimeError, match="DataParallel has made"):
+        model(x())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "meant"),
+    [
+        (lambda: RMMConfig(kind="countskech"), ValueError, "countsketch"),
+        (lambda: RMMConfig(rato=0.1), TypeError, "ratio"),
+        (lambda: RMMConfig(operations=["activations"]), ValueError, "activation"),
+        (lambda: RMMConfig(overrides={"query": {"norm_bit": 4}}), ValueError, "norm_bits"),
+        (lambda: RMMConfig.from_dict({"memry": 0.1}), ValueError, "memory"),
+        (lambda: convert(nn.Sequential(nn.Linear(8, 8)), min_row=1), TypeError, "min_rows"),
+    ],
+)
+def test_a_word_that_is_nearly_known(make, error, meant):
+    with pytest.raises(error, match=f"Did you mean '{meant}'"):
+        make()
