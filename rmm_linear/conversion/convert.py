@@ -196,7 +196,8 @@ def _check_model(model: object) -> None:
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         remedy = f"Make an instance first: {model.__name__}(...)." if isinstance(model, type) else "Pass the model."
         raise TypeError(f"model must be a torch.nn.Module, got {got}. {remedy}")
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+    # With one device or none, DataParallel calls the model itself.
+    if any(isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 for module in model.modules()):
         raise ValueError(
             "convert takes a model that trains in place, got one with DataParallel, which makes copies of it in every "
             "step that share neither seeds nor masks. Use torch.nn.parallel.DistributedDataParallel."

@@ -15,6 +15,7 @@ from rmm_linear.conversion.keepers import Keeper, OperationMemory, Reasons, by_o
 from rmm_linear.conversion.names import first_names
 from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
 from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
+from rmm_linear.memory.ledger import StorageKey
 
 SHOWN = 0.02  # keepers of a smaller share are summed when an explanation is printed
 
@@ -141,14 +142,20 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         why.note_attention(model)
         recomputed = block_memory(model, batch) if report.checkpointed else None
     layers: dict[str, LayerMemory] = {}
+    # Of layers with the same input, the first one that is trained keeps it: beside LoRA, not the frozen one.
+    owners: dict[StorageKey | None, str] = {}
+    for name in sorted(inputs, key=lambda name: report.converted[name].frozen):
+        owners.setdefault(inputs[name].storage, name)
+    owners.pop(None, None)
     for name in names:
         seen = inputs.get(name)
         if seen is None:
             layers[name] = LayerMemory(0, 0, "the batch does not reach this layer")
             continue
-        counted = [other.storage for other_name, other in inputs.items() if other_name in layers]
-        own = seen.bytes if seen.storage is not None and not seen.others and seen.storage not in counted else 0
-        layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name))
+        owner = owners.get(seen.storage, name)
+        own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
+        shared = None if owner == name else f"the same tensor as the input of {owner}"
+        layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
     stand_ins, remaining = keepers(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
     return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, recomputed)

@@ -12,6 +12,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from rmm_linear import RMMConfig
 from rmm_linear.activations.norm_form import NormForm, norm_of
 
 assert hf  # the families above are tested, whatever they are called
@@ -149,7 +150,7 @@ def test_their_gradients_are_those_of_the_module(name, dtype):
     for parameter in module.parameters():
         nn.init.normal_(parameter, 1.0, 0.3)
     standin = packed(module)
-    standin.rmm_config = type("Config", (), {"norm_bits": 8, "mask_padding": True})()
+    standin.rmm_config = RMMConfig(norm_bits=8)
     x = torch.randn(30, 2, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     y = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     found = []

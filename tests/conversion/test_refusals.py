@@ -62,12 +62,20 @@ def test_export_works_in_eval_mode(architecture):
     [
         (nn.Linear, TypeError, r"got the class Linear\. Make an instance first: Linear\(\.\.\.\)"),
         (None, TypeError, "model must be a torch.nn.Module, got NoneType"),
-        (nn.DataParallel(nn.Sequential(nn.Linear(8, 8))), ValueError, "Use torch.nn.parallel.DistributedDataParallel"),
     ],
 )
 def test_what_is_no_model_to_convert(model, error, message):
     with pytest.raises(error, match=message):
         convert(model)
+
+
+def test_data_parallel_over_devices_is_refused():
+    model = nn.DataParallel(nn.Sequential(nn.Linear(8, 8)))
+    model.device_ids = [0, 1]
+    with pytest.raises(ValueError, match="Use torch.nn.parallel.DistributedDataParallel"):
+        convert(model)
+    model.device_ids = []
+    assert list(convert(model).converted) == ["module.0"]
 
 
 @pytest.mark.filterwarnings("ignore")
