@@ -72,7 +72,7 @@ def test_what_is_no_model_to_convert(model, error, message):
 def test_data_parallel_over_devices_is_refused():
     model = nn.DataParallel(nn.Sequential(nn.Linear(8, 8)))
     model.device_ids = [0, 1]
-    with pytest.raises(ValueError, match="Use torch.nn.parallel.DistributedDataParallel"):
+    with pytest.raises(ValueError, match=r"Use torch\.nn\.parallel\.DistributedDataParallel"):
         convert(model)
     model.device_ids = []
     assert list(convert(model).converted) == ["module.0"]
