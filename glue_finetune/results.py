@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import rmm_linear
 from glue_finetune.arguments import Arguments
 from glue_finetune.tasks import Task
-from glue_finetune.trainer import BYTES_KEPT, BYTES_OF_LAYERS, evaluation_scores
+from glue_finetune.trainer import BY_OPERATION, BYTES_KEPT, BYTES_OF_LAYERS, evaluation_scores, peak_memory
 from rmm_linear._support import provenance
 
 RESULTS_FILE, VARIANCE_FILE = "results.json", "variance.csv"
@@ -101,23 +97,16 @@ def make_results(
         "memory": {
             "bytes_kept_for_backward": kept.get(BYTES_KEPT),
             "bytes_kept_by_layers": kept.get(BYTES_OF_LAYERS),
+            "by_operation": kept.get(BY_OPERATION),
             "at_step": kept.get("step"),
             "batch_shape": kept.get("batch_shape"),
-            **_peak_memory(),
+            **peak_memory(),
         },
         **extra,
         "settings": settings,
         "versions": {"rmm_linear": rmm_linear.__version__, **provenance.versions(*_PACKAGES)},
         "commit": provenance.commit(__file__),
     }
-
-
-def _peak_memory() -> dict[str, Any]:
-    """The peak of this process: what torch allocated where there is a GPU, else its resident set."""
-    if torch.cuda.is_available():
-        return {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_of": "CUDA"}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak_of": "process RSS"}
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import resource
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -19,10 +22,12 @@ from typing_extensions import override
 from glue_finetune.complete import complete_checkpoints, mark_complete, remove_checkpoint
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import saving
+from rmm_linear import ConversionReport
+from rmm_linear.conversion.explanation import explained
 from rmm_linear.integrations.transformers import SketchStateCallback
 from rmm_linear.memory import track_saved
 
-BYTES_KEPT, BYTES_OF_LAYERS = "bytes_kept", "bytes_kept_by_layers"
+BYTES_KEPT, BYTES_OF_LAYERS, BY_OPERATION = "bytes_kept", "bytes_kept_by_layers", "bytes_by_operation"
 MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
@@ -33,6 +38,7 @@ class GlueTrainer(Trainer):
     """
 
     layers: Collection[str] = ()  # names of the linear layers whose part of the bytes is counted by itself
+    report: ConversionReport | None = None  # None for the exact model
 
     @override
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -53,12 +59,27 @@ class GlueTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         shape = list(inputs["input_ids"].shape)
         unwrapped: Any = self.model  # `model` may be wrapped, with prefixes before the names
+        again = dict(inputs)
         with track_saved(unwrapped) as kept:
             result = super().compute_loss(model, inputs, *args, **kwargs)
         layers = sum(bytes for name, bytes in kept.by_module.items() if name in self.layers)
         entry: Any = {BYTES_KEPT: kept.total, BYTES_OF_LAYERS: layers, "batch_shape": shape, "step": step}
+        entry[BY_OPERATION] = self._explain(unwrapped, again)
         self.state.log_history.append(entry)
         return result
+
+    def _explain(self, model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+        """Print what the whole model saves, exactly and converted; return it by operation."""
+        if self.report is None:
+            return None
+        try:  # after the step's own forward pass, which is the one that is probed
+            found = explained(model, self.report, lambda: super(GlueTrainer, self).compute_loss(model, dict(inputs)))
+        except torch.OutOfMemoryError:
+            tqdm.write("What the exact model would save is not known: it runs out of memory on this batch.")
+            return None
+        if self.is_world_process_zero():
+            tqdm.write(found.line())
+        return {name: dataclasses.asdict(memory) for name, memory in found.operations.items()}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self.args.output_dir or "") / f"checkpoint-{self.state.global_step}"
@@ -152,11 +173,21 @@ class EpochLines(TrainerCallback):
         scores = evaluation_scores(logs or {})
         if scores and state.is_world_process_zero:
             numbers = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-            tqdm.write(f"epoch {state.epoch or 0:.2f}  {numbers}")  # above the progress bars
+            peak = peak_memory()
+            memory = f"peak of the {peak['peak_of']} {peak['peak_bytes'] / 2**20:,.0f} MiB"
+            tqdm.write(f"epoch {state.epoch or 0:.2f}  {numbers}  {memory}")  # above the progress bars
 
 
 class _EpochLinesAndBars(EpochLines, ProgressCallback):
     """The Trainer's progress bars with these lines in place of its dictionaries."""
+
+
+def peak_memory() -> dict[str, Any]:
+    """Return the peak of this process: what torch allocated where there is a GPU, else its resident set."""
+    if torch.cuda.is_available():
+        return {"peak_bytes": torch.cuda.max_memory_allocated(), "peak_of": "CUDA"}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak_of": "process RSS"}
 
 
 def evaluation_scores(entry: dict[str, Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
         compute_metrics=make_scorer(task, glue.metric_source),
         callbacks=[interrupt, timer, CheckpointFiles(settings, checkpoint)],
     )
-    trainer.layers = layers
+    trainer.layers, trainer.report = layers, report
     add_progress(trainer)
     probe = None
     if glue.probe_every is not None:
@@ -145,8 +146,14 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             "bits_chosen": found.bits,
             "norm_estimator_bytes": sum(found.estimator_bytes.values()),
             "skipped": dict(found.skipped),
+            "packed": dict(Counter(entry.operation for entry in found.packed.values())),
+            "recomputed": list(found.checkpointed),
+            "attention_exact": _exact_attention(model),
         }
         results = make_results(arguments, task, state.log_history, extra)
+        if found.bits:
+            chosen = Counter(found.bits.values())
+            print("bits=auto chose " + ", ".join(f"{bits} for {chosen[bits]} layers" for bits in sorted(chosen)))
         if probe is not None:
             with saving(folder / VARIANCE_FILE):
                 probe.results.to_csv(folder / VARIANCE_FILE)
@@ -158,6 +165,12 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
         print(f"{task.main_metric}: best {best}, last {last}")
         print(f"results: {folder / RESULTS_FILE}")
     return 0 if interrupt.signum is None else 128 + interrupt.signum
+
+
+def _exact_attention(model: torch.nn.Module) -> dict[str, str]:
+    """Name of every attention that was converted and was exact in its last call, to the reason."""
+    reasons = {name: getattr(module, "rmm_exact", None) for name, module in model.named_modules()}
+    return {name: reason for name, reason in reasons.items() if isinstance(reason, str)}
 
 
 def _sketchable(model: torch.nn.Module, config: RMMConfig) -> list[str]:
