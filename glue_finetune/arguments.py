@@ -67,6 +67,7 @@ def make_parser() -> HfArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--help-all", action="help", help="show this message, which --help is the short form of")
     # HfArgumentParser's own method, so that the short groups stand before transformers' hundred flags.
     add_group: Callable[[type], None] = parser._add_dataclass_arguments  # pyright: ignore[reportAssignmentType]
     add_group(GlueArguments)

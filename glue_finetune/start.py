@@ -37,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from glue_finetune.cli import main as run
 
-    return run([word for word in words if word != "--help-all"] + ["--help"] * ("--help-all" in words))
+    return run(words)

@@ -9,12 +9,14 @@ from rmm_linear.memory.ledger import Ledger, track_saved
 from rmm_linear.memory.peak import Peak, peak
 
 if TYPE_CHECKING:
+    from rmm_linear.conversion.checkpointed import BlockMemory
     from rmm_linear.conversion.explain import explain
     from rmm_linear.conversion.explanation import Explanation, LayerMemory
     from rmm_linear.conversion.keepers import Keeper, OperationMemory
 
 # These live in conversion, which imports this folder, so they are imported on first access.
 _FROM_CONVERSION = {
+    "BlockMemory": "checkpointed",
     "Explanation": "explanation",
     "Keeper": "keepers",
     "LayerMemory": "explanation",
@@ -23,6 +25,7 @@ _FROM_CONVERSION = {
 }
 
 __all__ = [
+    "BlockMemory",
     "Explanation",
     "Keeper",
     "LayerMemory",
