@@ -73,7 +73,11 @@ def _random_batch(model: Any, size: int, length: int) -> dict[str, torch.Tensor]
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (size, length))
     kind = type(model).__name__
-    if kind.endswith("ForSequenceClassification"):
+    if kind.endswith("ForMultipleChoice"):
+        raise ValueError(f"{kind} takes several texts per example. Save a batch of them, and give it by --batch.")
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        labels = torch.zeros(size, model.config.num_labels)
+    elif kind.endswith("ForSequenceClassification"):
         labels = torch.zeros(size, dtype=torch.long if model.config.num_labels > 1 else torch.float32)
     elif kind.endswith("ForTokenClassification"):
         labels = torch.zeros(size, length, dtype=torch.long)

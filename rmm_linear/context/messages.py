@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -57,21 +57,22 @@ def unsketched_message(model: nn.Module) -> str | None:
     )
 
 
-def few_rows_message(rows: Sequence[int], min_rows: int) -> str:
+def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
     """Say that all sketched layers saw too few rows.
 
     Args:
-        rows: Numbers of rows that they saw.
+        rows: Name of each to the number of rows that it saw.
         min_rows: The least number that is saved, of the configuration.
 
     Returns:
         One paragraph.
     """
-    least, most = min(rows), max(rows)
+    least, most = min(rows.values()), max(rows.values())
     seen = f"{least}" if least == most else f"{least} to {most}"
     return (
         f"Layers that see at most min_rows={min_rows} rows stay exact, and all {len(rows)} trained linear layers that "
-        f"ran saw {seen}, so no sketch was made. Give larger batches, or convert with a smaller min_rows."
+        f"ran ({_shown(list(rows))}) saw {seen}, so no sketch was made. Give larger batches, or convert with a smaller "
+        "min_rows; a head that sees one row per sequence saves little anyway."
     )
 
 

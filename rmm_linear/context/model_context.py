@@ -45,6 +45,7 @@ class ModelContext:
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         traced_masks: The masks of compiled forward passes, which share nothing else.
         checks: Say what a training step shows to save nothing.
+        seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -77,7 +78,7 @@ class ModelContext:
         self._count = 0
         self._seeded = False
         self._step_seed: int | None = None
-        self._seeded_alone: set[int] = set()  # layers whose last seed was not derived from a step's
+        self.seeded_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that open this context around every forward pass of ``model``.
@@ -143,12 +144,12 @@ class ModelContext:
         """
         if not in_backward():
             if not self._inputs:
-                self._seeded_alone.add(index)
+                self.seeded_alone.add(index)
             else:
-                self._seeded_alone.discard(index)
+                self.seeded_alone.discard(index)
                 if not self._seeded:
                     self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or index in self._seeded_alone:  # a recomputation draws a seed if its first pass did
+        if self._step_seed is None or index in self.seeded_alone:  # a recomputation draws a seed if its first pass did
             return draw_seed()
         self._count += 1
         return mix(self._step_seed, index, self._count, *([self.salt] if self.salt else []))
@@ -278,8 +279,9 @@ class ModelContext:
         if not self._inputs:
             self._outermost = None
             self.sketch_cache.clear()
-            if not self._recomputing and output is not None and module.training and torch.is_grad_enabled():
-                self.checks.finish(module)
+            if not self._recomputing:
+                is_step = output is not None and module.training and torch.is_grad_enabled()
+                self.checks.finish(module) if is_step else self.checks.forget()
             if not self._recomputing:
                 self._pending.close()
             if self._seeded and not self._recomputing:

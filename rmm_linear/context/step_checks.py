@@ -58,6 +58,10 @@ class StepChecks:
         if not self._is_done:
             self._rows[index] = tokens
 
+    def forget(self) -> None:
+        """Forget what a pass has shown that was no training step."""
+        self._rows.clear()
+
     def finish(self, model: nn.Module) -> None:
         """Say what a forward pass of training has shown, at its end.
 
@@ -72,7 +76,7 @@ class StepChecks:
             return
         self._is_done = True
         self._say("unsketched", unsketched_message(model))
-        few = [tokens for tokens in self._rows.values() if tokens is not None]
+        few = {self._names[index]: tokens for index, tokens in self._rows.items() if tokens is not None}
         if few and len(few) == len(self._rows):
             self._say("few rows", few_rows_message(few, self._min_rows))
         self._rows.clear()

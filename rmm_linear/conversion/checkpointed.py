@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def inside(blocks: dict[str, nn.Module], names: Iterator[str] | list[str]) -> tuple[str, ...]:
+def inside(blocks: dict[str, nn.Module], names: Iterable[str]) -> tuple[str, ...]:
     """Return the names that belong to blocks.
 
     Args:

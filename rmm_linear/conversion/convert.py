@@ -100,13 +100,13 @@ def convert(
     _set_up_packed(packed, config, context)
     report = dataclasses.replace(report, context=context)
     logger.info(report.summary())
+    if recomputed := [name for name in report.checkpointed if config.for_module(name).checkpointed == "exact"]:
+        logger.warning(checkpointed_message(recomputed, context.names))
+        context.checks.said.add(CHECKPOINTED)
     if example is not None:
         memory = explained(model, report, example)
         report = dataclasses.replace(report, memory=memory)
         logger.info("rmm_linear: %s", memory.line())
-    if recomputed := [name for name in report.checkpointed if config.for_module(name).checkpointed == "exact"]:
-        logger.warning(checkpointed_message(recomputed, context.names))
-        context.checks.said.add(CHECKPOINTED)
     return report
 
 
@@ -127,8 +127,11 @@ def _choose(
         raise ValueError(nothing_matches(model, config, skipped))
     check_overrides(config, _operations(linears, packed))
     if example is not None:
+        recomputed = inside(checkpointed_blocks(model), linears)  # of their inputs, the example would show nothing
+        outside = {name: module for name, module in linears.items() if name not in recomputed}
         with packed_only(model, config, packed):  # a packed operation does not save a linear layer's input any more
-            skip_where_nothing_is_saved(model, config, example, linears, skipped)
+            skip_where_nothing_is_saved(model, config, example, outside, skipped)
+        linears = {name: module for name, module in linears.items() if name in recomputed or name in outside}
     if not linears and not packed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list((skipped | unpacked).items())[:3])
         raise ValueError(

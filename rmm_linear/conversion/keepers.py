@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.conversion.checkpointed import checkpointed_blocks
 from rmm_linear.conversion.linears import is_linear_like
 from rmm_linear.conversion.names import output_heads
 from rmm_linear.conversion.packed import choose_packed
@@ -131,6 +132,7 @@ class Reasons:
         self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
         self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._report, self._exact = report, exact
+        self._blocks = checkpointed_blocks(model)
         self._left_out = _left_out(names, report.config)
         self._loss = self._loss_reason([names[head] for head in output_heads(model) if head in names])
 
@@ -172,6 +174,8 @@ class Reasons:
 
     def _reason(self, key: StorageKey, name: str, operators: Sequence[str]) -> str:
         if not operators:
+            if name in self._blocks:
+                return "the input of a block that activation checkpointing recomputes"
             return "no output of the model that needs a gradient depends on it"
         if key in self._batch:
             return "the batch itself, which is in memory anyway"

@@ -56,9 +56,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     The state of the sketches is saved and restored as by :class:`SketchStateCallback`.
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
-    backward pass, exactly and converted; that runs a few forward passes more. A warning is logged once if the median
-    noise exceeds a limit. A callback cannot add to what the Trainer sends to its other callbacks, so this one calls
-    ``trainer.log`` itself.
+    backward pass, exactly and converted; that calls ``compute_loss`` three times more. A warning is logged once if the
+    median noise exceeds a limit. A callback cannot add to what the Trainer sends to its other callbacks, so this one
+    calls ``trainer.log`` itself.
 
     Args:
         trainer: The Trainer that the callback is added to; None finds it when training begins.
@@ -118,6 +118,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             raise TypeError(f"limit must be a positive number, got {limit!r}.")
         if not limit > 0:
             raise ValueError(f"limit must be positive, got {limit}. Use float('inf') for no warning.")
+        self._given: Any = trainer
         self.trainer: Any = trainer
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
@@ -133,10 +134,14 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         **kwargs: Any,
     ) -> None:
         """Convert if asked, print the report, attach the probe and restore the state of a resumed run."""
-        if self.trainer is None:
-            self.trainer = calling_trainer(self)
+        self.trainer = calling_trainer(self) if self._given is None else self._given
         if self.convert is not None and model is not None:
             self._convert(model)
+        elif model is not None and self.config is None and not _is_converted(model):
+            logger.warning(
+                "RMMCallback logs the noise of stand-ins, and the model is not converted: it logs what those of the "
+                "default would add. Pass convert=RMMConfig() to convert it, or config=... to choose what is looked at."
+            )
         super().on_train_begin(args, state, control, model=model, **kwargs)
         self._memory, self._measured = {}, False
         steps = {row.step for row in self.results.rows}
@@ -192,7 +197,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             )  # fmt: skip
 
     def _convert(self, model: torch.nn.Module) -> None:
-        if any(isinstance(module, ConvertedModule) for module in model.modules()):
+        if _is_converted(model):
             if self.report is None:
                 logger.warning(
                     "RMMCallback(convert=...) converts models that are not converted, and this one is: it stays as it "
@@ -207,20 +212,18 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         assert report is not None  # noqa: S101
 
         def explaining(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            inputs = trainer._prepare_inputs(args[1] if len(args) > 1 else kwargs["inputs"])
+            given = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
+            inputs, count = trainer._prepare_inputs(given["inputs"]), given.get("num_items_in_batch")
+            named = {} if count is None else {"num_items_in_batch": count}
 
             def loss() -> Any:
                 with trainer.compute_loss_context_manager():
-                    return trainer.compute_loss(model, dict(inputs))
+                    return trainer.compute_loss(model, dict(inputs), **named)
 
-            try:
-                text = explained(model, report, loss).line()
-            except torch.OutOfMemoryError:
-                with set_aside(model):
-                    count = saved_tensors(model, loss)[0].total / 2**20
-                text = f"saved for backward: {count:.1f} MiB; the exact model runs out of memory on this batch"
             if self._prints:
-                print(f"rmm_linear: {text}")
+                print(f"rmm_linear: {_saved_line(model, report, loss)}")
+            else:
+                _saved_line(model, report, loss)  # all processes run the model alike
             then()
             return step(*args, **kwargs)
 
@@ -234,3 +237,23 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             return result
 
         return measured
+
+
+def _is_converted(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, ConvertedModule) for module in model.modules())
+
+
+def _saved_line(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> str:
+    """What the whole model saves, exactly and converted. Whatever fails here must not end the training."""
+    try:
+        return explained(model, report, loss).line()
+    except torch.OutOfMemoryError:
+        pass  # the exact pass is freed with its error
+    except Exception as error:
+        return f"what the model saves cannot be measured on this batch: {type(error).__name__}: {error}"
+    try:
+        with set_aside(model):
+            count = saved_tensors(model, loss)[0].total / 2**20
+    except torch.OutOfMemoryError:
+        return "what the model saves cannot be measured on this batch: it runs out of memory, converted too"
+    return f"saved for backward: {count:.1f} MiB; the exact model runs out of memory on this batch"

@@ -15,7 +15,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.layers.converted import ConvertedModule, is_reverted
 from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_capturing, is_view_of_more
@@ -79,11 +79,12 @@ class SketchedLayer(ConvertedModule):
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
         """Tell the context whether the input has enough rows for a sketch."""
-        if self.rmm_context is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self.rmm_context is None or torch.compiler.is_compiling():
             return
         tokens = input.shape[:-1].numel()
-        if spec is not None or (self.weight.requires_grad and tokens <= self.rmm_config.min_rows):  # pyright: ignore[reportAttributeAccessIssue]
-            self.rmm_context.checks.note_rows(self.rmm_index, None if spec is not None else tokens)
+        is_other = spec is not None or not torch.is_grad_enabled()  # as in the first pass of a reentrant checkpoint
+        if is_other or (self.weight.requires_grad and tokens <= self.rmm_config.min_rows):  # pyright: ignore[reportAttributeAccessIssue]
+            self.rmm_context.checks.note_rows(self.rmm_index, None if is_other else tokens)
 
     def _bits(self) -> int | None:
         """The width chosen for ``bits="auto"``, for this call."""
@@ -127,6 +128,8 @@ class SketchedLayer(ConvertedModule):
         return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
 
     def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None) -> None:
+        if is_reverted(self):
+            return
         if self.rmm_context is None:
             self.rmm_auto_bits.backward_seen = True
         self._note_backward(y, mask)

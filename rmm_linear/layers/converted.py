@@ -36,6 +36,7 @@ class ConvertedModule(nn.Module):
         rmm_context: The context of the converted model, or None for a module outside of one.
         rmm_index: Index of the module in the converted model.
         rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
+        rmm_took_seed: Whether the last call that was no recomputation took a seed.
     """
 
     rmm_operation: ClassVar[str]
@@ -43,12 +44,13 @@ class ConvertedModule(nn.Module):
     rmm_context: ModelContext | None
     rmm_index: int
     rmm_mask_checked: bool
+    rmm_took_seed: bool
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
         self.rmm_config = config or RMMConfig()
         self.rmm_context = context
         self.rmm_index = index
-        self.rmm_mask_checked = False
+        self.rmm_mask_checked = self.rmm_took_seed = False
 
     def _tear_down(self) -> None:
         for name in [name for name in vars(self) if name.startswith("rmm_")]:
@@ -76,19 +78,22 @@ class ConvertedModule(nn.Module):
         """Whether this call is checkpointed and its stand-in would be dropped; ``seeded`` as for other calls."""
         if self.rmm_config.checkpointed != "exact" or torch.compiler.is_compiling():
             return False
-        context, is_second = self.rmm_context, in_backward()
-        if not is_checkpointed():
-            if not is_second:
-                return False
-            # The first pass of a reentrant checkpoint, without gradients, took a seed. Dropout must repeat its numbers.
-            if seeded:
-                draw_seed() if context is None else context.layer_seed(self.rmm_index)
+        context, is_second, is_dropped = self.rmm_context, in_backward(), is_checkpointed()
+        if not is_second:
+            self.rmm_took_seed = seeded and not is_dropped
+        if not is_second and not is_dropped:
+            return False
+        # The first pass of a reentrant checkpoint, without gradients, took a seed. Dropout must repeat its numbers.
+        if not is_dropped and self.rmm_took_seed and (context is None or self.rmm_index in context.seeded_alone):
+            draw_seed()
         if context is not None:
             context.checks.note_checkpointed(self.rmm_index)
         return True
 
     def _note_backward(self, y: Tensor, mask: TokenMask | None) -> None:
         """Check what the first backward pass shows: ``y`` is the gradient of the output, shape (N, O)."""
+        if is_reverted(self):
+            return
         if self.rmm_context is not None:
             self.rmm_context.note_backward()
         if mask is None or self.rmm_mask_checked or is_capturing(y.device):
@@ -107,3 +112,15 @@ class ConvertedModule(nn.Module):
             padding = y[mask.order]
             is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
             torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))  # pyright: ignore
+
+
+def is_reverted(module: nn.Module) -> bool:
+    """Say whether a module was converted and is no more, as in a backward pass after ``revert``.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True where nothing is left to tell it.
+    """
+    return "rmm_config" not in vars(module)

@@ -226,3 +226,22 @@ def test_a_converted_models_weights_load_into_an_exact_one(tmp_path):
     exact = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(exact(token_ids()).logits, model(token_ids()).logits)
     assert "rmm" not in json.dumps(exact.config.to_dict())
+
+
+def test_a_backward_pass_may_come_after_revert():
+    """Stand-ins that were made are used; what the conversion would have learned is gone with it."""
+    model = tiny_model("roberta", dropout=0.2).train()
+    found = []
+    for reverts in (False, True):
+        report = convert(model, min_rows=4)
+        report.context.salt = 1
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = model(input_ids=token_ids(), labels=torch.tensor([0, 1, 0, 1])).loss
+        if reverts:
+            revert(model)
+        loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        if not reverts:
+            revert(model)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

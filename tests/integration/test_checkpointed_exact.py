@@ -71,6 +71,52 @@ def test_layers_by_themselves_repeat_their_dropout(reentrant):
     torch.testing.assert_close(run(layers), expected)
 
 
+class Nested(nn.Module):
+    """A reentrant checkpoint, inside of another one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6)
+
+    def inner(self, x):
+        return self.second(self.dropout(self.first(x)))
+
+    def forward(self, x):
+        return checkpoint(lambda x: checkpoint(self.inner, x, use_reentrant=True), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["layers", "model"])
+def test_nested_checkpoints_repeat_their_dropout(alone):
+    found = []
+    for converts in (False, True):
+        torch.manual_seed(0)
+        model = Nested().train()
+        if converts and alone:
+            config = RMMConfig(min_rows=1)
+            model.first, model.second = (RMMLinear.from_linear(one, config) for one in (model.first, model.second))
+        elif converts:
+            convert(model, min_rows=1)
+        torch.manual_seed(5)
+        model(six_features()).square().sum().backward()
+        found.append(gradients(model))
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+
+
+def test_an_example_leaves_the_layers_of_recomputed_blocks_converted(caplog):
+    """Checkpointing hides what they would save, and it may be turned off later; "packed" needs them."""
+    model = made("roberta", False)
+    batch = {name: value for name, value in batch_of("roberta").items() if name != "labels"}
+    report = convert(model, example=batch, min_rows=1, checkpointed="packed")
+    assert len(report.converted) == 14
+    assert report.skipped == {}
+    assert "while activation checkpointing recomputes roberta.encoder.layer.0, inside of it: " in report.memory.line()
+    assert report.memory.recomputed.after < 0.4 * report.memory.recomputed.before
+    revert(model)
+    assert not said(caplog)
+    convert(model, example=batch, min_rows=1)
+    assert len(said(caplog)) == 1
+
+
 @checkpoints
 def test_it_is_said_once_at_conversion(reentrant, caplog):
     model = made("roberta", reentrant)

@@ -73,3 +73,46 @@ def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
 def test_a_callback_that_no_trainer_calls_says_so():
     with pytest.raises(RuntimeError, match="finds none among its callers"):
         RMMCallback().on_train_begin(None, None, None)
+
+
+def test_one_callback_serves_several_trainers(tmp_path, capsys):
+    callback, logs = RMMCallback(convert=RMMConfig(min_rows=4), every=1), []
+    for name in ("first", "second"):
+        trainer, _, recorder = make_trainer(tmp_path / name, config=None, max_steps=1)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert callback.trainer is trainer
+        assert "training_step" not in vars(trainer)
+        logs.append([entry for entry in recorder.logs if "rmm/noise" in entry])
+    assert [len(entries) for entries in logs] == [1, 1]
+    assert capsys.readouterr().out.count("saved for backward: ") == 2
+
+
+def test_what_cannot_be_measured_does_not_end_the_training(tmp_path, capsys):
+    """The exact model fails in the first step's extra passes, by memory or otherwise; the step itself runs."""
+    for error, text in (
+        (torch.OutOfMemoryError("full"), "MiB; the exact model runs out of memory on this batch"),
+        (ZeroDivisionError("no"), "cannot be measured on this batch: ZeroDivisionError: no"),
+    ):
+        trainer, report, _ = make_trainer(tmp_path, max_steps=2)
+        compute, calls = trainer.compute_loss, []
+
+        def fails_once(*args, compute=compute, calls=calls, error=error, **kwargs):
+            calls.append(kwargs.get("num_items_in_batch"))
+            if len(calls) == 1:
+                raise error
+            return compute(*args, **kwargs)
+
+        trainer.compute_loss = fails_once
+        trainer.add_callback(RMMCallback(trainer, report))
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert text in capsys.readouterr().out
+        assert calls[0] == calls[-1]
+
+
+def test_a_model_that_is_not_converted_is_named(tmp_path, caplog):
+    trainer, _, _ = make_trainer(tmp_path, config=None, max_steps=1)
+    trainer.add_callback(RMMCallback(trainer, every=1))
+    trainer.train()
+    assert any("the model is not converted" in message for message in caplog.messages)
