@@ -171,4 +171,4 @@ def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | N
 
 
 def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f}"
+    return f"{count / 2**20:.{1 if count >= 10 * 2**20 else 2}f}"
