@@ -77,6 +77,8 @@ class GlueTrainer(Trainer):
         except torch.OutOfMemoryError:
             tqdm.write("What the exact model would save is not known: it runs out of memory on this batch.")
             return None
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # the exact model's is none of this run's
         if self.is_world_process_zero():
             tqdm.write(found.line())
         return {name: dataclasses.asdict(memory) for name, memory in found.operations.items()}
@@ -173,9 +175,11 @@ class EpochLines(TrainerCallback):
         scores = evaluation_scores(logs or {})
         if scores and state.is_world_process_zero:
             numbers = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-            peak = peak_memory()
-            memory = f"peak of the {peak['peak_of']} {peak['peak_bytes'] / 2**20:,.0f} MiB"
-            tqdm.write(f"epoch {state.epoch or 0:.2f}  {numbers}  {memory}")  # above the progress bars
+            kept = next((entry[BYTES_KEPT] for entry in state.log_history if BYTES_KEPT in entry), None)
+            memory = "" if kept is None else f"  saved for backward {kept / 2**20:.1f} MiB"
+            if torch.cuda.is_available():
+                memory += f"  peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
+            tqdm.write(f"epoch {state.epoch or 0:.2f}  {numbers}{memory}")  # above the progress bars
 
 
 class _EpochLinesAndBars(EpochLines, ProgressCallback):
