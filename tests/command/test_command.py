@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from helpers import tiny_model, token_ids
+from transformers import RobertaForMultipleChoice
 
 from glue_finetune import start
 from rmm_linear import RMMConfig, __version__
@@ -104,6 +105,16 @@ def test_what_explain_refuses_is_one_line(words, message, folders, capsys):
     assert err.startswith("rmm-linear explain: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_explain_makes_labels_of_several_classes_and_refuses_several_texts(tmp_path, capsys):
+    model = tiny_model("roberta")
+    model.config.problem_type = "multi_label_classification"
+    model.save_pretrained(tmp_path / "labels")
+    assert main(["explain", str(tmp_path / "labels"), "--length", "30"]) == 0
+    RobertaForMultipleChoice(model.config).save_pretrained(tmp_path / "texts")
+    assert main(["explain", str(tmp_path / "texts"), "--length", "30"]) == 2
+    assert "takes several texts per example. Save a batch" in capsys.readouterr().err
 
 
 def test_glue_without_its_extra_names_what_is_missing(capsys, monkeypatch):
