@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from rmm_linear._support.validation import did_you_mean
@@ -58,7 +59,8 @@ def convert(
         dry_run: Report what would be done and change nothing.
         example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it,
             forward alone, and layers where a sketch would add bytes, because another operation saves their input
-            anyway, are skipped. The report then has the bytes that the whole model saves, before and after.
+            anyway, are skipped. The report then has the bytes that the whole model saves, before and after, unless
+            the exact model runs out of memory.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
@@ -104,9 +106,13 @@ def convert(
         logger.warning(checkpointed_message(recomputed, context.names))
         context.checks.said.add(CHECKPOINTED)
     if example is not None:
-        memory = explained(model, report, example)
-        report = dataclasses.replace(report, memory=memory)
-        logger.info("rmm_linear: %s", memory.line())
+        try:
+            report = dataclasses.replace(report, memory=explained(model, report, example))
+        except torch.OutOfMemoryError:  # of the exact model, for want of which it is converted
+            logger.warning("What the whole model saves is not known: the exact one runs out of memory on the example.")
+        except BaseException:
+            revert(model)
+            raise
     return report
 
 

@@ -62,7 +62,7 @@ def restricted(config: RMMConfig, operations: Mapping[str, str]) -> RMMConfig:
 
 
 def _changes(field: str, operations: set[str]) -> bool:
-    return bool(operations) and (field in _ANY or _operation(field) in operations)
+    return field in _ANY or _operation(field) in operations
 
 
 def _operation(field: str) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from cases import ROUGH
-from helpers import Shapes, tiny_model
+from helpers import Shapes, snapshot, tiny_model
 from torch import nn
 
 from benchmarks.left import families
@@ -210,3 +210,24 @@ def test_an_example_on_which_nothing_is_saved_is_an_error():
     ):
         convert(model, example=torch.randn(100, 16), target_modules=["2"], **ROUGH)
     assert type(model[2]) is nn.Linear
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_example_that_fails_on_the_converted_model_leaves_nothing_half_done(error, monkeypatch, caplog):
+    """Out of memory is the exact model, whose bytes stay unknown; after anything else the model is as it was."""
+    model, batch = tiny_model("roberta").train(), {"input_ids": torch.randint(3, 64, (8, 32))}
+    before = snapshot(model)
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr("rmm_linear.conversion.convert.explained", fails)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, example=batch, min_rows=4)
+        assert snapshot(model) == before
+    else:
+        report = convert(model, example=batch, min_rows=4)
+        assert report.memory is None
+        assert "the exact one runs out of memory" in caplog.text
+        assert snapshot(model) != before
