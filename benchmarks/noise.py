@@ -80,7 +80,9 @@ def main(argv: list[str] | None = None) -> int:
             max_length=arguments.max_seq_length,
             seed=arguments.seed,
         )
-        print_survey(model, batches, arguments, arguments.plot / f"noise-{task}.png", title=f"{task}: ")
+        name = Path(arguments.model_name_or_path or "MiniLM").name
+        picture = arguments.plot / f"noise-{task}.png"
+        print_survey(model, batches, arguments, picture, source=f"{name}, {task}", title=f"{task}: ")
     return 0
 
 

@@ -14,7 +14,7 @@ from benchmarks.records import RESULTS, Row, read_rows
 
 _STYLES = (
     ("o", "-", "#000000"), ("s", "-", "#0072b2"), ("^", "--", "#d55e00"), ("D", "-.", "#009e73"),
-    ("v", ":", "#cc79a7"), ("P", "--", "#56b4e9"), ("X", "-", "#8c6d00"), ("*", ":", "#555555"),
+    ("v", ":", "#cc79a7"), ("P", "--", "#56b4e9"), ("X", "-", "#e69f00"), ("*", ":", "#555555"),
 )  # fmt: skip
 _LIMIT = {"color": "0.4", "linewidth": 4, "alpha": 0.5}
 _REFERENCE = {"color": "black", "linewidth": 1}

@@ -52,7 +52,7 @@ def write_summary(
     write_text(folder / "comparison.csv", runs.to_csv(index=False))
     write_text(folder / "comparison.md", f"# {first['task']}: {metric}\n\n{text}\n```\n{command}\n```\n")
     with replacing(folder / "comparison.png") as temporary:
-        plot(table, metric, first["task"]).savefig(temporary, dpi=150)
+        plot(table, metric, _title(first)).savefig(temporary, dpi=150)
     return text, table
 
 
@@ -140,7 +140,13 @@ def format_table(table: pd.DataFrame, columns: dict[str, Callable[[dict[str, flo
     )
 
 
-def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
+def _title(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    model = Path(settings["model_name_or_path"]).name
+    return f"{model} on {result['task']}, batches of {settings['per_device_train_batch_size']}"
+
+
+def plot(table: pd.DataFrame, metric: str, title: str) -> Figure:
     """Plot score against memory; markers and labels tell the settings apart, not colours."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.add_subplot()
@@ -159,6 +165,6 @@ def plot(table: pd.DataFrame, metric: str, task: str) -> Figure:
     seeds = int(table["n"].max())
     axes.set_xlabel("kept for the backward pass of one step (MiB)")
     axes.set_ylabel(f"{metric.replace('_', ' ')}, best epoch (mean{' ± std' if seeds > 1 else ''}, n = {seeds})")
-    axes.set_title(f"task {task}")
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     return figure

@@ -103,6 +103,8 @@ def make_batch(chosen):
 
 batches = [make_batch(examples[i : i + BATCH]) for i in range(0, len(examples), BATCH)]
 print(f"{len(batches)} batches, the first of {tuple(batches[0]['input_ids'].shape)} tokens")
+LAYERS = load_model().config.num_hidden_layers
+ABOUT = f"RoBERTa with {LAYERS} layers, generated sentences, batches of {BATCH}"  # title of the pictures
 
 # %% [markdown]
 # ## Convert it, train a little
@@ -144,11 +146,12 @@ print(gradient_noise(model, few, draws=2))
 records, choices = train_and_record(model, batches[: 2 if SHORT else 6])
 kinds = ["countsketch", "rows", "gaussian"]
 noises = noise_at_memory(records[::6], kinds=kinds, choices=choices)  # every sixth layer, to save time
-plot_noise_against_memory(noises)
+plot_noise_against_memory(noises).set_title(ABOUT)
 
 # %% [markdown]
-# More rows with fewer bits are better until rounding dominates. The published method, a dense Gaussian that sketches
-# the padding as well, is the dotted line.
+# More rows with fewer bits are better until every token has a row: then rounding is all that is left, and no memory
+# lowers it, which is the floor where 2 bits end. The published method, a dense Gaussian that sketches the padding as
+# well, is the dotted line.
 #
 # ## Is that right? Simulate it
 #
@@ -195,7 +198,7 @@ print(f"at noise 1, a batch of {BATCH} acts like {effective_batch(BATCH, 1.0):g}
 # %%
 PUBLISHED = (0.97, 1.01)  # D²_sketch/D²_SGD per epoch on CoLA, arXiv 2201.13195
 model = load_model().train()
-middle = model.config.num_hidden_layers // 2
+middle = LAYERS // 2
 sketched = {"operations": ["linear"], "kind": "gaussian", "ratio": 0.5, "bits": None, "mask_padding": False}
 rows, table = [], []
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -225,7 +228,7 @@ for epoch in range(EPOCHS + 1):
 study = pd.DataFrame(rows)
 ax = plot_bound(study)
 ax.axhspan(*PUBLISHED, color="0.6", label="published for RoBERTa on CoLA: 0.97 to 1.01")
-ax.set_xlabel("epoch")
+ax.set(xlabel="epoch", title=f"{ABOUT}\nintermediate.dense of layer {middle}, K = N/2")
 ax.legend()
 print(study[["step", "alpha"]].assign(noise=study["sketch_variance"] / study["sgd_variance"]))
 
@@ -238,5 +241,5 @@ print(study[["step", "alpha"]].assign(noise=study["sketch_variance"] / study["sg
 
 # %%
 table = pd.DataFrame(table)
-plot_noise_over_training(table).set_xlabel("epoch")
-plot_noise_by_layer(table)
+plot_noise_over_training(table).set(xlabel="epoch", title=ABOUT)
+plot_noise_by_layer(table).set_title(ABOUT)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from rmm_linear.sketches import KINDS
 from rmm_linear.variance.plots import plot_noise_against_memory
 from rmm_linear.variance.survey.batches import load_tensors, load_texts
 from rmm_linear.variance.survey.recommendation import describe_layers
-from rmm_linear.variance.survey.survey import MEMORIES, describe, noise_at_memory, train_and_record
+from rmm_linear.variance.survey.survey import MEMORIES, describe, describe_batch, noise_at_memory, train_and_record
 from rmm_linear.variance.whole_model import gradient_noise
 
 
@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
                 steps=arguments.steps,
                 max_length=arguments.max_seq_length,
             )
-        print_survey(model, batches, arguments, arguments.plot)
+        source = f"{Path(arguments.model).name}, {arguments.batch.name}"
+        print_survey(model, batches, arguments, arguments.plot, source=source)
     except IndexError as error:
         return _fail(f"a number of a token or a label is none of the model's: {error}")
     except EOFError:
@@ -112,6 +113,8 @@ def print_survey(
     batches: Sequence[Mapping[str, Any]],
     arguments: argparse.Namespace,
     picture: Path,
+    *,
+    source: str,
     title: str = "",
 ) -> None:
     """Train on all batches but the last one, and print and plot the noise on that.
@@ -121,6 +124,7 @@ def print_survey(
         batches: Training batches.
         arguments: What :func:`add_arguments` added.
         picture: File of the picture.
+        source: The model and the data, for the picture's title.
         title: Printed before the table, and before the name of the picture.
     """
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
@@ -137,9 +141,10 @@ def print_survey(
             print(gradient_noise(model, batches[-1], draws=arguments.draws))
         except ValueError as error:  # one sequence
             print(f"not measured: {error}")
-    figure: Any = plot_noise_against_memory(noises).figure
+    axes = plot_noise_against_memory(noises)
+    axes.set_title(f"{source}: median of {len(records)} layers, {describe_batch(records)}")
     with replacing(picture) as file:
-        figure.savefig(file, dpi=150)
+        cast(Any, axes.figure).savefig(file, dpi=150)
     print(f"\n{title}picture of noise against memory: {picture}", flush=True)
 
 

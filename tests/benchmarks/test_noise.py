@@ -24,7 +24,9 @@ def test_the_glue_command_prints_a_table_and_draws_it(
     assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
     assert f"cola: picture of noise against memory: {tmp_path / 'noise-cola.png'}" in out
     assert (tmp_path / "noise-cola.png").read_bytes().startswith(b"\x89PNG")
-    sys.modules["matplotlib.pyplot"].close("all")
+    pyplot = sys.modules["matplotlib.pyplot"]
+    assert pyplot.gca().get_title().startswith(f"{model.name}, cola: median of 12 layers, 16 x ")
+    pyplot.close("all")
     assert PAPER in out
     assert AUTO not in out  # it chooses on more batches
 

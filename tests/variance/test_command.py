@@ -41,7 +41,10 @@ def test_the_command_measures_a_text_file(
     whole = out.split("whole gradient, converted as by default")[1]
     assert re.search(r"roberta\.encoder\.layer\.1 .*\d\.\d{4}", whole)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    sys.modules["matplotlib.pyplot"].close("all")
+    pyplot = sys.modules["matplotlib.pyplot"]
+    shown = re.escape(f"{model.name}, texts.tsv")
+    assert re.fullmatch(rf"{shown}: median of 12 layers, 16 x \d+ tokens, \d+ % padding", pyplot.gca().get_title())
+    pyplot.close("all")
 
 
 def test_the_command_measures_saved_batches(

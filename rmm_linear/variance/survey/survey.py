@@ -184,6 +184,14 @@ def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
     return {title: {memory: median(layers) for memory, layers in row.items()} for title, row in values.items()}
 
 
+def describe_batch(records: Sequence[LayerRecord]) -> str:
+    """Say how many tokens the recorded batch has, and how many of them are padding."""
+    batch, length = records[0].samples or (len(records[0].x), 1)
+    mask = records[0].mask
+    padding = 0.0 if mask is None else 100 * (1 - float(mask.double().mean()))
+    return f"{batch} x {length} tokens, {padding:.0f} % padding"
+
+
 def describe(records: Sequence[LayerRecord], noises: Sequence[MemoryNoise], itemsize: int) -> str:
     """Lay out what was found: a line about the batch, and the table of medians.
 
@@ -195,12 +203,9 @@ def describe(records: Sequence[LayerRecord], noises: Sequence[MemoryNoise], item
     Returns:
         The text, without a final line break.
     """
-    batch, length = records[0].samples or (len(records[0].x), 1)
-    mask = records[0].mask
-    padding = 0.0 if mask is None else 100 * (1 - float(mask.double().mean()))
     alpha = median(float(correlation(record.x, record.grad_output)) for record in records)
     head = (
-        f"{batch} x {length} tokens, {padding:.0f} % padding, {len(records)} layers, {8 * itemsize}-bit input, "
+        f"{describe_batch(records)}, {len(records)} layers, {8 * itemsize}-bit input, "
         f"median alpha {alpha:.2g}; median over layers of D2_sketch / D2_SGD"
     )
     found = medians(noises)
