@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rmm_linear.conversion.explanation import Explanation
 
 RECOMPUTED = "recomputed under activation checkpointing, stays exact"
+_NOT_MEASURED = "What the whole model saves is measured on a batch: convert(model, example=batch)."
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,11 @@ class ConversionReport:
         )
 
     def __str__(self) -> str:
-        """Return the summary line and a table in which numbered siblings share a row."""
+        """Return the summary line, a table in which numbered siblings share a row, and what the whole model saves."""
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
         text = f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
-        return text if self.memory is None else f"{text}\n\n{self.memory.line()}\n\n{self.memory.tables()}"
+        memory = _NOT_MEASURED if self.memory is None else f"{self.memory.line()}\n\n{self.memory.tables()}"
+        return f"{text}\n\n{memory}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 from helpers import Mlp, tiny_model
 from torch import nn
 
@@ -118,3 +119,11 @@ def test_dictionary_is_plain_json(report):
     layer = values["converted"]["classifier.out_proj"]
     assert (layer["type"], layer["in_features"], layer["config"]["ratio"]) == ("Linear", 16, 0.25)
     assert values["dry_run"] is False
+
+
+def test_the_report_says_how_the_whole_model_is_measured_or_what_it_saves():
+    model = Mlp()
+    assert str(convert(model, dry_run=True)).endswith("measured on a batch: convert(model, example=batch).")
+    with_example = str(convert(model, example=torch.ones(512, 12)))
+    assert "\n\nsaved for backward: " in with_example
+    assert "example=batch" not in with_example
