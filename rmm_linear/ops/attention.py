@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear import packing
 from rmm_linear.backends.native import attention as native_attention
 from rmm_linear.backends.native import masks as native_masks
+from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import native
 from rmm_linear.ops.fused_attention import fused_gradients
 from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, views
@@ -123,7 +124,7 @@ def _unpacked_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype)
 
 
 def _apply_natively(y: Tensor, bits: Tensor, scale: float) -> Tensor:
-    return (native_masks if y.dtype == torch.float32 else plain_masks).apply_mask(y, bits, scale)
+    return (native_masks if y.dtype in TYPES else plain_masks).apply_mask(y, bits, scale)
 
 
 def _softmax_natively(scores: Tensor, dp: Tensor) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.backends.native import masks as native
+from rmm_linear.backends.native.library import TYPES
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops.table import Operation
 from rmm_linear.packing import masks as plain
 
 
 def _apply_natively(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
-    return (native if y.dtype == torch.float32 else plain).apply_mask(y, bits, scale, index)
+    return (native if y.dtype in TYPES else plain).apply_mask(y, bits, scale, index)
 
 
 PACK_MASK = Operation(plain.pack_mask, native.pack_mask, lambda mask, index=None: kernels().pack_mask(mask, index))

@@ -1,4 +1,4 @@
-"""The operations with the C library, on CPU: its random numbers always, its loops for float32 and packing."""
+"""The operations with the C library, on CPU: its random numbers always, its loops for all dtypes but float64."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 from rmm_linear import packing, sketches
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.backends import native
+from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
 from rmm_linear.packing import GROUP, ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
+from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.sketches.rows import sample
 from rmm_linear.spec import SaveSpec
 
 _CHUNK = 1 << 20  # elements that are packed or unpacked at a time
@@ -44,26 +47,29 @@ def _sketch_parts(
     matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None, mask: TokenMask | None
 ) -> Callable[[int, int], Tensor]:
     """As :func:`rmm_linear.sketches.sketch_parts`."""
+    if kind == "rows" and mask is None and rows < matrix.shape[0]:
+        index = sample(seed, matrix.shape[0], rows, generator=native.philox)
+        scale = torch.full((rows,), (matrix.shape[0] / rows) ** 0.5, dtype=accumulator_dtype(matrix.dtype))
+        return lambda begin, end: gather_rows(matrix, RowSample(index[begin:end], scale[begin:end]))
     hashed = _hashed(matrix, seed, kind, rows, mask)
     if hashed is None:
         shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
         return sketches.sketch_parts(matrix, **shape, generator=native.philox)
-    source, signs, shifts = hashed
-    if source.dtype != torch.float32:
-        return countsketch.hashed_part(source, signs, shifts, rows)
-    source = _contiguous_rows(source)
-    return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end)
+    index, signs, shifts = hashed
+    if matrix.dtype not in TYPES:
+        return countsketch.hashed_part(matrix if index is None else matrix[index], signs, shifts, rows)
+    source = _contiguous_rows(matrix)
+    return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end, index)
 
 
 def _hashed(
     matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The valid tokens with their signs and shifts, if they are hashed; else None."""
+) -> tuple[Tensor | None, Tensor, Tensor] | None:
+    """Places (None for all) of the valid tokens, their signs and shifts, if they are hashed; else None."""
     count = matrix.shape[0] if mask is None else int(mask.count)
     if kind != "countsketch" or count <= rows:
         return None
-    matrix = matrix if mask is None else matrix.index_select(0, mask.order[:count])
-    return matrix, *native.signs_and_shifts(seed, count, rows)
+    return None if mask is None else mask.order[:count], *native.signs_and_shifts(seed, count, rows)
 
 
 def _contiguous_rows(matrix: Tensor) -> Tensor:
@@ -73,16 +79,18 @@ def _contiguous_rows(matrix: Tensor) -> Tensor:
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
-    matrix, bits = matrix.float() if matrix.dtype == torch.float16 else matrix, spec.bits or 0
-    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask) if matrix.dtype == torch.float32 else None
+    bits = spec.bits or 0
+    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask) if matrix.dtype in TYPES else None
     if hashed is None:
+        if matrix.dtype == torch.float16 and spec.kind != "countsketch":  # whose rows are those of the matrix then
+            matrix = matrix.float()
         parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
         return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
-    source, signs, shifts = _contiguous_rows(hashed[0]), *hashed[1:]
+    source, (index, signs, shifts) = _contiguous_rows(matrix), hashed
     packing.check_bits(bits)
     codes, qparams = packing.empty_packed(spec.rows, source.shape[1], bits, seed)
     noise = _rounding_noise(seed, spec.rows, source.shape[1])
-    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, (signs, shifts)):
+    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, (signs, shifts), index):
         packing.mark_infinite(qparams)
     return codes, qparams
 
@@ -114,7 +122,8 @@ def _pack_parts(
     codes, qparams = packing.empty_packed(*shape, bits, seed)
     noise = _rounding_noise(seed, *shape)
     for rows in packing.row_parts(*shape, seed.device, _CHUNK):
-        values = _contiguous_rows(part(rows.start, rows.stop).to(torch.float32))
+        values = part(rows.start, rows.stop)
+        values = _contiguous_rows(values if values.dtype in TYPES else values.float())
         found = qparams[rows]
         if not native.pack(values, bits, noise.signs, noise.rows[rows], noise.columns, codes[rows], found):
             packing.mark_infinite(found)
@@ -206,4 +215,16 @@ def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None
 
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
-    return _pack_parts(plain.row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
+
+    def part(begin: int, end: int) -> Tensor:
+        return gather_rows(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))
+
+    return _pack_parts(part, (len(sample.index), matrix.shape[1]), bits, seed)
+
+
+def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
+    """Return SᵀM for sampled rows as :func:`rmm_linear.sketches.gather` does."""
+    if matrix.dtype not in TYPES:
+        return sketches.gather(matrix, sample)
+    index, scale = sample.index.long().contiguous(), sample.scale.float().contiguous()
+    return native.gather_rows(_contiguous_rows(matrix), index, scale)

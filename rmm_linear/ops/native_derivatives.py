@@ -1,4 +1,4 @@
-"""Derivatives in few bits with the C library, which reads them from tables; float16 in parts of rows.
+"""Derivatives in few bits with the C library, which reads them from tables.
 
 A table is linear between knots that are 1/128 apart, on the whole interval in which the derivative has not reached its
 limits, or between two jumps. Its error is below 1e-4 of the derivative's range everywhere.
@@ -14,11 +14,10 @@ from torch import Tensor
 from rmm_linear.backends import native as library
 from rmm_linear.backends.native import derivatives as native
 from rmm_linear.backends.native.derivatives import DerivativeTable, Noise
-from rmm_linear.packing import ROUNDING_STREAM, row_parts
+from rmm_linear.packing import ROUNDING_STREAM
 from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.pointwise import Pointwise
 
-_DTYPES = (torch.float32, torch.bfloat16)  # that the library reads and writes
 _KINDS = {"relu": native.RELU, "leaky_relu": native.LEAKY_RELU}
 _SPANS = {"hardswish": (-3, 3), "elu": (-16, 0)}  # from jump to jump
 _SPAN = (-16, 16)
@@ -59,13 +58,7 @@ def pack_derivative(
         return
     kind, table = _KINDS.get(function.name, native.TABLE), derivative_table(function, bits)
     noise, index = _noise(seed, len(codes), x.shape[1]), None if index is None else index.contiguous()
-    if x.dtype in _DTYPES:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        native.pack_derivative(x, codes, kind, bits, table, noise, index)
-        return
-    for part in row_parts(len(codes), x.shape[1], x.device):
-        values = x[part] if index is None else x.index_select(0, index[part])
-        native.pack_derivative(values.float().contiguous(), codes[part], kind, bits, table, _rows(noise, part), None)
+    native.pack_derivative(x if x.stride(1) == 1 else x.contiguous(), codes, kind, bits, table, noise, index)
 
 
 def apply_derivative(
@@ -78,23 +71,8 @@ def apply_derivative(
     if function.parameters and function.is_exact:
         line = function.parameters[0], 0.0
     noise, index = _noise(seed, len(codes), y.shape[1]), None if index is None else index.contiguous()
-    codes = codes.contiguous()
-    if y.dtype in _DTYPES:
-        return native.apply_derivative(y.contiguous(), codes, kind, bits, line, noise, index)
-    out = y.new_empty(y.shape) if index is None else y.new_zeros(y.shape)
-    for part in row_parts(len(codes), y.shape[1], y.device):
-        values = (y[part] if index is None else y.index_select(0, index[part])).float().contiguous()
-        found = native.apply_derivative(values, codes[part], kind, bits, line, _rows(noise, part), None).to(y.dtype)
-        if index is None:
-            out[part] = found
-        else:
-            out.index_copy_(0, index[part], found)
-    return out
+    return native.apply_derivative(y.contiguous(), codes.contiguous(), kind, bits, line, noise, index)
 
 
 def _noise(seed: Tensor | None, rows: int, columns: int) -> Noise | None:
     return None if seed is None else library.rounding_noise(seed, ROUNDING_STREAM, rows, columns)[1:]
-
-
-def _rows(noise: Noise | None, part: slice) -> Noise | None:
-    return noise and (noise[0][part], noise[1])

@@ -57,5 +57,5 @@ UNPACKED_PRODUCT = Operation(plain.unpacked_product, native.unpacked_product, tr
 PACK = Operation(packing.pack, native.pack, triton.pack)
 UNPACK = Operation(packing.unpack, native.unpack, triton.unpack)
 SAMPLE_ROWS = Operation(plain.sample_rows, native.sample_rows, triton.sample_rows)
-GATHER_ROWS = Operation(sketches.gather, None, triton.gather_rows)
+GATHER_ROWS = Operation(sketches.gather, native.gather_rows, triton.gather_rows)
 PACKED_ROWS = Operation(plain.packed_rows, native.packed_rows, triton.packed_rows)

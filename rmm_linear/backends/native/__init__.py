@@ -7,15 +7,21 @@ plain ones on CPU, see :func:`rmm_linear.backends.select.backend_of`.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, is_available, long, matrix_arguments, pointer, threads
+from rmm_linear.backends.native.library import (
+    TYPES,
+    function,
+    is_available,
+    matrix_arguments,
+    pointer,
+    threads,
+)
 
 __all__ = [
     "countsketch",
+    "gather_rows",
     "is_available",
     "pack",
     "philox",
@@ -39,8 +45,8 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
     """
     offset = offset.contiguous()
     words = offset.new_empty(4, *offset.shape)
-    key, count = long(int(seed)), long(offset.numel())
-    function("rmm_philox")(key, long(stream), count, pointer(offset), pointer(words))
+    key, count = int(seed), offset.numel()
+    function("rmm_philox")(key, stream, count, pointer(offset), pointer(words))
     first, second, third, fourth = words.unbind()
     return first, second, third, fourth
 
@@ -58,7 +64,7 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     """
     signs = seed.new_empty(tokens, dtype=torch.int8)
     shifts = seed.new_empty(-(-tokens // rows))
-    function("rmm_signs_and_shifts")(long(int(seed)), long(tokens), long(rows), pointer(signs), pointer(shifts))
+    function("rmm_signs_and_shifts")(int(seed), tokens, rows, pointer(signs), pointer(shifts))
     return signs, shifts
 
 
@@ -76,8 +82,8 @@ def rounding_noise(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[
     """
     signs = seed.new_empty(64, dtype=torch.float32)
     a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
-    sizes = (long(stream), long(rows), long(columns))
-    function("rmm_rounding_noise")(long(int(seed)), *sizes, pointer(signs), pointer(a), pointer(c))
+    sizes = (stream, rows, columns)
+    function("rmm_rounding_noise")(int(seed), *sizes, pointer(signs), pointer(a), pointer(c))
     return signs, a, c
 
 
@@ -90,11 +96,12 @@ def pack(
     codes: Tensor,
     qparams: Tensor,
     hashing: tuple[Tensor, Tensor] | None = None,
+    index: Tensor | None = None,
 ) -> bool:
     """Round rows to ``bits`` per element, as described in :mod:`rmm_linear.packing.pack`.
 
     Args:
-        matrix: float32, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
+        matrix: float32, bfloat16 or float16, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
         bits: 8, 4 or 2.
         signs: Signs of the rotation, float32, shape (64,).
         rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
@@ -102,7 +109,8 @@ def pack(
         codes: Written to; uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
         qparams: Written to; bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the CountSketch of ``matrix`` is packed, row
-            by row. None packs ``matrix`` itself.
+            by row; sums of bfloat16 are rounded to it before. None packs ``matrix`` itself.
+        index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
 
     Returns:
         Whether all qparams are finite.
@@ -112,9 +120,9 @@ def pack(
     """
     token_signs, shifts = hashing or (signs, signs)
     segments = len(shifts) if hashing else 1
-    result = function("rmm_pack", ctypes.c_int)(
-        *matrix_arguments(matrix), long(len(rows)), long(segments), pointer(shifts), pointer(token_signs),
-        ctypes.c_int(bits), pointer(signs), pointer(rows), pointer(columns), pointer(codes), pointer(qparams),
+    result = function("rmm_pack")(
+        *matrix_arguments(matrix, index), len(rows), segments, pointer(shifts), pointer(token_signs),
+        bits, pointer(signs), pointer(rows), pointer(columns), pointer(codes), pointer(qparams),
         threads(matrix),
     )  # fmt: skip
     if result > 1:
@@ -134,7 +142,7 @@ def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Ten
         matrix: Written to; float32, shape (K, I), contiguous.
     """
     function("rmm_unpack")(
-        pointer(codes), pointer(qparams), long(len(rows)), long(len(columns)), ctypes.c_int(bits), pointer(rows),
+        pointer(codes), pointer(qparams), len(rows), len(columns), bits, pointer(rows),
         pointer(columns), pointer(matrix), threads(matrix),
     )  # fmt: skip
 
@@ -147,26 +155,61 @@ def unrotate(matrix: Tensor, signs: Tensor) -> None:
         signs: Signs of the rotation, float32, shape (64,).
     """
     rows, columns = matrix.shape
-    function("rmm_unrotate")(pointer(matrix), long(rows), long(columns), pointer(signs), threads(matrix))
+    function("rmm_unrotate")(pointer(matrix), rows, columns, pointer(signs), threads(matrix))
 
 
-def countsketch(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int, begin: int, end: int) -> Tensor:
+def countsketch(
+    matrix: Tensor,
+    signs: Tensor,
+    shifts: Tensor,
+    rows: int,
+    begin: int,
+    end: int,
+    index: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return some rows of SᵀM, as described in :mod:`rmm_linear.sketches.countsketch`.
 
     Args:
-        matrix: M, float32, shape (N, D), N > K, elements of a row side by side.
+        matrix: M, float32, bfloat16 or float16, shape (N, D), N > K, elements of a row side by side.
         signs: int8, shape (N,).
         shifts: int64, shape (⌈N/K⌉,).
         rows: K.
         begin: First row of SᵀM.
         end: The row after the last, at most K.
+        index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
+        dtype: Of the result; None is that of ``matrix``. Sums are made in float32.
 
     Returns:
         Shape (end − begin, D).
+
+    Raises:
+        MemoryError: If a row of the sketch cannot be allocated.
     """
-    z = matrix.new_empty(end - begin, matrix.shape[1])
-    function("rmm_countsketch")(
-        *matrix_arguments(matrix), long(rows), long(len(shifts)), pointer(shifts), pointer(signs), long(begin),
-        long(end - begin), pointer(z), threads(matrix),
+    z = matrix.new_empty(end - begin, matrix.shape[1], dtype=dtype)
+    result = function("rmm_countsketch")(
+        *matrix_arguments(matrix, index), rows, len(shifts), pointer(shifts), pointer(signs), begin, end - begin,
+        pointer(z), TYPES[z.dtype], threads(matrix),
+    )  # fmt: skip
+    if result:
+        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
+    return z
+
+
+def gather_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    """Return what :func:`rmm_linear.sketches.gather` does.
+
+    Args:
+        matrix: float32, bfloat16 or float16, shape (N, D), elements of a row side by side.
+        index: int64, shape (K,), contiguous.
+        scale: float32, shape (K,), contiguous.
+
+    Returns:
+        Shape (K, D), dtype of ``matrix``.
+    """
+    z = matrix.new_empty(len(index), matrix.shape[1])
+    function("rmm_gather_rows")(
+        pointer(matrix), TYPES[matrix.dtype], matrix.stride(0), matrix.shape[1], pointer(index), pointer(scale),
+        len(index), pointer(z), threads(z),
     )  # fmt: skip
     return z

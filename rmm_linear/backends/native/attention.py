@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, long, pointer, threads
+from rmm_linear.backends.native.library import function, pointer, threads
 
 
 def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
@@ -15,5 +15,5 @@ def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
         dp: float32, the same shape, contiguous; overwritten.
     """
     columns = scores.shape[-1]
-    rows = long(scores.numel() // max(1, columns))
-    function("rmm_softmax_gradients")(pointer(scores), pointer(dp), rows, long(columns), threads(scores))
+    rows = scores.numel() // max(1, columns)
+    function("rmm_softmax_gradients")(pointer(scores), pointer(dp), rows, columns, threads(scores))

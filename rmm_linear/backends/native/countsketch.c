@@ -1,19 +1,62 @@
-#include "countsketch.h"
-#include "variants.h"
+/* Rows of a CountSketch, and sampled rows: rmm_linear/sketches/ in compiled form. */
 
-VARIANTS static void hash_rows(const hashed *h, int64_t from, int64_t begin, int64_t end, float *z) {
+static void hash_rows(const hashed *h, int64_t from, int64_t begin, int64_t end, float *buffer, void *z, int type) {
     for (int64_t row = begin; row < end; row++) {
-        float *to = z + row * h->columns;
+        float *to = type == FLOAT32 ? (float *)z + row * h->columns : buffer;
         const float *result = hashed_row(h, from + row, to);
-        if (result != to) memcpy(to, result, h->columns * sizeof(float));
+        if (type != FLOAT32) narrow(result, type, h->columns, z, row * h->columns);
+        else if (result != to) memcpy(to, result, h->columns * sizeof(float));
     }
 }
 
-/* z: the `count` rows of the sketch from row `from` on, contiguous; there are more tokens than rows. */
-void rmm_countsketch(
-    const float *m, int64_t tokens, int64_t columns, int64_t stride, int64_t rows, int64_t segments,
-    const int64_t *shifts, const int8_t *signs, int64_t from, int64_t count, float *z, int threads) {
-    hashed source = {m, tokens, columns, stride, rows, segments, shifts, signs};
+/* z: of `to_type`, the `count` rows of the sketch from row `from` on, contiguous; there are more tokens than rows.
+ * Returns 0, or 2 if memory could not be allocated. */
+int V(rmm_countsketch)(
+    const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
+    int64_t segments, const int64_t *shifts, const int8_t *signs, int64_t from, int64_t count, void *z, int to_type,
+    int threads) {
+    hashed source = {m, type, index, tokens, columns, stride, rows, segments, shifts, signs};
+    int result = 0;
+#pragma omp parallel num_threads(threads) reduction(| : result)
+    {
+        float *buffer = malloc(columns * sizeof(float) + 1);
+        if (!buffer) result = 2;
+        else hash_rows(&source, from, SHARE(count), buffer, z, to_type);
+        free(buffer);
+    }
+    return result;
+}
+
+INLINE void gather(
+    const void *m, int type, int64_t stride, int64_t columns, const int64_t *index, const float *scale, int64_t begin,
+    int64_t end, void *z) {
+    for (int64_t row = begin; row < end; row++) {
+        int64_t from = index[row] * stride, to = row * columns, i = 0;
+        float factor = scale[row];
+        lanes factors = all(factor);
+        ints kept = factors != all(0); /* 0 times an infinity is not 0 */
+        for (; i + LANES <= columns; i += LANES) {
+            lanes v = load_elements(m, type, from + i) * factors;
+            store_elements(z, type, to + i, (lanes)((ints)v & kept));
+        }
+        for (; i < columns; i++) store_element(z, type, to + i, factor == 0 ? 0 : element(m, type, from + i) * factor);
+    }
+}
+
+static void gather_rows(
+    const void *m, int type, int64_t stride, int64_t columns, const int64_t *index, const float *scale, int64_t begin,
+    int64_t end, void *z) {
+    /* The type is a constant in each call, so that the compiler specializes it. */
+    if (type == FLOAT32) gather(m, FLOAT32, stride, columns, index, scale, begin, end, z);
+    else if (type == BFLOAT16) gather(m, BFLOAT16, stride, columns, index, scale, begin, end, z);
+    else gather(m, FLOAT16, stride, columns, index, scale, begin, end, z);
+}
+
+/* m: rows `stride` apart. index, scale: `rows`. z: the rows of m at `index` times their scale, contiguous, of the type
+ * of m; 0 where the scale is 0. */
+void V(rmm_gather_rows)(
+    const void *m, int type, int64_t stride, int64_t columns, const int64_t *index, const float *scale, int64_t rows,
+    void *z, int threads) {
 #pragma omp parallel num_threads(threads)
-    hash_rows(&source, from, SHARE(count), z);
+    gather_rows(m, type, stride, columns, index, scale, SHARE(rows), z);
 }

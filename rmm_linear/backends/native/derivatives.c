@@ -1,10 +1,4 @@
 /* Derivatives of pointwise functions in few bits: rmm_linear/packing/derivatives.py in compiled form. */
-#include <stdint.h>
-#include <string.h>
-
-#include "packing.h"
-#include "variants.h"
-
 /* g', in steps above its low end: linear between `count` knots, the first at `begin`, `density` of them per unit of x.
  * `below` up to `begin` (and for NaN), `above` from `end` on. */
 typedef struct {
@@ -14,12 +8,6 @@ typedef struct {
 
 /* The function whose codes are one exact bit. */
 enum { TABLE, RELU, LEAKY_RELU };
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* The first and the second of every two lanes of a and b, one after the other. */
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
 /* Joins the codes of a group: byte i of the h bytes holds the codes i, i + h, …, lower bits first. A whole group is
  * handled in words of 8 bytes: a code has room in its byte, so shifts do not reach the next one. */
@@ -58,98 +46,100 @@ INLINE void split(const uint8_t *from, int size, int bits, uint8_t *q) {
         for (int i = 0; i < size; i++) q[i] = from[i % h] >> i / h * bits & mask;
 }
 
-/* The codes of 64 elements. */
-INLINE void find_codes(const float *x, const table *t, int32_t a, const int32_t *c, uint8_t *q) {
-    lanes place[PARTS];
-    int32_t knot[GROUP];
-    float pair[2 * GROUP]; /* the knots on both sides of every element, copied as one number of 64 bits */
-    for (int k = 0; k < PARTS; k++) {
-        lanes at = (LOAD(x + k * LANES) - t->begin) * t->density, zero = {0}, last = zero + t->last;
-        at = PICK(at > zero, at, zero); /* NaN too */
-        at = PICK(at < last, at, last);
-        ints number = __builtin_convertvector(at, ints);
-        *(stored_ints *)(knot + k * LANES) = number;
-        place[k] = at - __builtin_convertvector(number, lanes);
+/* The knots on both sides of LANES places: the numbers of the left ones are given. */
+INLINE void find_knots(const float *knots, ints number, lanes *left, lanes *right) {
+#if LANES == 16
+    *left = (lanes)_mm512_i32gather_ps((__m512i)number, knots, 4);
+    *right = (lanes)_mm512_i32gather_ps((__m512i)number, knots + 1, 4);
+#elif LANES == 8
+    *left = (lanes)_mm256_i32gather_ps(knots, (__m256i)number, 4);
+    *right = (lanes)_mm256_i32gather_ps(knots + 1, (__m256i)number, 4);
+#else
+    for (int i = 0; i < LANES; i++) (*left)[i] = knots[number[i]], (*right)[i] = knots[number[i] + 1];
+#endif
+}
+
+/* Codes plus 1 of a part of a group. */
+INLINE ints part_codes(lanes v, const table *t, ints chance) {
+    lanes at = (v - t->begin) * t->density, left, right;
+    at = MIN(MAX(at, all(0)), all(t->last)); /* a NaN becomes 0 */
+    ints number = TRUNCATE(at);
+    find_knots(t->knots, number, &left, &right);
+    lanes steps = left + (at - __builtin_convertvector(number, lanes)) * (right - left);
+    ints is_inside = v > all(t->begin), is_above = v >= all(t->end);
+    steps = PICK(is_inside, steps, all(t->below));
+    steps = PICK(is_above, all(t->above), steps);
+    return TRUNCATE(steps + (lanes)chance); /* chance: 1 + u */
+}
+
+/* The codes of 64 elements, joined. */
+INLINE void code_whole_group(const float *x, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
+    if (8 * bits < LANES) {
+        uint8_t q[GROUP];
+        for (int k = 0; k < PARTS; k++)
+            store_bytes(q + k * LANES, part_codes(LOAD(x + k * LANES), t, LOAD_INTS(c + k * LANES) ^ a) - 1);
+        join(q, GROUP, bits, to);
+        return;
     }
-    for (int i = 0; i < GROUP; i++) {
-        uint64_t both;
-        memcpy(&both, t->knots + knot[i], 8);
-        memcpy(pair + 2 * i, &both, 8);
-    }
-    for (int k = 0; k < PARTS; k++) {
-        lanes v = LOAD(x + k * LANES), zero = {0};
-        lanes first = LOAD(pair + 2 * k * LANES), second = LOAD(pair + (2 * k + 1) * LANES);
-        lanes left = EVEN(first, second), steps = left + place[k] * (ODD(first, second) - left);
-        steps = PICK(v > zero + t->begin, steps, zero + t->below);
-        steps = PICK(v >= zero + t->end, zero + t->above, steps);
-        lanes noise = (lanes)(*(const stored_ints *)(c + k * LANES) ^ a); /* 1 + u */
-        ints code = __builtin_convertvector(steps + noise, ints) - 1;
-        *(stored_bytes *)(q + k * LANES) = __builtin_convertvector(code, bytes);
+    int joined = 8 / bits, places = PARTS / joined, ones = 255 / ((1 << bits) - 1);
+    for (int k = 0; k < places; k++) {
+        ints byte = {0};
+        for (int j = 0; j < joined; j++) {
+            int at = (k + j * places) * LANES;
+            byte += part_codes(LOAD(x + at), t, LOAD_INTS(c + at) ^ a) << (j * bits);
+        }
+        store_bytes(to + k * LANES, byte - ones);
     }
 }
 
 INLINE void code_group(
     const float *x, int size, int kind, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
+    if (kind == TABLE && size == GROUP) {
+        code_whole_group(x, bits, t, a, c, to);
+        return;
+    }
     uint8_t q[GROUP];
     if (kind == RELU)
         for (int i = 0; i < size; i++) q[i] = !(x[i] <= 0);
     else if (kind == LEAKY_RELU)
         for (int i = 0; i < size; i++) q[i] = x[i] > 0;
-    else if (size == GROUP) find_codes(x, t, a, c, q);
     else {
         float padded[GROUP] = {0};
         int32_t words[GROUP] = {0};
         memcpy(padded, x, size * sizeof(float));
         memcpy(words, c, size * sizeof(int32_t));
-        find_codes(padded, t, a, words, q);
+        for (int k = 0; k < PARTS; k++)
+            store_bytes(q + k * LANES, part_codes(LOAD(padded + k * LANES), t, LOAD_INTS(words + k * LANES) ^ a) - 1);
     }
     join(q, size, bits, to);
 }
 
-/* Some elements of a matrix of float32, or of bfloat16 (size 2): in place, or widened in `buffer`. */
-INLINE const float *elements(const void *m, int size, int64_t at, int count, float *buffer) {
-    if (size == 4) return (const float *)m + at;
-    const uint16_t *from = (const uint16_t *)m + at;
-    for (int i = 0; i < count; i++) buffer[i] = from_bfloat16(from[i]);
-    return buffer;
-}
-
-/* Rounds to bfloat16, ties to even, as PyTorch does. */
-INLINE void narrow(const float *restrict from, int count, uint16_t *restrict to) {
-    for (int i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, from + i, 4);
-        int is_nan = (int32_t)(bits & 0x7FFFFFFF) > 0x7F800000;
-        to[i] = is_nan ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-    }
-}
-
-INLINE void pack_row(
-    const void *x, int size, int64_t place, int64_t columns, int kind, int bits, const table *t, int32_t a,
+INLINE void pack_derivative_row(
+    const void *x, int type, int64_t place, int64_t columns, int kind, int bits, const table *t, int32_t a,
     const int32_t *c, uint8_t *to) {
     float buffer[GROUP];
     int64_t at = 0;
     for (; at + GROUP <= columns; at += GROUP)
-        code_group(elements(x, size, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
+        code_group(widened(x, type, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
     int left = (int)(columns - at);
     if (left)
-        code_group(elements(x, size, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
+        code_group(widened(x, type, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
 }
 
-VARIANTS static void pack_rows(
-    const void *x, int size, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
+static void pack_derivative_rows(
+    const void *x, int type, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
     int bits, const table *t, const int32_t *a, const int32_t *c, uint8_t *codes) {
     int64_t length = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++) {
         int64_t from = (index ? index[row] : row) * stride;
         uint8_t *to = codes + row * length;
         /* kind and bits are constants in each call, so that the compiler specializes it. */
-        if (kind == RELU) pack_row(x, size, from, columns, RELU, 1, t, 0, c, to);
-        else if (kind == LEAKY_RELU) pack_row(x, size, from, columns, LEAKY_RELU, 1, t, 0, c, to);
-        else if (bits == 4) pack_row(x, size, from, columns, TABLE, 4, t, a[row], c, to);
-        else if (bits == 2) pack_row(x, size, from, columns, TABLE, 2, t, a[row], c, to);
-        else if (bits == 1) pack_row(x, size, from, columns, TABLE, 1, t, a[row], c, to);
-        else pack_row(x, size, from, columns, TABLE, 8, t, a[row], c, to);
+        if (kind == RELU) pack_derivative_row(x, type, from, columns, RELU, 1, t, 0, c, to);
+        else if (kind == LEAKY_RELU) pack_derivative_row(x, type, from, columns, LEAKY_RELU, 1, t, 0, c, to);
+        else if (bits == 4) pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to);
+        else if (bits == 2) pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to);
+        else if (bits == 1) pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to);
+        else pack_derivative_row(x, type, from, columns, TABLE, 8, t, a[row], c, to);
     }
 }
 
@@ -157,6 +147,19 @@ VARIANTS static void pack_rows(
 INLINE void apply_group(
     const float *y, int size, int bits, const uint8_t *from, float base, float step, int32_t a, const int32_t *c,
     float *out) {
+    if (size == GROUP && 8 * bits >= LANES) {
+        int joined = 8 / bits, places = PARTS / joined;
+        for (int k = 0; k < places; k++) {
+            ints wide = load_bytes(from + k * LANES);
+            for (int j = 0; j < joined; j++) {
+                int at = (k + j * places) * LANES;
+                ints code = (wide >> (j * bits)) & ((1 << bits) - 1);
+                lanes noise = (lanes)(LOAD_INTS(c + at) ^ a);
+                STORE(out + at, LOAD(y + at) * (base + step * (__builtin_convertvector(code, lanes) - noise)));
+            }
+        }
+        return;
+    }
     uint8_t q[GROUP];
     split(from, size, bits, q);
     for (int i = 0; i < size; i++) {
@@ -177,57 +180,57 @@ INLINE void apply_exact_group(const float *y, int size, const uint8_t *from, int
         for (int i = 0; i < size; i++) out[i] = y[i] * (q[i] ? 1 : slope);
 }
 
-INLINE void apply_row(
-    const void *y, int size, int64_t place, int64_t columns, int kind, int bits, const uint8_t *from, float low,
+INLINE void apply_derivative_row(
+    const void *y, int type, int64_t place, int64_t columns, int kind, int bits, const uint8_t *from, float low,
     float step, int32_t a, const int32_t *c, void *out) {
     float buffer[GROUP], made[GROUP];
     for (int64_t at = 0; at < columns; at += GROUP) {
         int count = columns - at < GROUP ? (int)(columns - at) : GROUP;
-        const float *dy = elements(y, size, place + at, count, buffer);
+        const float *dy = widened(y, type, place + at, count, buffer);
         const uint8_t *codes = from + at / 8 * bits;
-        float *to = size == 4 ? (float *)out + place + at : made;
+        float *to = type == FLOAT32 ? (float *)out + place + at : made;
         /* 64 is a constant in its own calls, so that the compiler vectorizes them. */
         if (kind == TABLE && count == GROUP) apply_group(dy, GROUP, bits, codes, low + 1.5f * step, step, a, c + at, to);
         else if (kind == TABLE) apply_group(dy, count, bits, codes, low + 1.5f * step, step, a, c + at, to);
         else if (count == GROUP) apply_exact_group(dy, GROUP, codes, kind, low, to);
         else apply_exact_group(dy, count, codes, kind, low, to);
-        if (size != 4) narrow(made, count, (uint16_t *)out + place + at);
+        if (type != FLOAT32) narrow(made, type, count, out, place + at);
     }
 }
 
-VARIANTS static void apply_rows(
-    const void *y, int size, const uint8_t *codes, int64_t begin, int64_t end, int64_t columns, const int64_t *index,
+static void apply_derivative_rows(
+    const void *y, int type, const uint8_t *codes, int64_t begin, int64_t end, int64_t columns, const int64_t *index,
     int kind, int bits, float low, float step, const int32_t *a, const int32_t *c, void *out) {
     int64_t length = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++) {
         int64_t at = (index ? index[row] : row) * columns;
         const uint8_t *from = codes + row * length;
-        if (kind == RELU) apply_row(y, size, at, columns, RELU, 1, from, 0, 0, 0, c, out);
-        else if (kind == LEAKY_RELU) apply_row(y, size, at, columns, LEAKY_RELU, 1, from, low, 0, 0, c, out);
-        else if (bits == 4) apply_row(y, size, at, columns, TABLE, 4, from, low, step, a[row], c, out);
-        else if (bits == 2) apply_row(y, size, at, columns, TABLE, 2, from, low, step, a[row], c, out);
-        else if (bits == 1) apply_row(y, size, at, columns, TABLE, 1, from, low, step, a[row], c, out);
-        else apply_row(y, size, at, columns, TABLE, 8, from, low, step, a[row], c, out);
+        if (kind == RELU) apply_derivative_row(y, type, at, columns, RELU, 1, from, 0, 0, 0, c, out);
+        else if (kind == LEAKY_RELU) apply_derivative_row(y, type, at, columns, LEAKY_RELU, 1, from, low, 0, 0, c, out);
+        else if (bits == 4) apply_derivative_row(y, type, at, columns, TABLE, 4, from, low, step, a[row], c, out);
+        else if (bits == 2) apply_derivative_row(y, type, at, columns, TABLE, 2, from, low, step, a[row], c, out);
+        else if (bits == 1) apply_derivative_row(y, type, at, columns, TABLE, 1, from, low, step, a[row], c, out);
+        else apply_derivative_row(y, type, at, columns, TABLE, 8, from, low, step, a[row], c, out);
     }
 }
 
-/* x: float32 (size 4) or bfloat16 (size 2), `stride` elements from one row to the next. index: `rows` rows of it, or
+/* x: of a type, `stride` elements from one row to the next. index: `rows` rows of it, or
  * null. knots: `count`. a: rows. c: columns. codes: contiguous. Without a table (kind RELU or LEAKY_RELU) knots, a and c
  * may be null. */
-void rmm_pack_derivative(
-    const void *x, int size, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
+void V(rmm_pack_derivative)(
+    const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
     const float *knots, int64_t count, float begin, float density, float end, float below, float above,
     const int32_t *a, const int32_t *c, uint8_t *codes, int threads) {
     table t = {knots, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
 #pragma omp parallel num_threads(threads)
-    pack_rows(x, size, stride, SHARE(rows), columns, index, kind, bits, &t, a, c, codes);
+    pack_derivative_rows(x, type, stride, SHARE(rows), columns, index, kind, bits, &t, a, c, codes);
 }
 
-/* y, out: float32 (size 4) or bfloat16 (size 2), contiguous, as codes. low: the slope if kind is LEAKY_RELU. Rows of
+/* y, out: of a type, contiguous, as codes. low: the slope if kind is LEAKY_RELU. Rows of
  * `out` that are not in `index` are left as they are. */
-void rmm_apply_derivative(
-    const void *y, int size, const uint8_t *codes, int64_t rows, int64_t columns, const int64_t *index, int kind,
+void V(rmm_apply_derivative)(
+    const void *y, int type, const uint8_t *codes, int64_t rows, int64_t columns, const int64_t *index, int kind,
     int bits, float low, float step, const int32_t *a, const int32_t *c, void *out, int threads) {
 #pragma omp parallel num_threads(threads)
-    apply_rows(y, size, codes, SHARE(rows), columns, index, kind, bits, low, step, a, c, out);
+    apply_derivative_rows(y, type, codes, SHARE(rows), columns, index, kind, bits, low, step, a, c, out);
 }

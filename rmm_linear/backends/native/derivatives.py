@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, long, pointer, threads
+from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 TABLE, RELU, LEAKY_RELU = range(3)
 Noise = tuple[Tensor, Tensor]  # RoundingNoise.rows and .columns
@@ -47,7 +46,7 @@ def pack_derivative(
     """Write codes, as :func:`rmm_linear.packing.derivatives.pack_derivative` returns them.
 
     Args:
-        x: float32 or bfloat16, shape (N, C), elements of a row side by side.
+        x: float32, bfloat16 or float16, shape (N, C), elements of a row side by side.
         codes: Written to; uint8, shape (n, ⌈C · bits / 8⌉), contiguous.
         kind: ``TABLE``, ``RELU`` or ``LEAKY_RELU``.
         bits: 8, 4, 2 or 1.
@@ -60,9 +59,9 @@ def pack_derivative(
         knots, line = table.knots, [table.begin, table.density, table.end, table.below, table.above]
     a, c = noise or (None, None)
     function("rmm_pack_derivative")(
-        pointer(x), ctypes.c_int(x.itemsize), long(x.stride(0)), long(len(codes)), long(x.shape[1]), pointer(index),
-        ctypes.c_int(kind), ctypes.c_int(bits), pointer(knots), long(0 if knots is None else len(knots)),
-        *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(codes), threads(x),
+        pointer(x), TYPES[x.dtype], x.stride(0), len(codes), x.shape[1], pointer(index),
+        kind, bits, pointer(knots), 0 if knots is None else len(knots),
+        *line, pointer(a), pointer(c), pointer(codes), threads(x),
     )  # fmt: skip
 
 
@@ -78,7 +77,7 @@ def apply_derivative(
     """Return what :func:`rmm_linear.packing.derivatives.apply_derivative` does.
 
     Args:
-        y: float32 or bfloat16, shape (N, C), contiguous.
+        y: float32, bfloat16 or float16, shape (N, C), contiguous.
         codes: uint8, shape (n, ⌈C · bits / 8⌉), contiguous.
         kind: ``TABLE``, ``RELU`` or ``LEAKY_RELU``.
         bits: 8, 4, 2 or 1.
@@ -92,8 +91,8 @@ def apply_derivative(
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     a, c = noise or (None, None)
     function("rmm_apply_derivative")(
-        pointer(y), ctypes.c_int(y.itemsize), pointer(codes), long(len(codes)), long(y.shape[1]), pointer(index),
-        ctypes.c_int(kind), ctypes.c_int(bits), *map(ctypes.c_float, line), pointer(a), pointer(c), pointer(out),
+        pointer(y), TYPES[y.dtype], pointer(codes), len(codes), y.shape[1], pointer(index),
+        kind, bits, *line, pointer(a), pointer(c), pointer(out),
         threads(y),
     )  # fmt: skip
     return out

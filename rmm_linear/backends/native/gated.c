@@ -1,13 +1,6 @@
 /* The packed products of a gated MLP: rmm_linear/packing/gated.py in compiled form. */
-#include <stdint.h>
-#include <string.h>
 
-#include "packing.h"
-#include "variants.h"
-
-#define INLINE static inline __attribute__((always_inline))
-
-enum { GELU, GELU_TANH, SILU, RELU };
+enum { GATED_GELU, GATED_GELU_TANH, GATED_SILU, GATED_RELU };
 
 /* Two independent seeds: signs of the rotation (64 each), numbers of rows and of columns, as in RoundingNoise. */
 typedef struct {
@@ -21,22 +14,12 @@ typedef struct {
     uint16_t *qparams;
 } packed;
 
-/* e^x to 2^-22 or so of itself, by Cephes; x beyond float32's range is cut off. */
-INLINE lanes exponential(lanes x) {
-    lanes zero = {0}, low = zero - 87.0f, high = zero + 88.0f;
-    x = MAX(x, low), x = MIN(x, high);
-    lanes magic = zero + 12582912.0f, n = (x * 1.44269504f + magic) - magic;
-    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f, y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f, y = y * r * r + r + 1.0f;
-    return y * (lanes)((__builtin_convertvector(n, ints) + 127) << 23);
-}
+/* e^x; x beyond float32's range is cut off. */
+INLINE lanes clamped_exponential(lanes x) { return exponential(MIN(MAX(x, all(-87.0f)), all(88.0f))); }
 
 /* The error function to a few units of its last place: a rational function of x², 1 beyond 4. */
 INLINE lanes error_function(lanes x) {
-    lanes zero = {0};
-    x = MAX(x, zero - 4.0f), x = MIN(x, zero + 4.0f);
+    x = MIN(MAX(x, all(-4.0f)), all(4.0f));
     lanes s = x * x;
     lanes p = s * -2.72614225801306e-10f + 2.77068142495902e-08f;
     p = p * s + -2.10102402082508e-06f, p = p * s + -5.69250639462346e-05f, p = p * s + -7.34990630326855e-04f;
@@ -49,62 +32,84 @@ INLINE lanes error_function(lanes x) {
 /* Replaces x by act(x), and returns act'(x). NaN stays NaN, by a product with x. */
 INLINE lanes activate(lanes *x, int activation) {
     lanes v = *x, zero = {0};
-    if (activation == GELU) {
+    if (activation == GATED_GELU) {
         lanes phi = 0.5f + 0.5f * error_function(v * 0.70710678f);
         *x = v * phi;
-        return phi + v * (exponential(-0.5f * v * v) * 0.39894228f);
+        return phi + v * (clamped_exponential(-0.5f * v * v) * 0.39894228f);
     }
-    if (activation == RELU) {
+    if (activation == GATED_RELU) {
         ints below = v <= zero;
         *x = PICK(below, zero, v);
         return PICK(below, zero, (zero + 1.0f));
     }
     lanes inner = v, slope = zero + 1.0f; /* act(x) = x · sigmoid(inner), slope = inner' */
-    if (activation == GELU_TANH) {
+    if (activation == GATED_GELU_TANH) {
         inner = v * (1.59576912f + 0.071354816f * v * v);
         slope = 1.59576912f + 0.214064449f * v * v;
     }
-    lanes sigmoid = 1.0f / (1.0f + exponential(-inner));
+    lanes sigmoid = 1.0f / (1.0f + clamped_exponential(-inner));
     *x = v * sigmoid;
     return sigmoid + v * slope * (sigmoid * (1.0f - sigmoid));
 }
 
-INLINE void rotate_and_pack(
-    lanes v[PARTS], const noise *n, int which, int64_t row, int64_t rows, int64_t columns, int64_t group, int bits,
-    packed to, int *not_finite) {
+/* Where the numbers of a row and its packed form are. */
+INLINE void finish_row_part(
+    batch *b, const noise *n, int which, int64_t row, int64_t rows, int64_t columns, int64_t first, int bits, packed to,
+    int *not_finite) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
-    const int32_t *c = n->columns + which * columns + group * GROUP;
-    int32_t a = n->rows[which * rows + row];
-    uint8_t *codes = to.codes + row * bytes + group * 8 * bits;
-    uint16_t *qparams = to.qparams + (row * groups + group) * 2;
-    if (columns - group * GROUP >= GROUP) {
-        for (int k = 0; k < PARTS; k++) v[k] *= LOAD(n->signs + which * GROUP + k * LANES);
-        rotate(v);
-        pack_group(v, bits, a, c, codes, qparams, not_finite);
-    } else {
-        pack_short_group((const float *)v, (int)(columns - group * GROUP), bits, a, c, codes, qparams, not_finite);
-    }
+    finish_batch(
+        b, bits, n->rows[which * rows + row], n->columns + which * columns + first * GROUP,
+        to.codes + row * bytes + first * 8 * bits, to.qparams + (row * groups + first) * 2, not_finite);
+}
+
+INLINE void pack_last(
+    const float *v, const noise *n, int which, int64_t row, int64_t rows, int64_t columns, int64_t whole, int bits,
+    packed to, int *not_finite) {
+    int64_t bytes = (columns * bits + 7) / 8;
+    pack_short_group(
+        v, (int)(columns - whole * GROUP), bits, n->rows[which * rows + row],
+        n->columns + which * columns + whole * GROUP, to.codes + row * bytes + whole * 8 * bits,
+        to.qparams + (row * (whole + 1) + whole) * 2, not_finite);
 }
 
 INLINE int pack_all(
     const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s) {
+    int64_t whole = columns / GROUP;
     int not_finite = 0;
+    lanes signs[2][PARTS];
+    load_signs(n->signs, signs[0]), load_signs(n->signs + GROUP, signs[1]);
     for (int64_t row = begin; row < end; row++) {
         int64_t from = index ? index[row] : row;
-        for (int64_t group = 0; group * GROUP < columns; group++) {
-            const float *x = a + from * stride_a + group * GROUP, *y = b + from * stride_b + group * GROUP;
-            int64_t size = columns - group * GROUP;
-            lanes value[PARTS], product[PARTS];
-            if (size < GROUP) {
-                memset(value, 0, sizeof value), memset(product, 0, sizeof product);
-                memcpy(value, x, size * sizeof(float)), memcpy(product, y, size * sizeof(float));
-            } else {
-                for (int k = 0; k < PARTS; k++) value[k] = LOAD(x + k * LANES), product[k] = LOAD(y + k * LANES);
+        const float *x = a + from * stride_a, *y = b + from * stride_b;
+        for (int64_t first = 0; first < whole; first += LANES) {
+            batch products, values;
+            begin_batch(&products), begin_batch(&values);
+            for (int64_t group = first; group < whole && group < first + LANES; group++) {
+                lanes value[PARTS], product[PARTS];
+                for (int k = 0; k < PARTS; k++) {
+                    int64_t at = group * GROUP + k * LANES;
+                    value[k] = LOAD(x + at);
+                    product[k] = LOAD(y + at) * activate(value + k, activation) * signs[0][k];
+                    value[k] *= signs[1][k];
+                }
+                if (p.codes) add_group(&products, product);
+                if (s.codes) add_group(&values, value);
             }
-            for (int k = 0; k < PARTS; k++) product[k] *= activate(value + k, activation);
-            if (p.codes) rotate_and_pack(product, n, 0, row, rows, columns, group, bits, p, &not_finite);
-            if (s.codes) rotate_and_pack(value, n, 1, row, rows, columns, group, bits, s, &not_finite);
+            if (p.codes) finish_row_part(&products, n, 0, row, rows, columns, first, bits, p, &not_finite);
+            if (s.codes) finish_row_part(&values, n, 1, row, rows, columns, first, bits, s, &not_finite);
+        }
+        int64_t left = columns - whole * GROUP;
+        if (left) {
+            float value[GROUP] = {0}, product[GROUP] = {0};
+            memcpy(value, x + whole * GROUP, left * sizeof(float)), memcpy(product, y + whole * GROUP, left * sizeof(float));
+            for (int k = 0; k < PARTS; k++) {
+                lanes v = LOAD(value + k * LANES), slope = activate(&v, activation);
+                STORE(product + k * LANES, LOAD(product + k * LANES) * slope);
+                STORE(value + k * LANES, v);
+            }
+            if (p.codes) pack_last(product, n, 0, row, rows, columns, whole, bits, p, &not_finite);
+            if (s.codes) pack_last(value, n, 1, row, rows, columns, whole, bits, s, &not_finite);
         }
     }
     return not_finite;
@@ -120,13 +125,13 @@ INLINE int pack_all(
         PACK(activation, 8);                \
     }
 
-VARIANTS static int pack_rows(
+static int pack_gated_rows(
     const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s) {
-    if (activation == GELU) PACK_BITS(GELU)
-    if (activation == GELU_TANH) PACK_BITS(GELU_TANH)
-    if (activation == SILU) PACK_BITS(SILU)
-    PACK_BITS(RELU)
+    if (activation == GATED_GELU) PACK_BITS(GATED_GELU)
+    if (activation == GATED_GELU_TANH) PACK_BITS(GATED_GELU_TANH)
+    if (activation == GATED_SILU) PACK_BITS(GATED_SILU)
+    PACK_BITS(GATED_RELU)
 }
 
 INLINE void unpack_and_multiply(
@@ -140,19 +145,20 @@ INLINE void unpack_and_multiply(
     int32_t a = n->rows[which * rows + row];
     const int32_t *c = n->columns + which * columns + group * GROUP;
     if (size < GROUP) {
-        unpack_short_group(size, bits, codes, a, c, qparams, (float *)v);
-        for (int i = 0; i < size; i++) out[i] = y[i] * v[i / LANES][i % LANES];
+        float last[GROUP];
+        unpack_short_group(size, bits, codes, a, c, qparams, last);
+        for (int i = 0; i < size; i++) out[i] = y[i] * last[i];
         return;
     }
     unpack_group(bits, codes, a, c, qparams, v);
     rotate(v);
     for (int k = 0; k < PARTS; k++) {
-        lanes signs = LOAD(n->signs + which * GROUP + k * LANES);
+        lanes signs = LOAD(n->signs + which * GROUP + k * LANES) * 0.125f;
         STORE(out + k * LANES, v[k] * signs * LOAD(y + k * LANES));
     }
 }
 
-VARIANTS static void apply_rows(
+static void apply_gated_rows(
     const float *y, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
     const noise *n, packed p, packed s, float *da, float *db) {
     for (int64_t row = begin; row < end; row++)
@@ -166,7 +172,7 @@ VARIANTS static void apply_rows(
 /* a, b: rows of `columns` numbers, `stride` apart. index: `rows` of their rows, or null. signs: (2, 64), row_noise:
  * (2, rows), column_noise: (2, columns): for p and for s. Codes are null where not wanted. Returns 1 if qparams are not
  * finite, else 0. */
-int rmm_pack_gated(
+int V(rmm_pack_gated)(
     const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t rows, int64_t columns,
     const int64_t *index, int activation, int bits, const float *signs, const int32_t *row_noise,
     const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams,
@@ -175,17 +181,17 @@ int rmm_pack_gated(
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
-    result = pack_rows(a, b, stride_a, stride_b, SHARE(rows), rows, columns, index, activation, bits, &n, p, s);
+    result = pack_gated_rows(a, b, stride_a, stride_b, SHARE(rows), rows, columns, index, activation, bits, &n, p, s);
     return result;
 }
 
 /* y, da, db: contiguous; da and db are null where not wanted, and rows that are not in `index` are left as they are. */
-void rmm_apply_gated(
+void V(rmm_apply_gated)(
     const float *y, int64_t rows, int64_t columns, const int64_t *index, int bits, const float *signs,
     const int32_t *row_noise, const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes,
     uint16_t *s_qparams, float *da, float *db, int threads) {
     noise n = {signs, row_noise, column_noise};
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
 #pragma omp parallel num_threads(threads)
-    apply_rows(y, SHARE(rows), rows, columns, index, bits, &n, p, s, da, db);
+    apply_gated_rows(y, SHARE(rows), rows, columns, index, bits, &n, p, s, da, db);
 }

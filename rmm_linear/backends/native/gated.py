@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from rmm_linear.backends.native import rounding_noise
-from rmm_linear.backends.native.library import function, long, pointer, threads
+from rmm_linear.backends.native.library import function, pointer, threads
 
 Noise = tuple[Tensor, Tensor, Tensor]
 Packed = tuple[Tensor, Tensor]
@@ -56,9 +54,9 @@ def pack_gated(
         Whether all qparams are finite.
     """
     rows, columns = noise[1].shape[1], a.shape[1]
-    return not function("rmm_pack_gated", ctypes.c_int)(
-        pointer(a), pointer(b), long(a.stride(0)), long(b.stride(0)), long(rows), long(columns), pointer(index),
-        ctypes.c_int(activation), ctypes.c_int(bits), *map(pointer, noise), *_pointers(packed), threads(a),
+    return not function("rmm_pack_gated")(
+        pointer(a), pointer(b), a.stride(0), b.stride(0), rows, columns, pointer(index),
+        activation, bits, *map(pointer, noise), *_pointers(packed), threads(a),
     )  # fmt: skip
 
 
@@ -81,10 +79,10 @@ def apply_gated(
         gradients: Written to in these rows; float32, shape (N, C), contiguous; None where ``packed`` is None.
     """
     function("rmm_apply_gated")(
-        pointer(y), long(noise[1].shape[1]), long(y.shape[1]), pointer(index), ctypes.c_int(bits),
+        pointer(y), noise[1].shape[1], y.shape[1], pointer(index), bits,
         *map(pointer, noise), *_pointers(packed), *map(pointer, gradients), threads(y),
     )  # fmt: skip
 
 
-def _pointers(packed: list[Packed | None]) -> list[ctypes.c_void_p]:
+def _pointers(packed: list[Packed | None]) -> list[int]:
     return [pointer(tensor) for one in packed for tensor in (one or _NOTHING)]

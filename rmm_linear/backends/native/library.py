@@ -19,6 +19,28 @@ MISSING = (
     "with the library (two AMD EPYC cores). Install gcc or clang, and then rmm_linear again: "
     "pip install --force-reinstall --no-deps rmm_linear."
 )
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements.h
+# Arguments of every function: p a pointer, q an int64, i an int, f a float.
+SIGNATURES = {
+    "rmm_apply_derivative": "pipqqpiiffpppi",
+    "rmm_apply_gated": "pqqpipppppppppi",
+    "rmm_apply_mask": "pipqqpfpi",
+    "rmm_countsketch": "pipqqqqqppqqpii",
+    "rmm_gather_rows": "piqqppqpi",
+    "rmm_norm_backward": "pqpqqiippppppppppi",
+    "rmm_pack": "pipqqqqqppipppppi",
+    "rmm_pack_derivative": "piqqqpiipqfffffpppi",
+    "rmm_pack_gated": "ppqqqqpiipppppppi",
+    "rmm_pack_mask": "piqqppi",
+    "rmm_pack_norm": "pqpqqifippppppi",
+    "rmm_philox": "qqqpp",
+    "rmm_rounding_noise": "qqqqppp",
+    "rmm_signs_and_shifts": "qqqpp",
+    "rmm_softmax_gradients": "ppqqi",
+    "rmm_unpack": "ppqqipppi",
+    "rmm_unrotate": "pqqpi",
+}
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
 
 
@@ -44,59 +66,64 @@ def is_available() -> bool:
     return _load() is not None
 
 
-def function(name: str, result: type[ctypes.c_int] | None = None) -> Callable[..., int]:
+@functools.cache
+def level() -> int:
+    """Return for which processors the functions are compiled that run here.
+
+    Returns:
+        4 with AVX-512, 3 with AVX2, 0 for every other processor; the library has all that exist for its machine type.
+    """
+    return _load().rmm_level()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def function(name: str) -> Callable[..., int]:
     """Return a function of the library.
 
     Args:
-        name: Its name.
-        result: Type of its result; None for none.
+        name: One of :data:`SIGNATURES`.
 
     Returns:
-        The function; it takes the objects that :func:`pointer`, :func:`long` and ctypes make.
+        The function; it takes integers and floats, and :func:`pointer` of tensors.
     """
-    found = getattr(_load(), name)
-    found.restype = result
+    return _function(name, level())
+
+
+@functools.cache
+def _function(name: str, level: int) -> Callable[..., int]:
+    found = getattr(_load(), f"{name}_{level}")
+    found.argtypes = [_TYPES[letter] for letter in SIGNATURES[name]]
     return found
 
 
-def matrix_arguments(matrix: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
-    """Return a matrix as arguments.
+def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, int, int, int, int, int]:
+    """Return some rows of a matrix as arguments.
 
     Args:
-        matrix: Shape (rows, columns), the elements of a row side by side.
+        matrix: Shape (N, columns), float32 or a half type, the elements of a row side by side.
+        index: int64, shape (n,), contiguous; None for all rows.
 
     Returns:
-        Pointer, rows, columns, and elements from one row to the next.
+        Pointer, type, index, n, columns, and elements from one row to the next.
     """
-    return pointer(matrix), long(matrix.shape[0]), long(matrix.shape[1]), long(matrix.stride(0))
+    rows, columns = matrix.shape
+    rows = rows if index is None else len(index)
+    return pointer(matrix), TYPES[matrix.dtype], pointer(index), rows, columns, matrix.stride(0)
 
 
-def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+def pointer(tensor: Tensor | None) -> int:
     """Return a tensor's memory as an argument.
 
     Args:
         tensor: The tensor, or None for a null pointer.
 
     Returns:
-        The pointer; the tensor must outlive its use.
+        The address; the tensor must outlive its use.
     """
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def long(number: int) -> ctypes.c_int64:
-    """Return a number as an argument.
-
-    Args:
-        number: A signed 64-bit integer.
-
-    Returns:
-        The argument.
-    """
-    return ctypes.c_int64(number)
-
-
-def threads(tensor: Tensor) -> ctypes.c_int:
-    """Return the number of threads for an operation, as an argument.
+def threads(tensor: Tensor) -> int:
+    """Return the number of threads for an operation.
 
     Args:
         tensor: What the operation reads or writes.
@@ -104,4 +131,4 @@ def threads(tensor: Tensor) -> ctypes.c_int:
     Returns:
         The number of PyTorch's threads, or fewer if the tensor is small.
     """
-    return ctypes.c_int(max(1, min(torch.get_num_threads(), tensor.numel() // _SMALLEST_SHARE)))
+    return max(1, min(torch.get_num_threads(), tensor.numel() // _SMALLEST_SHARE))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, long, pointer, threads
+from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
@@ -25,7 +23,7 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
     rows, columns = len(mask) if index is None else len(index), mask.shape[1]
     bits = mask.new_empty(rows, (columns + 7) // 8, dtype=torch.uint8)
     function("rmm_pack_mask")(
-        pointer(mask), ctypes.c_int(mask.itemsize), long(rows), long(columns), pointer(index), pointer(bits),
+        pointer(mask), mask.itemsize, rows, columns, pointer(index), pointer(bits),
         threads(mask),
     )  # fmt: skip
     return bits
@@ -35,7 +33,7 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = Non
     """Return what :func:`rmm_linear.packing.masks.apply_mask` does.
 
     Args:
-        y: float32, shape (N, C).
+        y: float32, bfloat16 or float16, shape (N, C).
         bits: uint8, shape (n, ⌈C / 8⌉).
         scale: The number.
         index: int64, shape (n,), or None.
@@ -46,7 +44,7 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = Non
     y, bits, index = y.contiguous(), bits.contiguous(), None if index is None else index.contiguous()
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     function("rmm_apply_mask")(
-        pointer(y), pointer(bits), long(len(bits)), long(y.shape[1]), pointer(index), ctypes.c_float(scale),
+        pointer(y), TYPES[y.dtype], pointer(bits), len(bits), y.shape[1], pointer(index), scale,
         pointer(out), threads(y),
     )  # fmt: skip
     return out

@@ -1,20 +1,8 @@
 /* LayerNorm and RMSNorm from a packed copy of the normalized rows: rmm_linear/packing/norms.py in compiled form. */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "packing.h"
-#include "variants.h"
-
 #define BLOCK 32 /* rows whose products are summed in float32 before the sum is added in float64 */
 
-static inline __attribute__((always_inline)) float lanes_sum(lanes v) {
-    v += SWAP_8(v), v += SWAP_4(v), v += SWAP_2(v), v += SWAP_1(v);
-    return v[0];
-}
-
 /* Σ (x - shift), or with `squared` Σ (x - shift)², over a row. */
-static inline __attribute__((always_inline)) float row_sum(const float *x, int64_t columns, float shift, int squared) {
+INLINE float row_sum(const float *x, int64_t columns, float shift, int squared) {
     lanes sum = {0}, other = {0};
     int64_t i = 0;
     for (; i + 2 * LANES <= columns; i += 2 * LANES) {
@@ -26,25 +14,29 @@ static inline __attribute__((always_inline)) float row_sum(const float *x, int64
     return lanes_sum(sum + other) + rest;
 }
 
-static inline __attribute__((always_inline)) void pack_groups(
+INLINE void pack_norm_groups(
     const float *x, int64_t groups, float mean, float rstd, int bits, const lanes signs[PARTS], int32_t a,
     const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
-    for (int64_t group = 0; group < groups; group++) {
-        lanes v[PARTS];
-        for (int k = 0; k < PARTS; k++) v[k] = (LOAD(x + group * GROUP + k * LANES) - mean) * rstd * signs[k];
-        rotate(v);
-        pack_group(v, bits, a, c + group * GROUP, codes + group * 8 * bits, qparams + group * 2, not_finite);
+    for (int64_t first = 0; first < groups; first += LANES) {
+        batch b;
+        begin_batch(&b);
+        for (int64_t group = first; group < groups && group < first + LANES; group++) {
+            lanes v[PARTS];
+            for (int k = 0; k < PARTS; k++) v[k] = (LOAD(x + group * GROUP + k * LANES) - mean) * rstd * signs[k];
+            add_group(&b, v);
+        }
+        finish_batch(&b, bits, a, c + first * GROUP, codes + first * 8 * bits, qparams + first * 2, not_finite);
     }
 }
 
-VARIANTS static int pack_norm_rows(
+static int pack_norm_rows(
     const float *x, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
     float eps, int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
     float *rstds) {
     int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
     int not_finite = 0;
     lanes sign[PARTS];
-    for (int k = 0; k < PARTS; k++) sign[k] = LOAD(signs + k * LANES);
+    load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
         const float *from = x + (index ? index[row] : row) * stride;
         uint8_t *to = codes + row * length;
@@ -52,9 +44,9 @@ VARIANTS static int pack_norm_rows(
         float mean = centered ? row_sum(from, columns, 0, 0) / columns : 0;
         float rstd = rstds[row] = 1 / sqrtf(row_sum(from, columns, mean, 1) / columns + eps);
         /* bits is a constant in each call, so that the compiler specializes it. */
-        if (bits == 4) pack_groups(from, whole, mean, rstd, 4, sign, a[row], c, to, row_qparams, &not_finite);
-        else if (bits == 2) pack_groups(from, whole, mean, rstd, 2, sign, a[row], c, to, row_qparams, &not_finite);
-        else pack_groups(from, whole, mean, rstd, 8, sign, a[row], c, to, row_qparams, &not_finite);
+        if (bits == 4) pack_norm_groups(from, whole, mean, rstd, 4, sign, a[row], c, to, row_qparams, &not_finite);
+        else if (bits == 2) pack_norm_groups(from, whole, mean, rstd, 2, sign, a[row], c, to, row_qparams, &not_finite);
+        else pack_norm_groups(from, whole, mean, rstd, 8, sign, a[row], c, to, row_qparams, &not_finite);
         if (whole < groups) {
             int size = (int)(columns - whole * GROUP);
             float last[GROUP];
@@ -73,7 +65,7 @@ typedef struct {
 } sums;
 
 /* A part of a row's gradient: y, h, and what is added to the sums over rows, which may be null. */
-static inline __attribute__((always_inline)) void add_part(
+INLINE void add_part(
     lanes y, lanes h, const float *gamma, float *to_gamma, float *to_beta, sums *s) {
     lanes g = y * LOAD(gamma);
     s->g += g, s->gh += g * h;
@@ -84,7 +76,7 @@ static inline __attribute__((always_inline)) void add_part(
 }
 
 /* Writes h of whole groups and adds to the sums. */
-static inline __attribute__((always_inline)) void unpack_groups(
+INLINE void unpack_norm_groups(
     const uint8_t *codes, const uint16_t *qparams, int64_t groups, int bits, const lanes signs[PARTS], int32_t a,
     const int32_t *c, const float *y, const float *gamma, float *h, float *to_gamma, float *to_beta, sums *s) {
     for (int64_t group = 0; group < groups; group++) {
@@ -105,14 +97,14 @@ static void add_wide(float *from, int64_t columns, double *to) {
 }
 
 /* buffer: 3 * columns, of which the last two thirds are 0. wide: 2 * columns, or null. */
-VARIANTS static void norm_backward_rows(
+static void norm_backward_rows(
     const float *y, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
     int bits, const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
     const uint16_t *qparams, const float *rstds, float *out, float *buffer, double *wide) {
     int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
     float *h = buffer, *to_gamma = wide ? buffer + columns : 0, *to_beta = buffer + 2 * columns;
     lanes sign[PARTS];
-    for (int k = 0; k < PARTS; k++) sign[k] = LOAD(signs + k * LANES);
+    load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
         int64_t place = index ? index[row] : row;
         const float *from = y + place * stride;
@@ -120,7 +112,7 @@ VARIANTS static void norm_backward_rows(
         const uint16_t *row_qparams = qparams + row * groups * 2;
         sums s = {{0}, {0}};
 #define UNPACK(width)                                                                                                 \
-    unpack_groups(row_codes, row_qparams, whole, width, sign, a[row], c, from, gamma, h, to_gamma, to_beta, &s)
+    unpack_norm_groups(row_codes, row_qparams, whole, width, sign, a[row], c, from, gamma, h, to_gamma, to_beta, &s)
         if (bits == 4) UNPACK(4);
         else if (bits == 2) UNPACK(2);
         else UNPACK(8);
@@ -150,7 +142,7 @@ VARIANTS static void norm_backward_rows(
 
 /* x: rows `stride` apart. index: `rows` rows of it, or null. signs: 64, of the rotation. a: rows. c: columns. codes,
  * qparams, rstds: contiguous. Returns 1 if qparams are not finite, else 0. */
-int rmm_pack_norm(
+int V(rmm_pack_norm)(
     const float *x, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, float eps,
     int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams, float *rstds,
     int threads) {
@@ -163,7 +155,7 @@ int rmm_pack_norm(
 
 /* y: rows `stride` apart. gamma: columns. out: contiguous; rows that are not in `index` are left as they are. buffer:
  * threads x 3 x columns, zeros. wide: threads x 2 x columns, to which the sums over rows are added, or null. */
-void rmm_norm_backward(
+void V(rmm_norm_backward)(
     const float *y, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, int bits,
     const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
     const uint16_t *qparams, const float *rstds, float *out, float *buffer, double *wide, int threads) {

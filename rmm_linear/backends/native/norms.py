@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, long, pointer, threads
+from rmm_linear.backends.native.library import function, pointer, threads
 
 Noise = tuple[Tensor, Tensor, Tensor]  # signs, rows and columns, as rounding_noise returns them
 
@@ -39,9 +37,9 @@ def pack_norm(
     Returns:
         Whether all qparams are finite.
     """
-    result = function("rmm_pack_norm", ctypes.c_int)(
-        pointer(x), long(x.stride(0)), pointer(index), long(len(rstd)), long(x.shape[1]), ctypes.c_int(centered),
-        ctypes.c_float(eps), ctypes.c_int(bits), *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
+    result = function("rmm_pack_norm")(
+        pointer(x), x.stride(0), pointer(index), len(rstd), x.shape[1], centered,
+        eps, bits, *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
         threads(x),
     )  # fmt: skip
     return result == 0
@@ -80,11 +78,11 @@ def norm_gradients(
         dγ and dβ, float64, shape (2, H), or None.
     """
     columns, count = y.shape[1], threads(y)
-    buffer = torch.zeros(count.value, 3, columns)
-    totals = torch.zeros(count.value, 2, columns, dtype=torch.float64) if sums else None
+    buffer = torch.zeros(count, 3, columns)
+    totals = torch.zeros(count, 2, columns, dtype=torch.float64) if sums else None
     function("rmm_norm_backward")(
-        pointer(y), long(y.stride(0)), pointer(index), long(len(rstd)), long(columns), ctypes.c_int(centered),
-        ctypes.c_int(bits), pointer(gamma), *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
+        pointer(y), y.stride(0), pointer(index), len(rstd), columns, centered,
+        bits, pointer(gamma), *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
         pointer(x), pointer(buffer), pointer(totals), count,
     )  # fmt: skip
     return None if totals is None else totals.sum(0)

@@ -1,43 +1,20 @@
 /* Rotation, rounding and codes of one group of 64 columns, in registers: what packs and unpacks rows is made of. */
-#include <stdint.h>
-#include <string.h>
 
 #define GROUP 64
-#define LANES 16
 #define PARTS (GROUP / LANES)
 
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
-typedef float stored_lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef int32_t stored_ints __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4), may_alias));
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
-typedef uint8_t stored_bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-#define LOAD(pointer) (*(const stored_lanes *)(pointer))
-#define STORE(pointer, v) (*(stored_lanes *)(pointer) = (v))
-
-/* The lanes i ^ 1, i ^ 2, i ^ 4 and i ^ 8 of v. */
-#define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
-#define SWAP_2(v) __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
-#define SWAP_4(v) __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
-#define SWAP_8(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
-
-static const lanes SIGN_1 = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1};
-static const lanes SIGN_2 = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1};
-static const lanes SIGN_4 = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1};
-static const lanes SIGN_8 = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1};
-
-#define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
-#define MIN(a, b) PICK((a) < (b), a, b)
-#define MAX(a, b) PICK((a) > (b), a, b)
-
-/* Replaces v by H v, with the orthonormal Hadamard matrix H. */
-static inline __attribute__((always_inline)) void rotate(lanes v[PARTS]) {
+/* Replaces v by 8 H v, with the orthonormal Hadamard matrix H. */
+INLINE void rotate(lanes v[PARTS]) {
+    lanes sign_1 = alternating(1), sign_2 = alternating(2);
     for (int k = 0; k < PARTS; k++) {
-        v[k] = SWAP_1(v[k]) + v[k] * SIGN_1;
-        v[k] = SWAP_2(v[k]) + v[k] * SIGN_2;
-        v[k] = SWAP_4(v[k]) + v[k] * SIGN_4;
-        v[k] = SWAP_8(v[k]) + v[k] * SIGN_8;
+        v[k] = MULTIPLY_ADD(v[k], sign_1, SWAP_1(v[k]));
+        v[k] = MULTIPLY_ADD(v[k], sign_2, SWAP_2(v[k]));
+#if LANES >= 8
+        v[k] = MULTIPLY_ADD(v[k], alternating(4), SWAP_4(v[k]));
+#endif
+#if LANES >= 16
+        v[k] = MULTIPLY_ADD(v[k], alternating(8), SWAP_8(v[k]));
+#endif
     }
     for (int h = 1; h < PARTS; h *= 2)
         for (int k = 0; k < PARTS; k++)
@@ -45,78 +22,119 @@ static inline __attribute__((always_inline)) void rotate(lanes v[PARTS]) {
                 lanes sum = v[k] + v[k + h];
                 v[k + h] = v[k] - v[k + h], v[k] = sum;
             }
-    for (int k = 0; k < PARTS; k++) v[k] *= 0.125f;
 }
 
-/* The largest bfloat16 number that is not above a float32 number. */
-static inline float round_down(float value) {
-    int32_t bits;
-    memcpy(&bits, &value, 4);
-    bits = (int32_t)((uint32_t)bits + ((bits >> 31) & 0xFFFF)) & ~0xFFFF;
-    memcpy(&value, &bits, 4);
-    return value;
+/* Signs of the rotation times the 1/8 that `rotate` leaves out. */
+INLINE void load_signs(const float *signs, lanes to[PARTS]) {
+    for (int k = 0; k < PARTS; k++) to[k] = LOAD(signs + k * LANES) * 0.125f;
 }
 
-static inline uint16_t bfloat16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return (uint16_t)(bits >> 16);
+/* Some groups of a row, at most one for each lane: their ranges are found together. */
+typedef struct {
+    float rotated[LANES * GROUP];
+    lanes low[LANES], high[LANES], sum[LANES]; /* a sum is NaN where an element is; a minimum need not be */
+    int count;
+} batch;
+
+INLINE void begin_batch(batch *b) { b->count = 0; }
+
+/* Rotates a group, which is multiplied by `load_signs` already, and adds it. */
+INLINE void add_group(batch *b, lanes v[PARTS]) {
+    rotate(v);
+    lanes low = v[0], high = v[0], sum = v[0];
+    STORE(b->rotated + b->count * GROUP, v[0]);
+    for (int k = 1; k < PARTS; k++) {
+        STORE(b->rotated + b->count * GROUP + k * LANES, v[k]);
+        low = MIN(low, v[k]), high = MAX(high, v[k]), sum += v[k];
+    }
+    b->low[b->count] = low, b->high[b->count] = high, b->sum[b->count] = sum;
+    b->count++;
 }
 
-static inline float from_bfloat16(uint16_t value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
+/* Lane i of the result is the minimum of v[i]. */
+INLINE lanes lowest_of_each(lanes v[LANES]) {
+#define HALVE(h)                                \
+    for (int i = 0; i < LANES; i += 2 * h)      \
+        v[i] = MIN(BLEND_##h(v[i], v[i + h]), CROSS_##h(v[i], v[i + h]));
+    HALVE(1)
+    HALVE(2)
+#if LANES >= 8
+    HALVE(4)
+#endif
+#if LANES >= 16
+    HALVE(8)
+#endif
+#undef HALVE
+    return v[0];
 }
 
-/* Writes offset and scale of a group to `qparams`, 1 / scale to `inverse`, and sets `not_finite` if they are not finite.
- * Returns the offset. */
-static inline __attribute__((always_inline)) float find_qparams(
-    const lanes v[PARTS], int bits, uint16_t *qparams, float *inverse, int *not_finite) {
-    lanes low = v[0], high = v[0], nan = v[0] * 0.0f; /* NaN for a NaN and for an infinity */
-    for (int k = 1; k < PARTS; k++) low = MIN(v[k], low), high = MAX(v[k], high), nan += v[k] * 0.0f;
-    low = MIN(low, SWAP_8(low)), high = MAX(high, SWAP_8(high)), nan += SWAP_8(nan);
-    low = MIN(low, SWAP_4(low)), high = MAX(high, SWAP_4(high)), nan += SWAP_4(nan);
-    low = MIN(low, SWAP_2(low)), high = MAX(high, SWAP_2(high)), nan += SWAP_2(nan);
-    low = MIN(low, SWAP_1(low)), high = MAX(high, SWAP_1(high)), nan += SWAP_1(nan);
-    float offset = round_down(low[0] + nan[0]);
+/* The largest bfloat16 numbers that are not above float32 numbers. */
+INLINE lanes round_down(lanes v) {
+    ints bits = (ints)v;
+    return (lanes)((bits + ((bits >> 31) & 0xFFFF)) & ~0xFFFF);
+}
+
+/* Offsets and scales of groups, and 1 / scale. */
+typedef struct {
+    lanes offset, scale, inverse;
+} range;
+
+INLINE range range_of(lanes low, lanes high, int bits) {
     float share = (float)((1 + 0x1p-18) / ((1 << bits) - 1));
-    float scale = -round_down((offset - high[0]) * share);
-    qparams[0] = bfloat16(offset), qparams[1] = bfloat16(scale);
-    *inverse = scale < 0x1p-126f ? 0 : 1 / scale;
-    *not_finite |= !(scale * 0.0f == 0);
-    return offset;
+    lanes offset = round_down(low), scale = -round_down((offset - high) * share);
+    ints is_small = scale < 0x1p-126f;
+    return (range){offset, scale, PICK(is_small, all(0), 1 / scale)};
 }
 
-/* Codes of a part: (v - offset) / scale plus a random number in [1, 2), truncated, minus 1; 0 for NaN. */
-static inline __attribute__((always_inline)) ints round_part(lanes v, float offset, float inverse, ints chance) {
-    lanes above = (v - offset) * inverse + (lanes)chance, one = {0};
-    one += 1.0f;
-    return __builtin_convertvector(PICK(above >= one, above, one), ints) - 1;
+/* Codes of a part plus 1: (v - offset) / scale plus a random number in [1, 2), truncated; any number for NaN. */
+INLINE ints round_part(lanes v, lanes offset, lanes inverse, ints chance) {
+    return TRUNCATE((v - offset) * inverse + (lanes)chance);
 }
 
-static inline __attribute__((always_inline)) void pack_group(
-    const lanes v[PARTS], int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
-    float inverse, offset = find_qparams(v, bits, qparams, &inverse, not_finite);
-    ints code[PARTS];
-    for (int k = 0; k < PARTS; k++)
-        code[k] = round_part(v[k], offset, inverse, *(const stored_ints *)(c + k * LANES) ^ a);
+/* Writes the codes and qparams of a batch, and sets `not_finite` if a group has a NaN or is beyond float32. */
+INLINE void finish_batch(
+    batch *b, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
+    for (int i = b->count; i < LANES; i++) b->low[i] = b->high[i] = all(0);
+    for (int i = 0; i < LANES; i++) b->high[i] = -b->high[i];
+    lanes low = lowest_of_each(b->low), high = -lowest_of_each(b->high);
+    lanes sum = b->sum[0];
+    for (int i = 1; i < b->count; i++) sum += b->sum[i];
+    if (any_nan(sum))
+        for (int i = 0; i < b->count; i++)
+            for (int k = 0; k < PARTS; k++)
+                if (any_nan(LOAD(b->rotated + i * GROUP + k * LANES))) low[i] = NAN;
+    range r = range_of(low, high, bits);
+    ints joined_qparams = (ints)((uints)r.offset >> 16) | ((ints)r.scale & ~0xFFFF);
+    memcpy(qparams, &joined_qparams, b->count * 4);
+    *not_finite |= any_nan(r.scale * 0.0f);
     int joined = 8 / bits, places = PARTS / joined; /* byte i holds the elements i, i + 64 / joined, … */
-    for (int k = 0; k < places; k++) {
-        ints byte = code[k];
-        for (int j = 1; j < joined; j++) byte |= code[k + j * places] << (j * bits);
-        *(stored_bytes *)(codes + k * LANES) = __builtin_convertvector(byte, bytes);
+    int ones = 255 / ((1 << bits) - 1);             /* 1 in every code of a byte */
+    for (int group = 0; group < b->count; group++) {
+        const float *v = b->rotated + group * GROUP;
+        const int32_t *chances = c + group * GROUP;
+        lanes offset = all(r.offset[group]), inverse = all(r.inverse[group]);
+        for (int k = 0; k < places; k++) {
+            ints byte = {0};
+            for (int j = 0; j < joined; j++) {
+                int at = (k + j * places) * LANES;
+                byte += round_part(LOAD(v + at), offset, inverse, LOAD_INTS(chances + at) ^ a) << (j * bits);
+            }
+            store_bytes(codes + group * 8 * bits + k * LANES, byte - ones);
+        }
     }
 }
 
-/* The last group, if it has fewer columns. It is filled up with its last element, which does not change the qparams. */
-static inline void pack_short_group(
+/* The last group, if it has fewer columns. It is not rotated. */
+static __attribute__((noinline)) void pack_short_group(
     const float *from, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
     int *not_finite) {
-    lanes v[PARTS];
-    for (int i = 0; i < GROUP; i++) v[i / LANES][i % LANES] = from[i < size ? i : size - 1];
-    float inverse, offset = find_qparams(v, bits, qparams, &inverse, not_finite);
+    float low = from[0], high = from[0], sum = 0;
+    for (int i = 0; i < size; i++)
+        low = from[i] < low ? from[i] : low, high = from[i] > high ? from[i] : high, sum += from[i];
+    range r = range_of(all(sum == sum ? low : NAN), all(high), bits);
+    float offset = r.offset[0], inverse = r.inverse[0];
+    qparams[0] = bfloat16(offset), qparams[1] = bfloat16(r.scale[0]);
+    *not_finite |= !(r.scale[0] * 0.0f == 0);
     int length = (size * bits + 7) / 8;
     memset(codes, 0, length);
     for (int i = 0; i < size; i++) {
@@ -131,24 +149,23 @@ static inline void pack_short_group(
 
 /* Unpacks a whole group, still rotated. The element with a code is offset + scale · (code + ½ − u); a xor c holds the bits
  * of 1 + u, u the number that was added before it was rounded. */
-static inline __attribute__((always_inline)) void unpack_group(
+INLINE void unpack_group(
     int bits, const uint8_t *codes, int32_t a, const int32_t *c, const uint16_t *qparams, lanes v[PARTS]) {
     float offset = from_bfloat16(qparams[0]), scale = from_bfloat16(qparams[1]);
     int joined = 8 / bits, places = PARTS / joined;
     for (int k = 0; k < places; k++) {
-        int32_t wide[LANES];
-        for (int i = 0; i < LANES; i++) wide[i] = codes[k * LANES + i]; /* vectors of bytes are converted one by one */
+        ints wide = load_bytes(codes + k * LANES);
         for (int j = 0; j < joined; j++) {
             int part = k + j * places;
-            ints code = (*(const stored_ints *)wide >> (j * bits)) & ((1 << bits) - 1);
-            lanes chance = (lanes)(*(const stored_ints *)(c + part * LANES) ^ a);
+            ints code = (wide >> (j * bits)) & ((1 << bits) - 1);
+            lanes chance = (lanes)(LOAD_INTS(c + part * LANES) ^ a);
             v[part] = (__builtin_convertvector(code, lanes) - (chance - 1.5f)) * scale + offset;
         }
     }
 }
 
 /* The last group, if it has fewer columns. */
-static inline void unpack_short_group(
+static __attribute__((noinline)) void unpack_short_group(
     int size, int bits, const uint8_t *codes, int32_t a, const int32_t *c, const uint16_t *qparams, float *to) {
     float offset = from_bfloat16(qparams[0]), scale = from_bfloat16(qparams[1]);
     int length = (size * bits + 7) / 8;

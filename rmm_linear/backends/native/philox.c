@@ -2,11 +2,7 @@
  *
  * Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
  */
-#include <stdint.h>
-
-#include "variants.h"
-
-static inline __attribute__((always_inline)) void philox(int64_t seed, int64_t stream, uint64_t counter, uint64_t c[4]) {
+INLINE void philox(int64_t seed, int64_t stream, uint64_t counter, uint64_t c[4]) {
     uint64_t c0 = (uint32_t)counter, c1 = counter >> 32, c2 = (uint32_t)stream, c3 = 0;
     uint32_t key_a = (uint32_t)seed, key_b = (uint32_t)((uint64_t)seed >> 32);
     for (int round = 0; round < 10; round++) {
@@ -19,7 +15,7 @@ static inline __attribute__((always_inline)) void philox(int64_t seed, int64_t s
 }
 
 /* counters: n. words: (4, n), each in [0, 2**32). */
-VARIANTS void rmm_philox(int64_t seed, int64_t stream, int64_t n, const int64_t *counters, int64_t *words) {
+void V(rmm_philox)(int64_t seed, int64_t stream, int64_t n, const int64_t *counters, int64_t *words) {
     for (int64_t i = 0; i < n; i++) {
         uint64_t c[4];
         philox(seed, stream, (uint64_t)counters[i], c);
@@ -28,7 +24,7 @@ VARIANTS void rmm_philox(int64_t seed, int64_t stream, int64_t n, const int64_t 
 }
 
 /* Signs and shifts of rmm_linear/sketches/countsketch.py. signs: `tokens`. shifts: ⌈tokens / rows⌉, one per segment. */
-VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
+void V(rmm_signs_and_shifts)(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
     int64_t segments = (tokens + rows - 1) / rows, words = (tokens + 31) / 32;
     for (int64_t i = 0; i < (words > segments ? words : segments); i++) {
         uint64_t c[4];
@@ -40,7 +36,7 @@ VARIANTS void rmm_signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, i
 }
 
 /* RoundingNoise of rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
-VARIANTS void rmm_rounding_noise(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
+void V(rmm_rounding_noise)(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
     int64_t count = rows > columns ? rows : columns;
     for (int64_t i = 0; i < (count > 2 ? count : 2); i++) {
         uint64_t word[4];

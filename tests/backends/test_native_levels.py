@@ -1,0 +1,162 @@
+"""The C library computes the same for every generation of processors that it is compiled for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rmm_linear import packing
+from rmm_linear.backends import native
+from rmm_linear.backends.native import derivatives, gated, library, masks, norms
+from rmm_linear.ops.native_derivatives import derivative_table
+from rmm_linear.packing import ROUNDING_STREAM, empty_packed
+from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.sketches.countsketch import signs_and_shifts
+
+SEED = torch.tensor([7])
+ROWS, COLUMNS = 37, 64 * 19 + 23  # more groups than a batch of any level has, and a short one
+HIGHEST = library.level() if library.is_available() else 0
+LOWER = [level for level in (0, 3) if level < HIGHEST]
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch):
+    """Run a function at a level and at the highest one."""
+
+    def run(level, function):
+        found = []
+        for one in (level, HIGHEST):
+            monkeypatch.setattr(library, "level", lambda one=one: one)
+            found.append(function())
+        return found
+
+    return run
+
+
+def matrix(dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    x[3, 70], x[4, 200], x[5] = float("nan"), float("inf"), 0.0
+    x[6] *= 1e-30
+    return x.to(dtype)
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_highest_level_is_one_that_the_library_has():
+    assert HIGHEST in (0, 3, 4)
+    assert library.level() == HIGHEST
+
+
+@pytest.mark.parametrize("level", LOWER)
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("dtype", list(library.TYPES))
+def test_packing_is_the_same_to_the_bit(level, bits, dtype, both):
+    noise = native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
+
+    def run():
+        codes, qparams = empty_packed(ROWS, COLUMNS, bits, SEED)
+        is_finite = native.pack(matrix(dtype), bits, *noise, codes, qparams)
+        packing.mark_infinite(qparams)
+        z = torch.empty(ROWS, COLUMNS)
+        native.unpack(codes, qparams, bits, *noise[1:], z)
+        rotated = z.clone()
+        native.unrotate(z, noise[0])
+        return is_finite, codes, qparams, rotated, z
+
+    found, expected = both(level, run)
+    assert not found[0]
+    assert not expected[0]
+    same(found[2:], expected[2:])
+    finite = expected[2].float().isfinite().all(-1).repeat_interleave(8 * bits, 1)[:, : expected[1].shape[1]]
+    assert torch.equal(found[1][finite], expected[1][finite])  # the codes of other groups mean nothing
+    assert finite.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("level", LOWER)
+@pytest.mark.parametrize("dtype", list(library.TYPES))
+def test_sketches_are_the_same_to_the_bit(level, dtype, both):
+    index = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: ROWS - 4]
+    signs, shifts = signs_and_shifts(SEED, len(index), 7)
+    scale = torch.linspace(-2, 2, 9)  # 0 among them, for the row with an infinity
+
+    def run():
+        return [
+            native.countsketch(matrix(dtype), signs, shifts, 7, 2, 7, index),
+            native.countsketch(matrix(dtype), signs, shifts, 7, 0, 7, index, torch.float32),
+            native.gather_rows(matrix(dtype), torch.arange(9), scale),
+        ]
+
+    found, expected = both(level, run)
+    same(found, expected)
+    assert found[2][4].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("level", LOWER)
+@pytest.mark.parametrize("dtype", list(library.TYPES))
+@pytest.mark.parametrize(("name", "bits"), [("gelu", 8), ("gelu", 4), ("gelu", 2), ("silu", 1), ("relu", 1)])
+def test_derivatives_are_the_same_to_the_bit(level, dtype, name, bits, both):
+    function, noise = Pointwise(name), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)[1:]
+    kind = derivatives.RELU if name == "relu" else derivatives.TABLE
+
+    def run():
+        codes = torch.empty(ROWS, -(-COLUMNS * bits // 8), dtype=torch.uint8)
+        derivatives.pack_derivative(matrix(dtype), codes, kind, bits, derivative_table(function, bits), noise, None)
+        line = (function.range[0], function.step(bits))
+        return codes, derivatives.apply_derivative(matrix(dtype), codes, kind, bits, line, noise, None)
+
+    same(*both(level, run))
+
+
+@pytest.mark.parametrize("level", LOWER)
+def test_masks_are_the_same_to_the_bit(level, both):
+    mask = matrix() > 0.3
+
+    def run():
+        bits = [masks.pack_mask(mask), masks.pack_mask(mask.float()), masks.pack_mask(mask, torch.tensor([5, 0, 9]))]
+        return [*bits, *(masks.apply_mask(matrix(dtype), bits[0], 1.25) for dtype in library.TYPES)]
+
+    found, expected = both(level, run)
+    same(found, expected)
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("level", LOWER)
+@pytest.mark.parametrize("activation", range(4))
+def test_gated_products_are_the_same_to_the_bit(level, activation, both):
+    noise = gated.gated_noise(torch.tensor([1, 2]), ROUNDING_STREAM, ROWS, COLUMNS)
+    a, b = matrix().nan_to_num(0, 2), matrix().flip(0).nan_to_num(0, 2)
+
+    def run():
+        packed = [empty_packed(ROWS, COLUMNS, 4, SEED) for _ in range(2)]
+        assert gated.pack_gated(a, b, activation, 4, noise, [*packed], None)
+        gradients = [torch.empty(ROWS, COLUMNS) for _ in range(2)]
+        gated.apply_gated(a, 4, noise, [*packed], None, [*gradients])
+        return *packed[0], *packed[1], *gradients
+
+    same(*both(level, run))
+
+
+@pytest.mark.parametrize("level", LOWER)
+def test_sums_over_rows_are_the_same_but_for_their_order(level, both):
+    """Norms and softmax: sums of n float32 numbers of about 1 in two orders, each within n · 2⁻²⁴ relatively."""
+    x, noise = matrix().nan_to_num(0, 2), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
+    gamma = torch.linspace(0.5, 2, COLUMNS)
+
+    def run():
+        codes, qparams = empty_packed(ROWS, COLUMNS, 8, SEED)
+        rstd, out = torch.empty(ROWS), torch.empty(ROWS, COLUMNS)
+        assert norms.pack_norm(x, None, True, 1e-5, 8, noise, codes, qparams, rstd)
+        # From the same codes, so that a sum that is a little different does not move an element to the next code.
+        codes, qparams = torch.full_like(codes, 77), torch.full_like(qparams, 0.5)
+        totals = norms.norm_gradients(x, None, True, 8, gamma, noise, codes, qparams, rstd, out, True)
+        scores, dp = x.clone(), x.flip(1).clone()
+        library.function("rmm_softmax_gradients")(scores.data_ptr(), dp.data_ptr(), ROWS, COLUMNS, 1)
+        return rstd, out, totals, scores, dp
+
+    for found, expected in zip(*both(level, run), strict=True):
+        bound = COLUMNS * 2.0**-24
+        torch.testing.assert_close(found, expected, rtol=8 * bound, atol=8 * bound * float(expected.abs().max()))
