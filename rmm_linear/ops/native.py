@@ -102,10 +102,7 @@ def unpacked_product(
     dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
     sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
     unpacked = _unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
-    product = y.new_zeros(y.shape[1], columns)
-    for part in plain.product_parts(len(codes), columns, y.shape[1], y.dtype):
-        z, transposed = unpacked(part.start, part.stop), sketched(part.start, part.stop).T
-        product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
+    product = plain.product_of_parts(y, len(codes), columns, sketched, unpacked)
     return _unrotate(product, seed).to(dtype)
 
 

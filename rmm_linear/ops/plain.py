@@ -15,7 +15,8 @@ from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.philox import Generator, philox
 from rmm_linear.spec import SaveSpec
 
-_CHUNK = 1 << 22  # elements that are unpacked at a time on CPU: a buffer that the allocator can reuse
+_CHUNK = 1 << 20  # elements that are unpacked at a time on CPU: they stay in its caches and need no new pages
+_BLOCK = 128  # rows of Z of which libraries of products like a multiple
 
 
 def sketch(
@@ -95,12 +96,32 @@ def unpacked_product(
             y = sketches.sketch(y, **shape)
         z = packing.unpack(codes, qparams, seed, spec.bits or 0, columns, y.dtype, rotated=True)
         return packing.unrotate(y.T @ z, seed).to(dtype)
-    sketched, product = sketches.sketch_parts(y, **shape), y.new_zeros(y.shape[1], columns)
+    sketched = sketches.sketch_parts(y, **shape)
     unpacked = packing.unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
-    for part in product_parts(len(codes), columns, y.shape[1], y.dtype):
-        z, transposed = unpacked(part.start, part.stop), sketched(part.start, part.stop).T
-        product = product.addmm_(transposed, z) if part.start else torch.mm(transposed, z)
+    product = product_of_parts(y, len(codes), columns, sketched, unpacked)
     return packing.unrotate(product, seed).to(dtype)
+
+
+def product_of_parts(
+    y: Tensor, rows: int, columns: int, left: Callable[[int, int], Tensor], right: Callable[[int, int], Tensor]
+) -> Tensor:
+    """Return the product of two matrices that are made a few rows at a time, the left one transposed.
+
+    Args:
+        y: Any matrix with the columns and dtype of the left one, O.
+        rows: K.
+        columns: Of the right matrix, I.
+        left: A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the left matrix.
+        right: The same of the right matrix.
+
+    Returns:
+        Shape (O, I).
+    """
+    product = None
+    for part in product_parts(rows, columns, y.shape[1], y.dtype):
+        transposed, values = left(part.start, part.stop).T, right(part.start, part.stop)
+        product = torch.mm(transposed, values) if product is None else product.addmm_(transposed, values)
+    return y.new_zeros(y.shape[1], columns) if product is None else product
 
 
 def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
@@ -116,6 +137,7 @@ def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> 
         The rows of a part. Half types have one part, since they would round the sum after every part.
     """
     step = _CHUNK // max(1, columns, outputs) if dtype in (torch.float32, torch.float64) else rows
+    step -= step % _BLOCK if step > _BLOCK else 0
     for begin in range(0, rows, max(1, step)):
         yield slice(begin, min(begin + max(1, step), rows))
 
