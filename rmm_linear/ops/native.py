@@ -10,12 +10,15 @@ from torch import Tensor
 from rmm_linear import packing, sketches
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.backends import native
+from rmm_linear.backends.native import transforms
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
 from rmm_linear.packing import GROUP, ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
+from rmm_linear.sketches.philox import signs as random_signs
 from rmm_linear.sketches.rows import sample
+from rmm_linear.sketches.transforms import next_power_of_two
 from rmm_linear.spec import SaveSpec
 
 _CHUNK = 1 << 20  # elements that are packed or unpacked at a time
@@ -49,8 +52,12 @@ def _sketch_parts(
     """As :func:`rmm_linear.sketches.sketch_parts`."""
     if kind == "rows" and mask is None and rows < matrix.shape[0]:
         index = sample(seed, matrix.shape[0], rows, generator=native.philox)
-        scale = torch.full((rows,), (matrix.shape[0] / rows) ** 0.5, dtype=accumulator_dtype(matrix.dtype))
+        scale = matrix.new_full((rows,), (matrix.shape[0] / rows) ** 0.5, dtype=accumulator_dtype(matrix.dtype))
         return lambda begin, end: gather_rows(matrix, RowSample(index[begin:end], scale[begin:end]))
+    if kind in transforms.KINDS and (block is None or block >= matrix.shape[0]) and matrix.dtype in TYPES:
+        whole = _transformed(matrix, seed, kind, rows, mask)
+        if whole is not None:
+            return lambda begin, end: whole[begin:end]
     hashed = _hashed(matrix, seed, kind, rows, mask)
     if hashed is None:
         shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
@@ -60,6 +67,20 @@ def _sketch_parts(
         return countsketch.hashed_part(matrix if index is None else matrix[index], signs, shifts, rows)
     source = _contiguous_rows(matrix)
     return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end, index)
+
+
+def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None) -> Tensor | None:
+    """The sketch by a transform; None if no row is left out, or for a length that the library does not transform."""
+    tokens = matrix.shape[0]
+    count, size = tokens if mask is None else int(mask.count), next_power_of_two(max(tokens, 1))
+    if count <= rows or (kind != "hadamard" and size != tokens):
+        return None
+    places = seed.new_full((size,), -1)
+    places[:count] = torch.arange(count, device=seed.device) if mask is None else mask.order[:count]
+    signs = seed.new_zeros(size, dtype=torch.float32)
+    signs[:tokens] = random_signs(seed, tokens, generator=native.philox)
+    index = sample(seed, size, rows, generator=native.philox)
+    return transforms.sampled_transform(_contiguous_rows(matrix), kind, index, places, signs)
 
 
 def _hashed(

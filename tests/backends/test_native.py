@@ -14,10 +14,11 @@ from helpers import assert_packed_alike
 
 from rmm_linear import RMMLinear, packing
 from rmm_linear.backends import native
+from rmm_linear.backends.native import transforms
 from rmm_linear.ops import native as ops
-from rmm_linear.ops import table
+from rmm_linear.ops import plain, table
 from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
-from rmm_linear.sketches import sketch
+from rmm_linear.sketches import RowSample, TokenMask, gather, sketch
 from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox
 from rmm_linear.spec import SaveSpec
@@ -58,17 +59,17 @@ def test_random_numbers_are_the_same_to_the_bit(stream):
 @pytest.mark.parametrize(("tokens", "rows"), [(4096, 410), (100, 64), (33, 1), (32, 32), (65, 7), (1, 5), (0, 3)])
 def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows):
     expected = signs_and_shifts(SEED, tokens, rows)
-    for found, plain in zip(native.signs_and_shifts(SEED, tokens, rows), expected, strict=True):
-        assert found.dtype == plain.dtype
-        assert torch.equal(found, plain)
+    for found, other in zip(native.signs_and_shifts(SEED, tokens, rows), expected, strict=True):
+        assert found.dtype == other.dtype
+        assert torch.equal(found, other)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(100, 70), (3, 200), (0, 64), (5, 0), (1, 1)])
 def test_the_noise_of_packing_is_the_same_to_the_bit(rows, columns):
     expected = vars(RoundingNoise.of(SEED, rows, columns)).values()
-    for found, plain in zip(native.rounding_noise(SEED, ROUNDING_STREAM, rows, columns), expected, strict=True):
-        assert found.dtype == plain.dtype
-        assert torch.equal(found, plain)
+    for found, other in zip(native.rounding_noise(SEED, ROUNDING_STREAM, rows, columns), expected, strict=True):
+        assert found.dtype == other.dtype
+        assert torch.equal(found, other)
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
@@ -158,6 +159,53 @@ def test_countsketch_is_the_same(tokens, rows, view):
     assert torch.equal(torch.cat([parts(a, b) for a, b in itertools.pairwise(cuts)]), found)
     packed = ops.packed_sketch(m, SEED, SaveSpec("countsketch", rows, bits=4), None)
     assert all(map(torch.equal, packed, ops.pack(found, 4, SEED)))
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "dct", "dft", "rows", "countsketch"])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "valid"), [(256, 25, 0.6), (64, 63, 1), (100, 9, 0.5), (4, 1, 1), (2, 1, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sketches_are_the_same_with_and_without_a_mask(kind, tokens, rows, valid, dtype):
+    """But for a few roundings in another order; a half type rounds the result, and a sum at its half once more."""
+    m = torch.randn(tokens, 70, generator=torch.Generator().manual_seed(5)).to(dtype)
+    mask = torch.rand(tokens, generator=torch.Generator().manual_seed(6)) < valid
+    bound = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
+    for one in (None, TokenMask.of(mask)):
+        shape = {"kind": kind, "seed": SEED, "rows": rows, "mask": one}
+        found, expected = ops.sketch(m, **shape), sketch(m, **shape)
+        assert found.dtype == dtype
+        assert (found.float() - expected.float()).norm() <= bound * expected.float().norm()
+        packed = ops.packed_sketch(m, SEED, SaveSpec(kind, rows, bits=8), one)
+        plain_packed = plain.packed_sketch(m, SEED, SaveSpec(kind, rows, bits=8), one)
+        unpacked = [packing.unpack(*stored, SEED, 8, 70, torch.float32) for stored in (packed, plain_packed)]
+        step = plain_packed[1][..., 1].float().max()  # an element close to a step may round to either side
+        assert (unpacked[0] - unpacked[1]).abs().max() <= 8 * step
+        assert dtype != torch.float32 or ((unpacked[0] - unpacked[1]).abs() > step / 100).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "dct", "dft", "rows", "wta"])
+def test_the_defaults_of_pytorch_change_no_sketch(kind):
+    m = torch.randn(64, 5, generator=torch.Generator().manual_seed(7))
+    p = torch.full((64,), 1 / 64) if kind == "wta" else None
+    expected = ops.sketch(m, kind=kind, seed=SEED, rows=6, p=p)
+    transforms._plan.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(ops.sketch(m, kind=kind, seed=SEED, rows=6, p=p), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_sampled_rows_are_the_same_to_the_bit(dtype):
+    m = torch.randn(50, 70, generator=torch.Generator().manual_seed(5)).to(dtype)
+    m[3] = math.inf
+    sample = RowSample(torch.tensor([3, 49, 0, 7, 7], dtype=torch.int32), torch.tensor([0.0, 1.7, -2.0, 0.3, 1e-3]))
+    assert torch.equal(ops.gather_rows(m, sample), gather(m, sample))
+    assert torch.equal(ops.gather_rows(m.T[:, :50], sample), gather(m.T[:, :50], sample))
 
 
 @pytest.mark.parametrize("shape", [(9, 768), (5, 130), (3, 5), (0, 64)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rmm_linear import packing
 from rmm_linear.backends import native
-from rmm_linear.backends.native import derivatives, gated, library, masks, norms
+from rmm_linear.backends.native import derivatives, gated, library, masks, norms, transforms
 from rmm_linear.ops.native_derivatives import derivative_table
 from rmm_linear.packing import ROUNDING_STREAM, empty_packed
 from rmm_linear.packing.pointwise import Pointwise
@@ -107,6 +107,21 @@ def test_derivatives_are_the_same_to_the_bit(level, dtype, name, bits, both):
         derivatives.pack_derivative(matrix(dtype), codes, kind, bits, derivative_table(function, bits), noise, None)
         line = (function.range[0], function.step(bits))
         return codes, derivatives.apply_derivative(matrix(dtype), codes, kind, bits, line, noise, None)
+
+    same(*both(level, run))
+
+
+@pytest.mark.parametrize("level", LOWER)
+@pytest.mark.parametrize("kind", transforms.KINDS)
+def test_transforms_are_the_same_to_the_bit(level, kind, both):
+    places = torch.cat((torch.arange(ROWS), torch.full((256 - ROWS,), -1)))
+    index, signs = torch.tensor([0, 3, 128, 255]), torch.linspace(-1, 1, 256)
+
+    def run():
+        return [
+            transforms.sampled_transform(matrix(dtype).nan_to_num(0, 2), kind, index, places, signs)
+            for dtype in library.TYPES
+        ]
 
     same(*both(level, run))
 

@@ -115,23 +115,17 @@ INLINE int pack_all(
     return not_finite;
 }
 
-/* Activation and bits are constants in each call, so that the compiler specializes it. */
-#define PACK(activation, bits) \
+/* The activation is a constant in each call, so that the compiler specializes it. */
+#define PACK(activation) \
     return pack_all(a, b, stride_a, stride_b, begin, end, rows, columns, index, activation, bits, n, p, s)
-#define PACK_BITS(activation)               \
-    {                                       \
-        if (bits == 4) PACK(activation, 4); \
-        if (bits == 2) PACK(activation, 2); \
-        PACK(activation, 8);                \
-    }
 
 static int pack_gated_rows(
     const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s) {
-    if (activation == GATED_GELU) PACK_BITS(GATED_GELU)
-    if (activation == GATED_GELU_TANH) PACK_BITS(GATED_GELU_TANH)
-    if (activation == GATED_SILU) PACK_BITS(GATED_SILU)
-    PACK_BITS(GATED_RELU)
+    if (activation == GATED_GELU) PACK(GATED_GELU);
+    if (activation == GATED_GELU_TANH) PACK(GATED_GELU_TANH);
+    if (activation == GATED_SILU) PACK(GATED_SILU);
+    PACK(GATED_RELU);
 }
 
 INLINE void unpack_and_multiply(

@@ -15,3 +15,4 @@
 #include "norms.c"
 #include "packing.c"
 #include "philox.c"
+#include "transforms.c"

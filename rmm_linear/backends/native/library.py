@@ -37,6 +37,7 @@ SIGNATURES = {
     "rmm_rounding_noise": "qqqqppp",
     "rmm_signs_and_shifts": "qqqpp",
     "rmm_softmax_gradients": "ppqqi",
+    "rmm_transform": "piqqqppppppppqpi",
     "rmm_unpack": "ppqqipppi",
     "rmm_unrotate": "pqqpi",
 }

@@ -43,10 +43,7 @@ static int pack_norm_rows(
         uint16_t *row_qparams = qparams + row * groups * 2;
         float mean = centered ? row_sum(from, columns, 0, 0) / columns : 0;
         float rstd = rstds[row] = 1 / sqrtf(row_sum(from, columns, mean, 1) / columns + eps);
-        /* bits is a constant in each call, so that the compiler specializes it. */
-        if (bits == 4) pack_norm_groups(from, whole, mean, rstd, 4, sign, a[row], c, to, row_qparams, &not_finite);
-        else if (bits == 2) pack_norm_groups(from, whole, mean, rstd, 2, sign, a[row], c, to, row_qparams, &not_finite);
-        else pack_norm_groups(from, whole, mean, rstd, 8, sign, a[row], c, to, row_qparams, &not_finite);
+        pack_norm_groups(from, whole, mean, rstd, bits, sign, a[row], c, to, row_qparams, &not_finite);
         if (whole < groups) {
             int size = (int)(columns - whole * GROUP);
             float last[GROUP];

@@ -30,10 +30,7 @@ static int pack_rows(
         const float *z = hashed_row(m, row, buffer);
         uint8_t *to = codes + row * length;
         uint16_t *row_qparams = qparams + row * groups * 2;
-        /* bits is a constant in each call, so that the compiler specializes it. */
-        if (bits == 4) pack_whole_groups(z, whole, 4, sign, a[row], c, to, row_qparams, &not_finite);
-        else if (bits == 2) pack_whole_groups(z, whole, 2, sign, a[row], c, to, row_qparams, &not_finite);
-        else pack_whole_groups(z, whole, 8, sign, a[row], c, to, row_qparams, &not_finite);
+        pack_whole_groups(z, whole, bits, sign, a[row], c, to, row_qparams, &not_finite);
         if (whole < groups)
             pack_short_group(
                 z + whole * GROUP, (int)(columns - whole * GROUP), bits, a[row], c + whole * GROUP,

@@ -92,7 +92,7 @@ INLINE ints round_part(lanes v, lanes offset, lanes inverse, ints chance) {
 }
 
 /* Writes the codes and qparams of a batch, and sets `not_finite` if a group has a NaN or is beyond float32. */
-INLINE void finish_batch(
+INLINE void finish_batch_of(
     batch *b, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
     for (int i = b->count; i < LANES; i++) b->low[i] = b->high[i] = all(0);
     for (int i = 0; i < LANES; i++) b->high[i] = -b->high[i];
@@ -122,6 +122,14 @@ INLINE void finish_batch(
             store_bytes(codes + group * 8 * bits + k * LANES, byte - ones);
         }
     }
+}
+
+static __attribute__((noinline)) void finish_batch(
+    batch *b, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
+    /* bits is a constant in each call, so that the compiler specializes it. */
+    if (bits == 4) finish_batch_of(b, 4, a, c, codes, qparams, not_finite);
+    else if (bits == 2) finish_batch_of(b, 2, a, c, codes, qparams, not_finite);
+    else finish_batch_of(b, 8, a, c, codes, qparams, not_finite);
 }
 
 /* The last group, if it has fewer columns. It is not rotated. */
