@@ -28,6 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear._support.autocast import autocast_dtype, cast
 from rmm_linear._support.validation import check_integer
 from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.operator import operator
 
 CHUNK = 256
 _REDUCTIONS = ("mean", "sum")
@@ -131,7 +132,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-@torch.library.custom_op("rmm_linear::chunked_cross_entropy", mutates_args=())
+@operator("chunked_cross_entropy")
 def _loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,

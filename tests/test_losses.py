@@ -193,7 +193,7 @@ def test_the_operator_keeps_pytorchs_rules(needs, dtype):
 @pytest.mark.parametrize("ignored", [False, True])
 def test_one_chunk_of_logits_is_alive(ignored, monkeypatch):
     # A dispatch mode sees what an operator returns; its Python function shows what is alive inside of it.
-    monkeypatch.setattr(losses, "_loss_and_gradients", losses._loss_and_gradients._init_fn)
+    monkeypatch.setattr(losses, "_loss_and_gradients", losses._loss_and_gradients.function)
     tokens, width, classes, chunk = 512, 8, 4000, 64
     hidden, weight, bias, labels = inputs(torch.float32, tokens, width, classes)
     if ignored:

@@ -21,6 +21,7 @@ from rmm_linear.backends.native import masks as native_masks
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import native
 from rmm_linear.ops.fused_attention import fused_gradients
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, views
 from rmm_linear.ops.table import PACK, UNPACK, Operation
 from rmm_linear.packing import GROUP
@@ -63,7 +64,7 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_i
     return attention_parts(rows, kv_rows, columns, bits)
 
 
-@torch.library.custom_op("rmm_linear::pack_attention", mutates_args=())
+@operator("pack_attention")
 def pack_attention(
     query: Tensor,
     key: Tensor,
@@ -180,7 +181,7 @@ ATTENTION_BACKWARD = Operation(
 )
 
 
-@torch.library.custom_op("rmm_linear::attention_backward", mutates_args=())
+@operator("attention_backward")
 def attention_backward(
     grad_output: Tensor,
     stored: Tensor,
@@ -237,7 +238,7 @@ def _(grad_output, stored, mask, kept, index, kv_index, keys, kv_heads, width, *
     )
 
 
-@torch.library.custom_op("rmm_linear::dropped_attention", mutates_args=())
+@operator("dropped_attention")
 def dropped_attention(
     query: Tensor,
     key: Tensor,

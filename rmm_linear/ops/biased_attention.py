@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.ops.attention import ATTENTION_BACKWARD, _backward_flops
+from rmm_linear.ops.operator import operator
 from rmm_linear.packing.attention import AttentionSpec
 from rmm_linear.packing.attention_bias import Bias
 
 
-@torch.library.custom_op("rmm_linear::biased_attention_backward", mutates_args=())
+@operator("biased_attention_backward")
 def biased_attention_backward(
     grad_output: Tensor,
     stored: Tensor,

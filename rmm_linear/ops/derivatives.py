@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops import native_derivatives as native
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.save import _on_device
 from rmm_linear.ops.stored import SEED, Part, empty_stored, stored_bytes, views
 from rmm_linear.ops.table import PACK, UNPACK, Operation
@@ -65,10 +66,8 @@ def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> lis
     return [SEED, codes, ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)]
 
 
-@torch.library.custom_op(
-    "rmm_linear::pack_derivative",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> Tensor",
+@operator(
+    "pack_derivative", "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> Tensor"
 )
 def pack_derivative(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
@@ -110,10 +109,8 @@ def _(x, index, seed, name, parameters, bits):
     return x.new_empty(stored_bytes(parts), dtype=torch.uint8)
 
 
-@torch.library.custom_op(
-    "rmm_linear::apply_derivative",
-    mutates_args=(),
-    schema="(Tensor y, Tensor stored, Tensor? index, str name, float[] parameters, int bits) -> Tensor",
+@operator(
+    "apply_derivative", "(Tensor y, Tensor stored, Tensor? index, str name, float[] parameters, int bits) -> Tensor"
 )
 def apply_derivative(
     y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.backends import native as library
 from rmm_linear.backends.native import gated as native
 from rmm_linear.backends.triton import kernels
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, stored_bytes, views
 from rmm_linear.ops.table import Operation
 from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, row_parts
@@ -96,7 +97,7 @@ def _parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
     return [_SEEDS, *[codes, qparams] * count]
 
 
-@torch.library.custom_op("rmm_linear::keep_gated", mutates_args=())
+@operator("keep_gated")
 def keep_gated(
     a: Tensor,
     b: Tensor,
@@ -139,7 +140,7 @@ def _(a, b, activation, bits, seed, index, needs_a, needs_b):
     return a.new_empty(stored_bytes(_parts(rows, a.shape[1], bits, needs_a + needs_b)), dtype=torch.uint8)
 
 
-@torch.library.custom_op("rmm_linear::apply_gated", mutates_args=())
+@operator("apply_gated")
 def _apply(
     y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
 ) -> tuple[Tensor, Tensor]:

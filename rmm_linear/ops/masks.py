@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.backends.native import masks as native
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.backends.triton import kernels
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.table import Operation
 from rmm_linear.packing import masks as plain
 
@@ -28,7 +29,7 @@ APPLY_MASK = Operation(
 )
 
 
-@torch.library.custom_op("rmm_linear::pack_mask", mutates_args=())
+@operator("pack_mask")
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
     """Store which elements are not zero, in one bit each.
 
@@ -48,7 +49,7 @@ def _(mask, index):
     return mask.new_empty(rows, (mask.shape[1] + 7) // 8, dtype=torch.uint8)
 
 
-@torch.library.custom_op("rmm_linear::apply_mask", mutates_args=())
+@operator("apply_mask")
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
     """Multiply the stored elements by a number, and set all others to zero.
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops import native_norms as native
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.save import _on_device
 from rmm_linear.ops.stored import SEED, Part, empty_stored, stored_bytes, views
 from rmm_linear.ops.table import Operation
@@ -54,10 +55,8 @@ def norm_bytes(rows: int, columns: int, bits: int) -> int:
     return stored_bytes(_parts(rows, columns, bits))
 
 
-@torch.library.custom_op(
-    "rmm_linear::pack_norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor",
+@operator(
+    "pack_norm", "(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor"
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """Normalize rows, and store them in few bits.
@@ -90,7 +89,7 @@ def _(x, index, seed, bits, eps, centered, dims=1):
     return empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
 
 
-@torch.library.custom_op("rmm_linear::norm_backward", mutates_args=())
+@operator("norm_backward")
 def norm_backward(
     y: Tensor,
     stored: Tensor,

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.ops import table
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
 from rmm_linear.ops.fp16 import fp16_scale
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.weight_gradient import scaled_sketch, sketch_flops
 from rmm_linear.packing import GROUP, empty_packed
 from rmm_linear.sketches import RowSample, TokenMask
@@ -54,9 +55,7 @@ def save(
 
 
 # PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
-@torch.library.custom_op(
-    "rmm_linear::keep", mutates_args=(), schema=f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]"
-)
+@operator("keep", f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]")
 def _keep(x, seed, expected, *arguments, **named):
     return list(save(x, *from_arguments(*arguments, **named), seed, expected))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
+from rmm_linear.ops.operator import operator
 from rmm_linear.ops.save import empty_saved, save
 from rmm_linear.ops.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.ops.weight_gradient import weight_gradient
@@ -26,7 +27,7 @@ from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec
 
 
-@torch.library.custom_op("rmm_linear::fresh_sketch", mutates_args=(), schema=f"(Tensor x, {SCHEMA}) -> Tensor")
+@operator("fresh_sketch", f"(Tensor x, {SCHEMA}) -> Tensor")
 def _sketch_with_new_seed(x, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
     saved = save(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
@@ -43,11 +44,7 @@ def _(x, *arguments, **named):
     return x.new_empty(stored_bytes(_parts(empty_saved(x, tokens, x.shape[-1], spec))), dtype=torch.uint8)
 
 
-@torch.library.custom_op(
-    "rmm_linear::stored_product",
-    mutates_args=(),
-    schema=f"(Tensor y, Tensor stored, SymInt columns, {SCHEMA}) -> Tensor",
-)
+@operator("stored_product", f"(Tensor y, Tensor stored, SymInt columns, {SCHEMA}) -> Tensor")
 def _weight_gradient(y, stored, columns, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
     saved = empty_saved(y.new_empty(0, device="meta"), y.shape[0], columns, spec)

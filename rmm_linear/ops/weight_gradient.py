@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.ops import table
 from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
 from rmm_linear.ops.fp16 import fp16_scale
+from rmm_linear.ops.operator import operator
 from rmm_linear.packing import GROUP
 from rmm_linear.sketches import RowSample, TokenMask, kept_rows
 from rmm_linear.sketches.blocks import block_rows
@@ -47,11 +48,7 @@ def scaled_sketch(
     return result.contiguous()  # the transforms return other strides
 
 
-@torch.library.custom_op(
-    "rmm_linear::sketch",
-    mutates_args=(),
-    schema=f"(Tensor matrix, Tensor seed, {SCHEMA}, *, float scale=1.0) -> Tensor",
-)
+@operator("sketch", f"(Tensor matrix, Tensor seed, {SCHEMA}, *, float scale=1.0) -> Tensor")
 def _sketch(matrix, seed, *arguments, scale=1.0, **named):
     return scaled_sketch(matrix, seed, *from_arguments(*arguments, **named), scale)
 
@@ -61,10 +58,8 @@ def _(matrix, seed, kind, rows, block=None, *arguments, **named):
     return matrix.new_empty(kept_rows(matrix.shape[0], rows, block), matrix.shape[1])
 
 
-@torch.library.custom_op(
-    "rmm_linear::unpacked_product",
-    mutates_args=(),
-    schema=f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor",
+@operator(
+    "unpacked_product", f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor"
 )
 def _unpacked_product(y, codes, qparams, seed, columns, *arguments, **named):
     spec, mask = from_arguments(*arguments, **named)
@@ -76,7 +71,7 @@ def _(y, codes, qparams, seed, columns, *arguments, **named):
     return y.new_empty(y.shape[1], columns)
 
 
-@torch.library.custom_op("rmm_linear::gather_rows", mutates_args=())
+@operator("gather_rows")
 def _gather_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     return table.GATHER_ROWS(matrix, RowSample(index, scale))
 

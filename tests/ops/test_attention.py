@@ -92,7 +92,7 @@ def test_operators_obey_the_rules_of_pytorch():
         (attention_backward, backwards),
         (dropped_attention, (q, k, v, mask, kept, spec.scale, False, 0.3)),
     ):
-        torch.library.opcheck(operator, arguments)
+        torch.library.opcheck(operator.definition, arguments)
 
 
 def test_floating_point_operations():

@@ -14,11 +14,13 @@ WIDTH = 96
 def test_the_operators_are_what_compilers_take_them_for(index, dims, dtype):
     x = torch.randn(2, 3, 8, 12) if dims == 2 else torch.randn(6, WIDTH)
     x = x.to(dtype)
-    torch.library.opcheck(pack_norm, (x, index, 5, 2, 1e-5, True, dims))
+    torch.library.opcheck(pack_norm.definition, (x, index, 5, 2, 1e-5, True, dims))
     stored = pack_norm(x, index, 5, 2, 1e-5, True, dims)
     gamma = torch.ones(WIDTH)
     for sums in (True, False):
-        torch.library.opcheck(norm_backward, (x.view(6, WIDTH), stored, gamma, index, 2, True, torch.float32, sums))
+        torch.library.opcheck(
+            norm_backward.definition, (x.view(6, WIDTH), stored, gamma, index, 2, True, torch.float32, sums)
+        )
 
 
 @pytest.mark.parametrize("index", [None, torch.tensor([0, 2, 5])])
