@@ -61,7 +61,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         if " out of " in str(error) and not isinstance(error, torch.OutOfMemoryError):
             remedy = "Give a smaller --length." if is_random else "Check the numbers in the batch."
             raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
-        takes = f"{type(model).__name__} takes {', '.join(inspect.signature(model.forward).parameters)}."
+        names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.VAR_KEYWORD]
+        takes = f"{type(model).__name__} takes {', '.join(names)}."
         remedy = (
             "Save a batch that it takes with torch.save({...}, path), and give it by --batch. " if is_random else ""
         )

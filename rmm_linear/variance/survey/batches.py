@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -46,11 +47,14 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
     try:
         content = torch.load(path, weights_only=True)
     except Exception as error:  # bytes of something else end in any
-        got = {OSError: "none", EOFError: "one that ends before its first batch"}
-        what = next((text for kind, text in got.items() if isinstance(error, kind)), "one that torch.load refuses")
-        reason = getattr(error, "strerror", None) or type(error).__name__
+        if isinstance(error, EOFError):
+            got = "one that ends before its first batch"
+        elif isinstance(error, UnpicklingError):
+            got = "another, or one with more in it than dictionaries, lists and tensors"
+        else:
+            got = f"none ({error.strerror})" if isinstance(error, OSError) else f"another ({type(error).__name__})"
         raise ValueError(
-            f"{path} must be a .pt file written by torch.save, got {what}. Save one with {example} ({reason})."
+            f"{path} must be a .pt file written by torch.save, got {got}. Save one with {example}."
         ) from error
     batches = content if isinstance(content, list) else [content]
     if not batches or not all(isinstance(batch, dict) for batch in batches):
