@@ -127,7 +127,7 @@ def is_quantized(module: nn.Module) -> bool:
         True for layers of torch.ao, bitsandbytes, GPTQ, AWQ and others, and for weights that torchao has quantized.
     """
     weight = getattr(module, "weight", None)
-    has_codes = isinstance(weight, torch.Tensor) and not (weight.is_floating_point() and weight.element_size() > 1)
+    has_codes = isinstance(weight, torch.Tensor) and not (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     return (
         "quantized" in type(module).__module__
         or f"{type(module).__module__}.".startswith(tuple(f"{name}." for name in _QUANTIZERS))
