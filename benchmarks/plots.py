@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, Row, read_rows
+from rmm_linear._support.installing import INSTALL_EXTRA
 
 _STYLES = (
     ("o", "-", "#000000"), ("s", "-", "#0072b2"), ("^", "--", "#d55e00"), ("D", "-.", "#009e73"),
@@ -139,7 +140,7 @@ def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install 'rmm_linear[glue]'.") from error
+        raise ImportError(f"Pictures need matplotlib. Run {INSTALL_EXTRA}.") from error
     figure = Figure(figsize=(width * across + 0.6, height * down + 1.2), layout="constrained")
     return figure, list(figure.subplots(down, across, squeeze=False).flat)
 

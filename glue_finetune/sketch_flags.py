@@ -13,6 +13,7 @@ from typing import Any
 
 from glue_finetune.errors import UserError, one_line
 from rmm_linear import RMMConfig
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.norm_estimators.registry import NONE
 from rmm_linear.sketches import KINDS
 
@@ -64,7 +65,8 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMCon
     changes = {name: _names(values[name]) if name in _NAMES else values[name] for name in _FIELDS if name in given}
     kind = changes.get("kind")
     if kind is not None and kind not in (EXACT, *KINDS):
-        raise UserError(f"kind must be one of {EXACT}, {', '.join(KINDS)}, got {kind!r}.")
+        near = did_you_mean(kind, (EXACT, *KINDS))
+        raise UserError(f"kind must be one of {EXACT}, {', '.join(KINDS)}, got {kind!r}.{near}")
     if kind == EXACT:
         del changes["kind"]  # the other flags are checked all the same
     base = RMMConfig() if values["rmm_config"] is None else _load(Path(values["rmm_config"]).expanduser())

@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from rmm_linear._support.installing import INSTALL_EXTRA
+
 _NEEDED = ("transformers", "datasets", "evaluate", "filelock", "sklearn", "scipy", "pandas", "matplotlib", "rich")
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(
             f"glue_finetune: error: The script needs packages that are not installed: {', '.join(missing)}. "
-            "Run pip install 'rmm_linear[glue]', or pip install -e '.[glue]' in a clone.",
+            f"Run {INSTALL_EXTRA}.",
             file=sys.stderr,
         )
         return 2

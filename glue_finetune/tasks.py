@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from glue_finetune.errors import UserError
+from rmm_linear._support.validation import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def get_task(name: str) -> Task:
     """Look a task up by name, in any spelling of case and dashes ("SST-2" is "sst2"); a UserError if there is none."""
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None:
-        raise UserError(f"task_name must be one of {', '.join(TASKS)}, got {name!r}.")
+        raise UserError(f"task_name must be one of {', '.join(TASKS)}, got {name!r}.{did_you_mean(name, TASKS)}")
     return task
 
 

@@ -28,6 +28,7 @@ from rmm_linear.integrations.transformers import SketchStateCallback
 from rmm_linear.memory import track_saved
 
 BYTES_KEPT, BYTES_OF_LAYERS, BY_OPERATION = "bytes_kept", "bytes_kept_by_layers", "bytes_by_operation"
+LINEAR_EXACT = "linear_exact"
 MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
 
 
@@ -64,24 +65,28 @@ class GlueTrainer(Trainer):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         layers = sum(bytes for name, bytes in kept.by_module.items() if name in self.layers)
         entry: Any = {BYTES_KEPT: kept.total, BYTES_OF_LAYERS: layers, "batch_shape": shape, "step": step}
-        entry[BY_OPERATION] = self._explain(unwrapped, again)
+        entry |= self._explain(unwrapped, again)
         self.state.log_history.append(entry)
         return result
 
-    def _explain(self, model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """Print what the whole model saves, exactly and converted; return it by operation."""
+    def _explain(self, model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Print what the whole model saves, exactly and converted; return it, and the linear layers that stay exact."""
         if self.report is None:
-            return None
+            return {}
+        report = self.report.in_training(model)
         try:  # after the step's own forward pass, which is the one that is probed
-            found = explained(model, self.report, lambda: super(GlueTrainer, self).compute_loss(model, dict(inputs)))
+            found = explained(model, report, lambda: super(GlueTrainer, self).compute_loss(model, dict(inputs)))
         except torch.OutOfMemoryError:
             tqdm.write("What the exact model would save is not known: it runs out of memory on this batch.")
-            return None
+            return {}
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the exact model's is none of this run's
         if self.is_world_process_zero():
             tqdm.write(found.line())
-        return {name: dataclasses.asdict(memory) for name, memory in found.operations.items()}
+        return {
+            BY_OPERATION: {name: dataclasses.asdict(memory) for name, memory in found.operations.items()},
+            LINEAR_EXACT: dataclasses.replace(report, memory=found).linear_exact,
+        }
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self.args.output_dir or "") / f"checkpoint-{self.state.global_step}"

@@ -33,7 +33,7 @@ from glue_finetune.results import RESULTS_FILE, VARIANCE_FILE, make_results, run
 from glue_finetune.scoring import make_scorer
 from glue_finetune.sketch_flags import has_estimators
 from glue_finetune.tasks import get_task
-from glue_finetune.trainer import CheckpointFiles, GlueTrainer, StepTimer, add_progress
+from glue_finetune.trainer import LINEAR_EXACT, CheckpointFiles, GlueTrainer, StepTimer, add_progress
 from rmm_linear import ConversionReport, RMMConfig, convert
 from rmm_linear.estimators import IndexedDataset, with_sample_index
 from rmm_linear.integrations.pretrained import save_conversion
@@ -84,7 +84,8 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     layers = _sketchable(model, arguments.probed)
     report = sketch(model, arguments.config)
     if training.process_index == 0:
-        print(report or "exact: every layer keeps its whole input")
+        # What the whole model saves is measured in a later step.
+        print("exact: every layer keeps its whole input" if report is None else report.modules())
 
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
@@ -136,7 +137,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             if report is not None and trainer.is_world_process_zero():
                 save_conversion(model, folder)
     if trainer.is_world_process_zero():
-        found = report or ConversionReport(arguments.probed)
+        found = (report or ConversionReport(arguments.probed)).in_training(model)
         extra = {
             "seconds_per_step": timer.summary(),
             "seconds_of_training": seconds,
@@ -148,6 +149,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             "skipped": dict(found.skipped),
             "packed": dict(Counter(entry.operation for entry in found.packed.values())),
             "recomputed": list(found.checkpointed),
+            "linear_exact": next((entry[LINEAR_EXACT] for entry in state.log_history if LINEAR_EXACT in entry), {}),
             "attention_exact": _exact_attention(model),
         }
         results = make_results(arguments, task, state.log_history, extra)

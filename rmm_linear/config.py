@@ -146,11 +146,15 @@ class RMMConfig(SavedSettings):
                 'Use norm_estimator="none".'
             )
         if self.bits not in (None, "auto", *WIDTHS) or type(self.bits) not in (type(None), str, int):
-            raise ValueError(f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.')
+            raise ValueError(
+                f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.'
+                f"{did_you_mean(self.bits, ['auto'])}"
+            )
         if not isinstance(self.mask_padding, bool):
             raise TypeError(f"mask_padding must be True or False, got {self.mask_padding!r}.")
         if self.checkpointed not in ("exact", "packed"):
-            raise ValueError(f'checkpointed must be "exact" or "packed", got {self.checkpointed!r}.')
+            near = did_you_mean(self.checkpointed, ("exact", "packed"))
+            raise ValueError(f'checkpointed must be "exact" or "packed", got {self.checkpointed!r}.{near}')
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
         check_block(self.kind, self.block)
@@ -284,4 +288,5 @@ def _read_operations(value: object) -> tuple[str, ...]:
 def _check_width(name: str, value: object, widths: tuple[int | str, ...]) -> None:
     if type(value) not in (int, str) or value not in widths:
         *others, last = map(repr, widths)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
+        near = did_you_mean(value, [width for width in widths if isinstance(width, str)])
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.{near}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import nn
 from rmm_linear._support.validation import check_integer
 from rmm_linear.command.main import PROGRAM
 from rmm_linear.config import RMMConfig
-from rmm_linear.memory import explain
+from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.explanation import explained
 from rmm_linear.variance.survey.batches import import_transformers, model_class, read_batches
 
 
@@ -29,7 +30,7 @@ def explain_model(arguments: argparse.Namespace) -> int:
     """
     try:
         return _explain(arguments)
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, EOFError, UnpicklingError) as error:
+    except (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeError) as error:
         print(f"{PROGRAM} explain: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -52,13 +53,20 @@ def _explain(arguments: argparse.Namespace) -> int:
         batch = _random_batch(model, arguments.size, arguments.length)
     else:
         batch = read_batches(Path(arguments.batch))[0]
+    report = convert(model, config)
     try:
-        found = explain(model, batch, config)
-    except (IndexError, RuntimeError) as error:
-        if " out of " not in str(error):
-            raise
-        remedy = "Give a smaller --length." if arguments.batch is None else "Check the numbers in the batch."
-        raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
+        found = explained(model, report, batch)
+    except Exception as error:  # of the model's own code
+        is_random, got = arguments.batch is None, f"{type(error).__name__}: {error}".strip().rstrip(".")
+        if " out of " in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            remedy = "Give a smaller --length." if is_random else "Check the numbers in the batch."
+            raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
+        names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.VAR_KEYWORD]
+        takes = f"{type(model).__name__} takes {', '.join(names)}."
+        remedy = (
+            "Save a batch that it takes with torch.save({...}, path), and give it by --batch. " if is_random else ""
+        )
+        raise ValueError(f"The model does not take this batch: {got}. {remedy}{takes}") from error
     print(f"{found.line()}\n\n{found}")
     return 0
 

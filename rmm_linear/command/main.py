@@ -6,6 +6,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+
+from rmm_linear._support.validation import did_you_mean
 
 PROGRAM = "rmm-linear"
 _EXPLAIN = """Run a model forward before and after a trial conversion, and print what it saves for the backward pass: in
@@ -15,6 +18,7 @@ _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": ("rmm_linear.variance.__main__", "the noise of stand-ins beside the minibatch's, on your own data"),
     "glue": ("glue_finetune.start", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
+_COMMANDS = ("explain", *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _OTHERS:
-        return importlib.import_module(_OTHERS[words[0]][0]).main(words[1:])
+        return _run_other(words[0], words[1:])
+    if words[:1] == ["--help-all"]:
+        return _help_all()
     parser = _parser()
+    if words and not words[0].startswith("-") and words[0] not in _COMMANDS:
+        parser.error(
+            f"COMMAND must be one of {', '.join(_COMMANDS)}, got {words[0]!r}.{did_you_mean(words[0], _COMMANDS)}"
+        )
     arguments = parser.parse_args(words)
     if arguments.command == "version":
         from rmm_linear.command.version import version
@@ -44,9 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
+def _run_other(name: str, words: list[str]) -> int:
+    named = {"prog": f"{PROGRAM} {name}"} if name == "variance" else {}  # the script of GLUE is a program of its own
+    return importlib.import_module(_OTHERS[name][0]).main(words, **named)
+
+
+def _help_all() -> int:
+    """Print the help of the command, and of those below it that have flags."""
+    for words in ([], ["explain"], *([name] for name in _OTHERS)):
+        with suppress(SystemExit):
+            main([*words, "--help"])
+        print()
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Train transformers that save a tenth of what their backward pass needs."
+        prog=PROGRAM,
+        description="Train transformers that save a tenth of what their backward pass needs.",
+        epilog=f"{PROGRAM} COMMAND --help has a command's flags, {PROGRAM} --help-all those of all commands, and "
+        f"{PROGRAM} glue --help-all those that transformers adds to the script of GLUE.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     explain = commands.add_parser("explain", help="what a conversion saves of a model", description=_EXPLAIN)

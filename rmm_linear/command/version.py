@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from logging.handlers import BufferingHandler
 
 import torch
 
 from rmm_linear._support.provenance import machine, versions
 from rmm_linear._version import __version__
 from rmm_linear.backends import native, triton
-from rmm_linear.backends.native.library import MISSING
+from rmm_linear.backends.native import library
 from rmm_linear.backends.select import requested_backend
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "numpy")
@@ -24,12 +25,27 @@ def version() -> str:
     """
     lines = {"rmm_linear": __version__, **versions(*_PACKAGES)}
     lines["system"] = f"{platform.system()} {platform.release()}, {machine()}, {torch.get_num_threads()} threads"
-    lines["CPU backend"] = "C library" if native.is_available() else f"plain PyTorch. {MISSING}"
+    lines["CPU backend"] = _cpu_backend()
     lines["GPU backend"] = "Triton kernels" if triton.is_installed() else "plain PyTorch: Triton is not installed"
     lines["GPU"] = ", ".join(_devices()) or "none"
     lines["RMM_BACKEND"] = requested_backend() + ("" if "RMM_BACKEND" in os.environ else " (not set)")
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _cpu_backend() -> str:
+    """What runs on CPU; the warning of a library that is not there is a part of it, and is not logged."""
+    said = BufferingHandler(capacity=100)
+    propagate = library.logger.propagate
+    library.logger.addHandler(said)
+    library.logger.propagate = False
+    try:
+        if native.is_available():
+            return "C library"
+    finally:
+        library.logger.propagate = propagate
+        library.logger.removeHandler(said)
+    return f"plain PyTorch. {said.buffer[0].getMessage() if said.buffer else library.MISSING}"
 
 
 def _devices() -> list[str]:

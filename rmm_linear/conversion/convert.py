@@ -205,6 +205,11 @@ def _check_model(model: object) -> None:
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         remedy = f"Make an instance first: {model.__name__}(...)." if isinstance(model, type) else "Pass the model."
         raise TypeError(f"model must be a torch.nn.Module, got {got}. {remedy}")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ValueError(
+            "convert takes a model whose modules are Python objects, got one with modules of torch.jit.script or "
+            "torch.jit.trace, whose classes cannot change. Convert the model that they were made from."
+        )
     # With one device or none, DataParallel calls the model itself.
     if any(isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 for module in model.modules()):
         raise ValueError(

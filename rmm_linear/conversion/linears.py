@@ -6,6 +6,7 @@ import logging
 import re
 from typing import Any
 
+import torch
 from torch import nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
@@ -15,6 +16,10 @@ from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
 
 logger = logging.getLogger(__name__)
+
+_QUANTIZERS = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "hqq", "optimum.quanto")  # packages with layers
+_QUANTIZED_WEIGHTS = (*_QUANTIZERS, "torchao")  # layers of torchao's may train
+_QUANTIZED = "is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
 
 
 def choose_linears(
@@ -80,6 +85,8 @@ def skip_where_nothing_is_saved(
 
 def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
+    if is_quantized(module):
+        return f"{kind.__name__} {_QUANTIZED}"
     if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module)):
         return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
     if _is_tensor_parallel(module):
@@ -108,6 +115,25 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
     is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
     is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
     return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Say whether a module is a quantized layer, by the packages of its class and weight, which are not imported.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True for layers of torch.ao, bitsandbytes, GPTQ, AWQ and others, and for weights that torchao has quantized.
+    """
+    weight = getattr(module, "weight", None)
+    has_codes = isinstance(weight, torch.Tensor) and not (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
+    return (
+        "quantized" in type(module).__module__
+        or f"{type(module).__module__}.".startswith(tuple(f"{name}." for name in _QUANTIZERS))
+        or f"{type(weight).__module__}.".startswith(tuple(f"{name}." for name in _QUANTIZED_WEIGHTS))
+        or (has_codes and is_linear_like(module))
+    )
 
 
 def is_linear_like(module: nn.Module) -> bool:
@@ -170,7 +196,7 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
     """
     if not skipped:
         itself = " Use RMMLinear.from_linear for a layer by itself." if is_linear_like(model) else ""
-        quantized = sorted({type(m).__qualname__ for m in model.modules() if "quantized" in type(m).__module__})
+        quantized = sorted({type(m).__qualname__ for m in model.modules() if is_quantized(m)})
         if quantized:
             itself = (
                 f" Its layers are quantized ({', '.join(quantized)}) and train no weight. "
@@ -190,8 +216,10 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
     for name, reason in skipped.items():
         named.setdefault(reason, []).append(name)
     more = {reason: f" and {len(names) - 1} more" if len(names) > 1 else "" for reason, names in named.items()}
-    reasons = "; ".join(f"{names[0]}{more[reason]}: {reason}" for reason, names in list(named.items())[:3])
+    by_remedy = sorted(named, key=lambda reason: _QUANTIZED not in reason)  # a reason with a remedy comes first
+    reasons = "; ".join(f"{named[reason][0]}{more[reason]}: {reason}" for reason in by_remedy[:3])
+    change = f" Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
     return (
-        f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons}). "
-        f"Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
+        f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons})."
+        f"{'' if _QUANTIZED in reasons else change}"
     )

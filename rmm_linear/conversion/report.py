@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
 from rmm_linear.norm_estimators.registry import NONE
 
 if TYPE_CHECKING:
     from rmm_linear.conversion.explanation import Explanation
 
-RECOMPUTED = "recomputed under activation checkpointing, stays exact"
+_EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
+RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
 _NOT_MEASURED = "What the whole model saves is measured on a batch: convert(model, example=batch)."
 
 
@@ -92,6 +96,12 @@ class ConversionReport:
         return [name for name, layer in self.converted.items() if layer.frozen]
 
     @property
+    def linear_exact(self) -> dict[str, str]:
+        """Name to the reason, for every converted linear layer that is known to stay exact."""
+        reasons = {name: self._why_exact(layer) for name, layer in self.converted.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    @property
     def bits(self) -> dict[str, int]:
         """Name to chosen width, for every layer whose ``bits="auto"`` has been decided."""
         if self.context is None:
@@ -113,6 +123,17 @@ class ConversionReport:
         if self.context is None:
             return {}
         return {self.context.names[index]: e.bytes for index, e in sorted(self.context.estimators.items())}
+
+    def in_training(self, model: nn.Module) -> ConversionReport:
+        """Return the report of a model that may have turned on activation checkpointing after its conversion.
+
+        Args:
+            model: The converted model.
+
+        Returns:
+            A copy whose ``checkpointed`` is what the model says now.
+        """
+        return replace(self, checkpointed=inside(checkpointed_blocks(model), [*self.converted, *self.packed]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.
@@ -156,26 +177,36 @@ class ConversionReport:
         )
 
     def __str__(self) -> str:
-        """Return the summary line, a table in which numbered siblings share a row, and what the whole model saves."""
-        rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        text = f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
+        """Return :meth:`modules`, and what the whole model saves."""
         memory = _NOT_MEASURED if self.memory is None else f"{self.memory.line()}\n\n{self.memory.tables()}"
-        return f"{text}\n\n{memory}"
+        return f"{self.modules()}\n\n{memory}"
+
+    def modules(self) -> str:
+        """Return what became of each module.
+
+        Returns:
+            The summary line, and a table in which numbered siblings share a row.
+        """
+        rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
+        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
-            (layer.name, str(layer.in_features), str(layer.out_features), self._saved(layer, _saved(layer)))
+            (layer.name, str(layer.in_features), str(layer.out_features), self._why_exact(layer) or _saved(layer))
             for layer in self.converted.values()
         ]
         packed = [
-            (entry.name, "", "", f"{entry.operation}: {self._saved(entry, entry.saved)}")
+            (entry.name, "", "", f"{entry.operation}: {self._why_exact(entry) or entry.saved}")
             for entry in self.packed.values()
         ]
         return converted + packed + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
 
-    def _saved(self, module: ConvertedLayer | PackedEntry, saved: str) -> str:
-        is_exact = module.name in self.checkpointed and module.config.checkpointed == "exact"
-        return RECOMPUTED if is_exact else saved
+    def _why_exact(self, module: ConvertedLayer | PackedEntry) -> str | None:
+        if module.name in self.checkpointed and module.config.checkpointed == "exact":
+            return RECOMPUTED
+        seen = None if self.memory is None else self.memory.layers.get(module.name)
+        reason = None if seen is None else seen.reason
+        return reason if reason is not None and reason.endswith(_EXACT) else None
 
 
 def _sketch_fields(config: RMMConfig) -> dict[str, Any]:

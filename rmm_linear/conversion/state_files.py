@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from rmm_linear._support.files import digest, replacing
+from rmm_linear._support.installing import INSTALL_EXTRA
 
 _DIGEST = "tensors_sha256"
 _SUFFIX = ".safetensors"
@@ -107,7 +108,6 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as missing:
         raise ImportError(
-            "The state of norm estimators is saved with safetensors, which is not installed. "
-            "Run pip install 'rmm_linear[glue]'."
+            f"The state of norm estimators is saved with safetensors, which is not installed. Run {INSTALL_EXTRA}."
         ) from missing
     return safetensors.torch

@@ -5,6 +5,7 @@ Needs transformers; nothing else in the library imports this module.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 import rmm_linear
+from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.exact import set_aside
-from rmm_linear.conversion.explanation import explained
+from rmm_linear.conversion.explanation import Explanation, explained
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.memory import peak, track_saved
@@ -25,8 +27,7 @@ try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
     raise ImportError(
-        "rmm_linear.integrations.transformers needs transformers, which is not installed. "
-        "Run pip install 'rmm_linear[glue]'."
+        f"rmm_linear.integrations.transformers needs transformers, which is not installed. Run {INSTALL_EXTRA}."
     ) from missing
 
 from rmm_linear.integrations.checkpoints import SketchStateCallback
@@ -56,7 +57,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     The state of the sketches is saved and restored as by :class:`SketchStateCallback`.
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
-    backward pass, exactly and converted; that calls ``compute_loss`` three times more. A warning is logged once if the
+    backward pass, exactly and converted, which ``report.memory`` has from then on; that calls ``compute_loss`` three
+    times more. A warning is logged once if the
     median noise exceeds a limit. A callback cannot add to what the Trainer sends to its other callbacks, so this one
     calls ``trainer.log`` itself.
 
@@ -149,7 +151,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self._prints = state.is_world_process_zero
         self._explains = self.report is not None and self.report.memory is None and not state.global_step
         if self.report is not None and self._prints:
-            print(self.report)  # printed, not logged, as by the Trainer's own callbacks
+            print(
+                self.report.modules() if self._explains else self.report
+            )  # printed, not logged, as by the Trainer's own callbacks
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -208,8 +212,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     def _explaining(self, model: torch.nn.Module, then: Callable[[], None]) -> Callable[..., Any]:
         """Print what the whole model saves on the batch of a step, and call a function after that."""
-        trainer, report = self.trainer, self.report
-        assert report is not None  # noqa: S101
+        trainer = self.trainer
+        assert self.report is not None  # noqa: S101
+        report = self.report.in_training(model)
 
         def explaining(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
@@ -220,10 +225,11 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 with trainer.compute_loss_context_manager():
                     return trainer.compute_loss(model, dict(inputs), **named)
 
+            found = _saved(model, report, loss)  # all processes run the model alike
+            if not isinstance(found, str):
+                self.report, found = dataclasses.replace(report, memory=found), found.line()
             if self._prints:
-                print(f"rmm_linear: {_saved_line(model, report, loss)}")
-            else:
-                _saved_line(model, report, loss)  # all processes run the model alike
+                print(f"rmm_linear: {found}")
             then()
             return step(*args, **kwargs)
 
@@ -243,10 +249,10 @@ def _is_converted(model: torch.nn.Module) -> bool:
     return any(isinstance(module, ConvertedModule) for module in model.modules())
 
 
-def _saved_line(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> str:
-    """What the whole model saves, exactly and converted. Whatever fails here must not end the training."""
+def _saved(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> Explanation | str:
+    """What the whole model saves, exactly and converted, or why this is not known: no failure may end the training."""
     try:
-        return explained(model, report, loss).line()
+        return explained(model, report, loss)
     except torch.OutOfMemoryError:
         pass  # the exact pass is freed with its error
     except Exception as error:

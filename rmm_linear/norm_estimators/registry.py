@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.norm_estimators.base import NormEstimator
 from rmm_linear.norm_estimators.cache import SampleCache
 from rmm_linear.norm_estimators.running import POSITION, TOKEN, RunningNorms
@@ -82,5 +83,5 @@ def check_norm_estimator(name: object) -> None:
     if name not in norm_estimators():
         raise ValueError(
             f"norm_estimator must be one of {', '.join(norm_estimators())}, got {name!r}. "
-            "Others are added by rmm_linear.estimators.register_norm_estimator."
+            f"Others are added by rmm_linear.estimators.register_norm_estimator.{did_you_mean(name, norm_estimators())}"
         )

@@ -10,10 +10,10 @@ are of text files.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -27,19 +27,23 @@ from rmm_linear.variance.survey.recommendation import describe_layers
 from rmm_linear.variance.survey.survey import MEMORIES, describe, describe_batch, noise_at_memory, train_and_record
 from rmm_linear.variance.whole_model import gradient_noise
 
+_DEFAULT = " (default: %(default)s)"
 
-def main(argv: list[str] | None = None) -> int:
+
+def main(argv: list[str] | None = None, prog: str = "python -m rmm_linear.variance") -> int:
     """Run the command.
 
     Args:
         argv: Its arguments; None takes those of the process.
+        prog: How it was called, for its help and its errors.
 
     Returns:
         The exit status: 0, or 2 for bad input.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(prog).parse_args(argv)
+    fail = functools.partial(_fail, prog)
     if not arguments.plot.absolute().parent.is_dir():
-        return _fail(f"--plot must be a file in a folder that is there, got {arguments.plot}. Make the folder first.")
+        return fail(f"--plot must be a file in a folder that is there, got {arguments.plot}. Make the folder first.")
     torch.manual_seed(arguments.seed)
     try:
         if arguments.batch.suffix == ".pt":
@@ -55,16 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         source = f"{Path(arguments.model).name}, {arguments.batch.name}"
         print_survey(model, batches, arguments, arguments.plot, source=source)
     except IndexError as error:
-        return _fail(f"a number of a token or a label is none of the model's: {error}")
-    except EOFError:
-        return _fail(f"{arguments.batch} ends before its first batch. Save one with torch.save.")
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, UnpicklingError) as error:
-        return _fail(str(error))
+        return fail(f"a number of a token or a label is none of the model's: {error}")
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
+        return fail(str(error))
     return 0
 
 
-def _fail(message: str) -> int:
-    print(f"rmm_linear.variance: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(prog: str, message: str) -> int:
+    print(f"{prog.removeprefix('python -m ')}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
@@ -82,18 +84,27 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
             raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
         return value
 
-    parser.add_argument("--kinds", nargs="+", default=list(kinds), choices=KINDS, help="kinds of sketches")
+    parser.add_argument(
+        "--kinds", nargs="+", default=list(kinds), choices=KINDS, help=_listed("kinds of sketches", kinds)
+    )
     parser.add_argument("--layers", action="store_true", help="print the quietest kind and width of every layer too")
-    memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES), "help": "fractions of the input's bytes"}
-    parser.add_argument("--memory", **memory)
-    parser.add_argument("--modules", default="all-linear", help="regular expression for the layers' whole names")
-    parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help="bytes per element of the input")
-    parser.add_argument("--steps", type=count(0), default=25, help="exact training steps before")
-    parser.add_argument("--max_seq_length", type=count(1), default=128, help="tokens per text at most")
-    parser.add_argument("--learning_rate", type=float, default=1e-4, help="of the training steps")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything")
+    memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES)}
+    parser.add_argument("--memory", **memory, help=_listed("fractions of the input's bytes", MEMORIES))
+    help = f"regular expression for the layers' whole names{_DEFAULT}"
+    parser.add_argument("--modules", default="all-linear", help=help)
+    help = f"bytes per element of the input{_DEFAULT}"
+    parser.add_argument("--itemsize", type=int, default=2, choices=(2, 4), help=help)
+    parser.add_argument("--steps", type=count(0), default=25, help=f"exact training steps before{_DEFAULT}")
+    parser.add_argument("--max_seq_length", type=count(1), default=128, help=f"tokens per text at most{_DEFAULT}")
+    parser.add_argument("--learning_rate", type=float, default=1e-4, help=f"of the training steps{_DEFAULT}")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of everything{_DEFAULT}")
     help = "gradients of the converted model by which the noise of all parameters is measured; 0 measures none"
-    parser.add_argument("--draws", type=count(0), default=2, help=help)
+    parser.add_argument("--draws", type=count(0), default=2, help=f"{help}{_DEFAULT}")
+
+
+def _listed(help: str, default: Sequence[object]) -> str:
+    """A help text with a default of several words, as they are typed."""
+    return f"{help} (default: {' '.join(map(str, default))})"
 
 
 def count(least: int) -> Callable[[str], int]:
@@ -148,14 +159,14 @@ def print_survey(
     print(f"\n{title}picture of noise against memory: {picture}", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     usage = (__doc__ or "").split("\n\n", 1)[1]
-    parser = argparse.ArgumentParser(prog="python -m rmm_linear.variance", description=usage)
+    parser = argparse.ArgumentParser(prog=prog, description=usage)
     parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
     parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
-    file = "where to write the picture of noise against memory (noise.png)"
+    file = "where to write the picture of noise against memory (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=file)
-    parser.add_argument("--size", type=count(1), default=64, help="examples per batch of a text file")
+    parser.add_argument("--size", type=count(1), default=64, help=f"examples per batch of a text file{_DEFAULT}")
     add_arguments(parser)
     return parser
 

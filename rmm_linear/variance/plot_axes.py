@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance.survey.survey import PAPER
 
@@ -50,7 +51,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Plots need matplotlib. pip install 'rmm_linear[glue]'") from error
+        raise ImportError(f"Plots need matplotlib. Run {INSTALL_EXTRA}.") from error
     return plt
 
 

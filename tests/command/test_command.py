@@ -1,8 +1,11 @@
 """The command rmm-linear: help at once, explain, version, and what is missing."""
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
+import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -10,7 +13,7 @@ import sys
 import pytest
 import torch
 from helpers import tiny_model, token_ids
-from transformers import RobertaForMultipleChoice
+from transformers import RobertaForMultipleChoice, T5Config, T5ForConditionalGeneration
 
 from glue_finetune import start
 from rmm_linear import RMMConfig, __version__
@@ -28,6 +31,13 @@ def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
     for name in ("roberta", "llama", "vit"):
         tiny_model(name).save_pretrained(place / name)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(place / "t5")  # without decoder_start_token_id
+    settings = json.loads((place / "t5" / "config.json").read_text())
+    (place / "t5" / "config.json").write_text(json.dumps({**settings, "decoder_start_token_id": None}))
+    (place / "text.pt").write_text("hello text\n")
+    (place / "path.pt").write_bytes(pickle.dumps({"input_ids": place}, protocol=2))
+    torch.save({"foo": 1}, place / "foo.pt")
     return place
 
 
@@ -55,6 +65,21 @@ def test_version_says_what_a_bug_report_needs(capsys, monkeypatch):
     monkeypatch.setattr(library, "_load", lambda: None)
     main(["version"])
     assert "CPU backend   plain PyTorch. The C library was not built" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spec", [None, importlib.machinery.ModuleSpec("library", None, origin="/no/library.so")])
+def test_version_says_once_why_there_is_no_library(spec, capsys, caplog, monkeypatch):
+    library._load.cache_clear()
+    with monkeypatch.context() as hidden:
+        hidden.setattr(importlib.util, "find_spec", lambda name: spec)
+        try:
+            assert main(["version"]) == 0
+        finally:
+            library._load.cache_clear()
+    out = capsys.readouterr().out
+    assert out.count("The C library was not built" if spec is None else "/no/library.so cannot be loaded") == 1
+    assert not caplog.messages
+    assert library.logger.propagate
 
 
 def test_without_the_library_it_is_said_once(caplog, monkeypatch):
@@ -95,6 +120,11 @@ def test_explain_takes_a_batch_a_configuration_and_operations(folders, tmp_path,
         (["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
         (["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
         (["{}/roberta", "--batch", "{}/none.pt"], "No such file or directory"),
+        (["{}/roberta", "--batch", "{}/none.pt"], "must be a .pt file written by torch.save, got none (No such file"),
+        (["{}/roberta", "--batch", "{}/text.pt"], "written by torch.save, got another (KeyError). Save one with"),
+        (["{}/roberta", "--batch", "{}/path.pt"], "more in it than dictionaries, lists and tensors. Save one"),
+        (["{}/roberta", "--batch", "{}/foo.pt"], "ForSequenceClassification takes input_ids, attention_mask, "),
+        (["{}/t5", "--length", "30"], "The model does not take this batch: "),
         (["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
     ],
 )
@@ -121,6 +151,33 @@ def test_glue_without_its_extra_names_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(start, "_NEEDED", ("torch", "no_such_package", "nor_this"))
     assert main(["glue", "--demo"]) == 2
     assert "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["explian", "glu", "varaince"])
+def test_a_command_that_is_nearly_known(word, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([word, "x"])
+    assert f"COMMAND must be one of explain, variance, glue, version, got '{word}'. Did you" in capsys.readouterr().err
+
+
+def test_help_all_is_the_help_of_all_commands(capsys):
+    assert main(["--help-all"]) == 0
+    out = capsys.readouterr().out
+    assert [word for word in ("--batch FILE", "--learning_rate", "--task_name") if word not in out] == []
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "--help-all" in capsys.readouterr().out
+
+
+def test_variance_shows_its_defaults_and_says_how_it_was_called(capsys):
+    with pytest.raises(SystemExit):
+        main(["variance", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("usage: rmm-linear variance ")
+    assert out.count("(default: ") == 11
+    assert "(default: 0.05 0.1 0.2)" in out
+    assert main(["variance", "model", "batch", "--plot", "/none/noise.png"]) == 2
+    assert capsys.readouterr().err.startswith("rmm-linear variance: error: --plot must be")
 
 
 def test_all_flags_of_glue_are_in_its_long_help_and_ours_in_the_short_one(capsys):

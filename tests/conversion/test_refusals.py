@@ -1,5 +1,7 @@
 """What a converted model does not do, and what is no model: one error each that says what to do instead."""
 
+import re
+
 import pytest
 import torch
 from helpers import tiny_model, token_ids
@@ -7,6 +9,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
+from glue_finetune.errors import UserError
+from glue_finetune.sketch_flags import build_config
+from glue_finetune.tasks import get_task
 from rmm_linear import RMMConfig, convert, revert
 
 
@@ -85,6 +90,59 @@ def test_a_quantized_model_says_that_it_is():
         convert(quantized)
 
 
+def made_of(package, base=nn.Linear):
+    """A class of layers of a package that need not be installed, as far as names tell."""
+    return type(f"{package.title()}Linear", (base,), {"__module__": f"{package}.nn"})
+
+
+class WithoutWeight(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(outputs, inputs, dtype=torch.int8))
+
+
+class OfTorchao(nn.Linear):
+    """nn.Linear itself, with a weight of a package's class."""
+
+    def __new__(cls, inputs, outputs):
+        layer = nn.Linear(inputs, outputs)
+        weight = type("QuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes"})
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(weight), requires_grad=False)
+        return layer
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [made_of("bitsandbytes"), made_of("gptqmodel", WithoutWeight), made_of("awq", WithoutWeight), OfTorchao],
+    ids=["bitsandbytes", "gptq", "awq", "torchao"],
+)
+def test_quantized_layers_are_skipped_with_the_remedy(kind):
+    model = nn.Sequential(kind(8, 8), nn.GELU(), nn.LayerNorm(8))
+    remedy = r"is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
+    assert re.search(remedy, convert(model, dry_run=True).skipped["0"])
+    with pytest.raises(ValueError, match=remedy) as refused:
+        convert(model, operations="linear")
+    assert "Change target_modules" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_of_bitsandbytes_are_quantized():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
+        report = convert(nn.Sequential(kind(16, 16), nn.GELU()), dry_run=True)
+        assert report.skipped["0"].startswith(f"{kind.__name__} is quantized: convert the model before")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    for model in (
+        torch.jit.script(layers), torch.jit.trace(layers, x()), nn.Sequential(torch.jit.script(layers), layers),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"torch\.jit\.script .* Convert the model that they were made from"):
+            convert(model)
+
+
 def test_a_copy_of_data_parallel_is_refused():
     model = made()
     model[0]._is_replica = True
@@ -101,6 +159,12 @@ def test_a_copy_of_data_parallel_is_refused():
         (lambda: RMMConfig(overrides={"query": {"norm_bit": 4}}), ValueError, "norm_bits"),
         (lambda: RMMConfig.from_dict({"memry": 0.1}), ValueError, "memory"),
         (lambda: convert(nn.Sequential(nn.Linear(8, 8)), min_row=1), TypeError, "min_rows"),
+        (lambda: RMMConfig(checkpointed="pakced"), ValueError, "packed"),
+        (lambda: RMMConfig(kind="wta", norm_estimator="postion"), ValueError, "position"),
+        (lambda: RMMConfig(bits="atuo"), ValueError, "auto"),
+        (lambda: RMMConfig(activation_bits="atuo"), ValueError, "auto"),
+        (lambda: build_config({"kind": "countsketh"}, ["kind"]), UserError, "countsketch"),
+        (lambda: get_task("colaa"), UserError, "cola"),
     ],
 )
 def test_a_word_that_is_nearly_known(make, error, meant):

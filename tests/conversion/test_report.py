@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
-from helpers import Mlp, tiny_model
+from helpers import Mlp, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert
+from rmm_linear.conversion.report import RECOMPUTED
 
 SKETCH = {"kind": "rows", "ratio": 0.25, "min_rows": 9}
 
@@ -119,6 +120,30 @@ def test_dictionary_is_plain_json(report):
     layer = values["converted"]["classifier.out_proj"]
     assert (layer["type"], layer["in_features"], layer["config"]["ratio"]) == ("Linear", 16, 0.25)
     assert values["dry_run"] is False
+
+
+def test_both_tables_of_a_report_say_which_layers_stay_exact():
+    batch = {"input_ids": token_ids(8, 30), "labels": torch.zeros(8, dtype=torch.long)}
+    report = convert(tiny_model("roberta"), example=batch)
+    reason = "the layer sees 8 rows and stays exact"
+    assert report.linear_exact == {"classifier.dense": reason, "classifier.out_proj": reason}
+    assert {report.memory.layers[name].reason for name in report.linear_exact} == {reason}
+    rows = {
+        cells[0]: cells[-1] for cells in ([c.strip() for c in r.strip("|").split("|")] for r in str(report).split("\n"))
+    }
+    assert rows["classifier.dense"] == rows["classifier.out_proj"] == reason
+    assert rows["roberta.encoder.layer.*.output.dense"].startswith("countsketch, ")
+
+
+def test_checkpointing_that_is_turned_on_after_the_conversion_is_in_the_report():
+    model = tiny_model("roberta")
+    report = convert(model)
+    model.gradient_checkpointing_enable()
+    assert not report.linear_exact
+    now = report.in_training(model)
+    assert len(now.linear_exact) == 12
+    assert {now.linear_exact[name] for name in now.linear_exact} == {RECOMPUTED}
+    assert set(now.linear_exact) < set(now.checkpointed) < {*report.converted, *report.packed}
 
 
 def test_the_report_says_how_the_whole_model_is_measured_or_what_it_saves():

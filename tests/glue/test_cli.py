@@ -156,6 +156,26 @@ def test_the_conversion_is_reported_at_the_start(
     assert str(tmp_path / "run" / "results.json") in out
 
 
+def test_results_say_what_stayed_exact(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 2, "save_strategy": "no", "min_rows": 8}
+    for flag, inside in ((None, 0), (True, 12)):
+        folder = tmp_path / str(flag)
+        assert main(flags(model, cola, folder, gradient_checkpointing=flag, **options)) == 0
+        results = results_of(folder)
+        exact, seen = results["linear_exact"], "the layer sees 8 rows and stays exact"
+        assert len(results["converted"]) == len(exact) - inside + 12 == 14
+        assert {name: exact[name] for name in ("classifier.dense", "classifier.out_proj")} == {
+            "classifier.dense": seen, "classifier.out_proj": seen,
+        }  # fmt: skip
+        assert (len(results["recomputed"]) > inside) == bool(inside)
+        assert set(exact) - set(results["recomputed"]) == {"classifier.dense", "classifier.out_proj"}
+    out = capsys.readouterr().out
+    assert "example=batch" not in out
+    assert out.count("while activation checkpointing recomputes") == 1
+
+
 def test_help_and_a_bad_flag_in_a_process_of_their_own(tmp_path: Path) -> None:
     root = Path(modeling.__file__).parents[1]
     command = [sys.executable, "-m", "glue_finetune"]

@@ -44,8 +44,8 @@ def test_quantized_layers_are_skipped_with_the_reason_and_their_adapters_sketche
     report = convert(model, **ROUGH_BODY)
     kind = {4: bitsandbytes.nn.Linear4bit, 8: bitsandbytes.nn.Linear8bitLt}[bits]
     layers = [name for name, module in model.named_modules() if isinstance(module, kind) and "lora" not in name]
-    reason = f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
-    assert {name for name, why in report.skipped.items() if why == reason} == set(layers)
+    reason = f"{kind.__name__} is quantized: convert the model before quantization, or after get_peft_model has put "
+    assert {name for name, why in report.skipped.items() if why.startswith(reason)} == set(layers)
     assert len(layers) == 2 * 7
     assert report.skipped.keys() - layers == {"base_model.model.lm_head"}
     assert all("lora_" in name for name in report.converted)

@@ -62,6 +62,22 @@ def test_it_converts_whatever_was_wrapped_before_and_logs(tmp_path, capsys):
     assert callback.report is report
 
 
+def test_the_report_has_what_the_first_step_measured(tmp_path, capsys):
+    """With checkpointing, which the Trainer turned on after the conversion; and no other way to measure is named."""
+    trainer, report, _ = make_trainer(tmp_path, max_steps=1, gradient_checkpointing=True)
+    callback = RMMCallback(trainer, report)
+    trainer.add_callback(callback)
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert "example=batch" not in printed
+    assert f"rmm_linear: {callback.report.memory.line()}\n" in printed
+    assert "while activation checkpointing recomputes" in printed
+    assert callback.report.converted == report.converted
+    assert "| operation " in str(callback.report)
+    assert len(callback.report.checkpointed) == 12
+    assert not report.checkpointed
+
+
 def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
     trainer, _, _ = make_trainer(tmp_path, max_steps=1)
     trainer.add_callback(RMMCallback(convert=RMMConfig(ratio=0.9)))

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 MISSING = (
     "The C library was not built when rmm_linear was installed, for want of a C compiler, so plain PyTorch does its "
     "work on CPU. Results are the same; a step of RoBERTa-base took 1.4 times the exact model's so, and less than 1.1 "
-    "with the library (two AMD EPYC cores). Install gcc or clang, and then rmm_linear again: "
-    "pip install --force-reinstall --no-deps rmm_linear."
+    "with the library (two AMD EPYC cores). Install gcc or clang, and then rmm_linear again with "
+    "pip install --force-reinstall --no-deps, from where it was installed before: -e . in a clone."
 )
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements.h
 # Arguments of every function: p a pointer, q an int64, i an int, f a float.

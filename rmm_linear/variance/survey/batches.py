@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rmm_linear._support.installing import INSTALL_EXTRA
 
 
 def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -38,14 +41,26 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
         The batches, one at least.
 
     Raises:
-        ValueError: If the file holds something else.
+        ValueError: If the file cannot be read, or holds something else.
     """
-    content = torch.load(path, weights_only=True)
+    example = "torch.save({'input_ids': ..., 'labels': ...}, path)"
+    try:
+        content = torch.load(path, weights_only=True)
+    except Exception as error:  # bytes of something else end in any
+        if isinstance(error, EOFError):
+            got = "one that ends before its first batch"
+        elif isinstance(error, UnpicklingError):
+            got = "another, or one with more in it than dictionaries, lists and tensors"
+        else:
+            got = f"none ({error.strerror})" if isinstance(error, OSError) else f"another ({type(error).__name__})"
+        raise ValueError(
+            f"{path} must be a .pt file written by torch.save, got {got}. Save one with {example}."
+        ) from error
     batches = content if isinstance(content, list) else [content]
     if not batches or not all(isinstance(batch, dict) for batch in batches):
         raise ValueError(
             f"{path} must hold a mapping of the model's keyword arguments, or a list of them, got "
-            f"{type(content).__name__}. Save one with torch.save({{'input_ids': ..., 'labels': ...}}, path)."
+            f"{type(content).__name__}. Save one with {example}."
         )
     return batches
 
@@ -178,7 +193,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("This command needs transformers. pip install 'rmm_linear[glue]'") from error
+        raise ImportError(f"This command needs transformers. Run {INSTALL_EXTRA}.") from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

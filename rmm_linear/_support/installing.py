@@ -1,0 +1,3 @@
+"""How to install what is missing: the text of every error that says so."""
+
+INSTALL_EXTRA = "pip install 'rmm_linear[glue]', or pip install -e '.[glue]' in a clone"
