@@ -13,7 +13,7 @@ from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
-from rmm_linear.packing import GROUP, ROUNDING_STREAM, RoundingNoise
+from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.philox import signs as random_signs
@@ -122,9 +122,10 @@ def unpacked_product(
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
     dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
     sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
-    unpacked = _unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
+    noise = _rounding_noise(seed, len(codes), columns)
+    unpacked = _unpack_parts(codes, qparams, noise, spec.bits or 0, y.dtype)
     product = plain.product_of_parts(y, len(codes), columns, sketched, unpacked)
-    return _unrotate(product, seed).to(dtype)
+    return _unrotate(product, seed, noise).to(dtype)
 
 
 @without_autocast
@@ -164,24 +165,24 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    unpacked = _unpack_parts(codes, qparams, seed, bits, columns, dtype)
+    noise = _rounding_noise(seed, len(codes), columns)
+    unpacked = _unpack_parts(codes, qparams, noise, bits, dtype)
     if dtype == torch.float32:
         matrix = unpacked(0, len(codes))
     else:
         matrix = codes.new_empty(len(codes), columns, dtype=dtype)
         for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
             matrix[rows] = unpacked(rows.start, rows.stop)
-    return matrix if rotated else _unrotate(matrix, seed)
+    return matrix if rotated else _unrotate(matrix, seed, noise)
 
 
 def _unpack_parts(
-    codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
+    codes: Tensor, qparams: Tensor, noise: RoundingNoise, bits: int, dtype: torch.dtype
 ) -> Callable[[int, int], Tensor]:
     """As :func:`rmm_linear.packing.unpack_parts`."""
-    noise = _rounding_noise(seed, len(codes), columns)
 
     def part(begin: int, end: int) -> Tensor:
-        values, rows = codes.new_empty(end - begin, columns, dtype=torch.float32), slice(begin, end)
+        values, rows = codes.new_empty(end - begin, len(noise.columns), dtype=torch.float32), slice(begin, end)
         stored = codes[rows].contiguous(), qparams[rows].contiguous()
         native.unpack(*stored, bits, noise.rows[rows], noise.columns, values)
         return values.to(dtype)
@@ -205,24 +206,22 @@ def unpacked_rows(
     Returns:
         A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
-    parts, signs = (
-        _unpack_parts(codes, qparams, seed, bits, columns, torch.float32),
-        _rounding_noise(seed, 0, GROUP).signs,
-    )
+    noise = _rounding_noise(seed, len(codes), columns)
+    parts = _unpack_parts(codes, qparams, noise, bits, torch.float32)
 
     def part(begin: int, end: int) -> Tensor:
         values = parts(begin, end)
-        native.unrotate(values, signs)
+        native.unrotate(values, noise.signs)
         return values.to(dtype)
 
     return part
 
 
-def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
+def _unrotate(matrix: Tensor, seed: Tensor, noise: RoundingNoise) -> Tensor:
     """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
     if matrix.dtype != torch.float32 or not matrix.is_contiguous():
         return packing.unrotate(matrix, seed)
-    native.unrotate(matrix, _rounding_noise(seed, 0, GROUP).signs)
+    native.unrotate(matrix, noise.signs)
     return matrix
 
 
