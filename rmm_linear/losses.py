@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear._support.autocast import autocast_dtype, cast
+from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear._support.validation import check_integer
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.operator import operator
@@ -114,7 +114,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         tensors = cast(hidden, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with autocast_off(hidden.device.type):
             total, *gradients = _loss_and_gradients(*tensors, labels, *options)
             ctx.save_for_backward(count, *gradients)
             return total / count

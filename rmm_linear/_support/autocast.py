@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+def autocast_off(device: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, at no cost where it is off already.
+
+    Args:
+        device: Type of a device.
+
+    Returns:
+        The context.
+    """
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -26,7 +39,7 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         device = next((one.device.type for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), "cpu")
-        with torch.autocast(device, enabled=False):
+        with autocast_off(device):
             return function(*args, **kwargs)
 
     return run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear._support.autocast import autocast_dtype, cast
+from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import PackedCall
 from rmm_linear.layers.function import as_no_view, refuse_double_backward
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
@@ -61,7 +61,7 @@ class AttentionFunction(torch.autograd.Function):
         output = exact(query, key, value) if not attention.p else None
         dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = (cast(tensor, dtype) for tensor in (query, key, value))
-        with torch.autocast(query.device.type, enabled=False):
+        with autocast_off(query.device.type):
             kept = None
             if output is None:
                 kept = _kept(query, key, attention.p)
@@ -91,7 +91,7 @@ class AttentionFunction(torch.autograd.Function):
             attention.scale, attention.is_causal, attention.p, *(attention.bits,) * 3,
         )  # fmt: skip
         grad_bias = None
-        with torch.autocast(y.device.type, enabled=False):
+        with autocast_off(y.device.type):
             if bias is None:
                 gradients = attention_backward(y, stored, *named)
             else:

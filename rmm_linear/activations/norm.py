@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedCall, PackedModule
 from rmm_linear.activations.norm_form import NormForm, norm_of
@@ -85,7 +86,7 @@ class PackedNorm(PackedModule):
         key = ("norm", norm.bits, eps, form.centered, form.dims, call.mask)
         saved = None if cache is None else cache.find(input, key, self.rmm_index)
         if saved is None:
-            with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+            with torch.no_grad(), autocast_off(input.device.type):
                 saved = (pack_norm(input, call.index, call.seed, norm.bits, eps, form.centered, form.dims),)
             if cache is not None:
                 cache.add(input, key, self.rmm_index, saved)
@@ -123,7 +124,7 @@ class NormFunction(torch.autograd.Function):
         (grad_output,), (weight, stored, index) = grad_outputs, ctx.saved_tensors
         norm: _Norm = ctx.norm
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with autocast_off(grad_output.device.type):
             y = grad_output.flatten(grad_output.dim() - norm.form.dims)
             y = y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0)
             if norm.call.on_backward is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rmm_linear._support.autocast import cast
+from rmm_linear._support.autocast import autocast_off, cast
 from rmm_linear.ops.traced import weight_gradient_traced
 from rmm_linear.ops.weight_gradient import weight_gradient
 from rmm_linear.sketches import TokenMask
@@ -22,7 +22,7 @@ def _apply(
     """The exact output; puts on ctx what the exact gradients need, which is the same in a recomputation."""
     ctx.autocast_dtype, ctx.input_shape, ctx.input_dtype = dtype, input.shape, input.dtype
     ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-    with torch.autocast(input.device.type, enabled=False):
+    with autocast_off(input.device.type):
         output = F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
     return as_no_view(output)
 
@@ -37,7 +37,7 @@ def as_no_view(output: Tensor) -> Tensor:
     Returns:
         The same memory.
     """
-    return torch.ops.aten._unsafe_view(output, output.shape)
+    return output if output.dim() == 2 else torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -79,7 +79,7 @@ class SketchedLinearFunction(torch.autograd.Function):
         (grad_output,) = grad_outputs
         refuse_double_backward()
         weight, order, count, *saved = ctx.saved_tensors
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with autocast_off(grad_output.device.type):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             grad_input, grad_bias = _exact_gradients(ctx, y, weight)
             grad_weight = _weight_gradient(ctx, y, order, count, saved) if ctx.needs_input_grad[1] else None
@@ -113,7 +113,7 @@ class UnsavedLinearFunction(torch.autograd.Function):
         (grad_output,) = grad_outputs
         refuse_double_backward()
         (weight,) = ctx.saved_tensors
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with autocast_off(grad_output.device.type):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             grad_input, grad_bias = _exact_gradients(ctx, y, weight)
         return grad_input, None, grad_bias, None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rmm_linear._support.autocast import autocast_dtype, cast
+from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.function import RefusedGradient, SketchedLinearFunction, UnsavedLinearFunction
@@ -180,7 +180,7 @@ def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
     saved = None if call.cache is None else call.cache.find(input, key, call.index)
     if saved is not None:
         return saved
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), autocast_off(x.device.type):
         if call.seed is None:
             return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # not a view: see save_traced
         expected = None if call.expected is None else call.expected()
