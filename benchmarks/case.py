@@ -14,11 +14,11 @@ class Case:
     """One set of sizes that all providers are measured on, side by side.
 
     Attributes:
-        suite: "linear", "model" or "kernels".
+        suite: "linear", "model", "kernels" or "growth".
         name: Its title, without dtype and ratio.
         device: "cpu" or "cuda".
         dtype: Name of a torch dtype, as "float32".
-        sizes: What the suite needs: linear (N, I, O), model (batch, length), kernels (N, D).
+        sizes: What the suite needs: linear and growth (N, I, O), model (batch, length), kernels (N, D).
         check: Tokens (model: sequences) that the correctness gate looks at.
         ratio: K/N, or for packed sketches bytes kept by bytes of the input.
         rounds: Times that every provider's turn comes.

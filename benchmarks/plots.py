@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import growth
 from benchmarks.records import RESULTS, Row, read_rows
+from benchmarks.tables import per_token
 from rmm_linear._support.installing import INSTALL_EXTRA
 
 _STYLES = (
@@ -39,6 +41,7 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
         "linear": plot_linear,
         "model": plot_model,
         "kernels": plot_kernels,
+        "growth": plot_growth,
     }
     pictures = []
     for suite, make in makers.items():
@@ -134,6 +137,25 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
             axis.set_ylabel("bytes that must be moved per second, GB/s")
         _plain_ticks(axis, [y for found in points.values() for _, y in found if y])
     return _finished(figure, rows, _handles(styles, {"copy: the limit": _LIMIT}), "Bandwidth of the kernels")
+
+
+def plot_growth(rows: Sequence[Row]) -> Any:
+    """Plot the time per token against the number of tokens, by that of the base case, as a figure."""
+    figure, (axis,) = _figure(1, 1, width=6.4, height=4.2)
+    found = per_token(rows)
+    providers = list(dict.fromkeys(name for name, _ in found))
+    styles = {provider: _style(number) for number, provider in enumerate(providers)}
+    for provider in providers:
+        _line(axis, styles, provider, [(tokens, share) for (name, tokens), share in found.items() if name == provider])
+    axis.axhspan(0.9, 1.1, color="0.9", zorder=0)
+    tokens = sorted({tokens for _, tokens in found})
+    axis.set(xscale="log", xlabel="tokens", title=f"width {rows[0].case.split(' x ')[1]}, {rows[0].dtype}")
+    axis.set_ylabel(f"time per token by that of {growth.BASE:,} tokens")
+    axis.set_xticks(tokens, [f"{count:,}" for count in tokens], rotation=30)
+    axis.set_xticks([], minor=True)
+    axis.set_ylim(bottom=0)
+    band = {"color": "0.9", "linewidth": 6}
+    return _finished(figure, rows, _handles(styles, {"within a tenth": band}), "Growth with the number of tokens")
 
 
 def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:

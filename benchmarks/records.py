@@ -60,7 +60,7 @@ class Row(Origin):
     """One provider on one case.
 
     Attributes:
-        suite: "linear", "model" or "kernels".
+        suite: "linear", "model", "kernels" or "growth".
         case: Title of the case.
         provider: Title of the provider.
         dtype: dtype of the input; for models on cuda, that of autocast.

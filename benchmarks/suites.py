@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from benchmarks import bandwidth, linear, models
+from benchmarks import bandwidth, growth, linear, models
 from benchmarks.case import Case, Setup
 
-SUITES: dict[str, ModuleType] = {"linear": linear, "model": models, "kernels": bandwidth}
+SUITES: dict[str, ModuleType] = {"linear": linear, "model": models, "kernels": bandwidth, "growth": growth}
 
 
 def setup(case: Case, provider: str) -> Setup:

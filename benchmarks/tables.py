@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import linear, models
+from benchmarks import growth, linear, models
 from benchmarks.records import RATIO, Noise, Row, read_rows
 from rmm_linear._support.tables import table
 from rmm_linear.sketches import SAMPLERS
@@ -38,7 +38,7 @@ def performance(results: Path) -> str:
     """Return the tables of all suites and devices that have results in a folder, each below where it comes from."""
     parts = []
     for device in ("cpu", "cuda"):
-        for suite, make in (("linear", _layers), ("model", _steps), ("kernels", _kernels)):
+        for suite, make in (("linear", _layers), ("model", _steps), ("kernels", _kernels), ("growth", _growth)):
             path = results / f"{suite}-{device}.csv"
             rows = [row for row in read_rows(path, Row) if row.ratio == RATIO] if path.is_file() else []
             if rows:
@@ -73,6 +73,8 @@ def _source(row: Row) -> str:
         "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and what the whole "
         "model keeps for the backward pass, sketched layers a tenth of their inputs",
         "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix, a tenth kept",
+        "growth": "Time of a layer's forward and backward pass per token, by that per token of "
+        f"{growth.BASE:,} tokens; a tenth kept",
     }[row.suite]
     threads = f", {row.threads} threads" if row.device == "cpu" else ""
     triton = f", Triton {row.triton}" if row.device == "cuda" else ""
@@ -128,6 +130,27 @@ def _steps(rows: Sequence[Row]) -> str:
 
 def _kernels(rows: Sequence[Row]) -> str:
     return _pivot(rows, lambda row: f"{_speed(row)} GB/s" if row.provider == "copy" else f"{row.copy_share or 0:.0%}")
+
+
+def tokens_of(row: Row) -> int:
+    """Return N of a case "N x I -> O"."""
+    return int(row.case.split(" x ")[0])
+
+
+def per_token(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Return the time per token by that of the base case, by provider and tokens."""
+    times = {(row.provider, tokens_of(row)): row.median / tokens_of(row) for row in rows if row.median is not None}
+    bases = {name: time for (name, tokens), time in times.items() if tokens == growth.BASE}
+    return {(name, tokens): time / bases[name] for (name, tokens), time in times.items() if name in bases}
+
+
+def _growth(rows: Sequence[Row]) -> str:
+    found, providers = per_token(rows), list(dict.fromkeys(row.provider for row in rows))
+    lines = []
+    for tokens in dict.fromkeys(map(tokens_of, rows)):
+        shares = (found.get((name, tokens)) for name in providers)
+        lines.append((f"{tokens:,}", *("failed" if share is None else f"{share:.2f}" for share in shares)))
+    return table(("tokens", *providers), lines)
 
 
 def _speed(row: Row) -> str:

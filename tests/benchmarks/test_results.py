@@ -21,6 +21,7 @@ from benchmarks.parity import rmm_kernels_parity
 from benchmarks.plots import plot_all
 from benchmarks.records import Parity, Row, read_rows, write_rows
 from benchmarks.suites import SUITES
+from benchmarks.tables import per_token, performance
 
 ALONE = """
 import sys
@@ -158,8 +159,22 @@ def test_the_tables_follow_from_the_csv(results: Path, tmp_path: Path) -> None:
     assert not pages.update(check=True, docs=docs, results=tmp_path)
 
 
+def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--suite", "growth", "--tiny", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    capsys.readouterr()
+    rows = [row for row in read_rows(tmp_path / "growth-cpu.csv", Row) if row.provider == "default"]
+    few, many = (row.median or 0.0 for row in rows)
+    found = per_token(read_rows(tmp_path / "growth-cpu.csv", Row))
+    assert found["default", 128] == pytest.approx(few / 128 / (many / 4096))
+    assert found["default", 4096] == 1
+    (line,) = [line for line in performance(tmp_path).splitlines() if line.startswith("| 128 ")]
+    assert line.split("|")[3].strip() == f"{found['default', 128]:.2f}"
+    (picture,) = plot_all(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {f"{name}-cpu.csv" for name in ("parity", "kernels", "linear", "model")}
+    names = {f"{name}-cpu.csv" for name in ("parity", "kernels", "linear", "model", "growth")}
     assert {path.name for path in results.glob("*.csv")} == names
     assert (results / "failures-cpu.txt").read_text() == ""
     parity_rows = read_rows(results / "parity-cpu.csv", Parity)

@@ -1,0 +1,38 @@
+"""Suite ``growth``: forward and backward pass of one layer from few tokens to many; time per token should stay flat."""
+
+from __future__ import annotations
+
+from benchmarks import linear
+from benchmarks.case import Case, Setup
+
+REFERENCE = linear.REFERENCE
+BASE = 4096  # tokens; time per token is by that of this case
+_PROVIDERS = (linear.DEFAULT, "countsketch", "rows", "countsketch 4 bits", "countsketch 2 bits")
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases; those of few tokens have more rounds."""
+    width = 16 if tiny else 768
+    return [
+        Case(
+            "growth",
+            f"{tokens} x {width} -> {width}",
+            device,
+            "float32",
+            (tokens, width, width),
+            check=min(tokens, 256),
+            rounds=2 if tiny else max(5, min(60, (1 << 17) // tokens)),
+            tiny=tiny,
+        )
+        for tokens in ((128, BASE) if tiny else [1 << power for power in range(8, 17)])
+    ]
+
+
+def providers(case: Case) -> list[str]:
+    """Return the titles of the providers, the reference first."""
+    return [REFERENCE, *_PROVIDERS]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make a provider ready to run forward and backward pass."""
+    return linear.setup(case, provider)
