@@ -59,7 +59,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             raise
         remedy = "Give a smaller --length." if arguments.batch is None else "Check the numbers in the batch."
         raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
-    print(f"{found.line()}\n\n{found}")
+    print(found)
     return 0
 
 
