@@ -95,6 +95,15 @@ def test_a_model_whose_adapters_came_after_convert_is_converted_anew(tmp_path, c
     assert not caplog.messages
 
 
+def test_checkpointed_layers_that_stay_exact_have_no_noise_to_warn_of(tmp_path, caplog):
+    trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=2, gradient_checkpointing=True)
+    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=0.02), every=2, limit=1e-6))
+    trainer.train()
+    (noise,) = [entry["rmm/noise"] for entry in recorder.logs if "rmm/noise" in entry]
+    assert noise == 0
+    assert not any("the sketches' noise is" in message for message in caplog.messages)
+
+
 def test_a_callback_that_no_trainer_calls_says_so():
     with pytest.raises(RuntimeError, match="finds none among its callers"):
         RMMCallback().on_train_begin(None, None, None)
