@@ -1,9 +1,10 @@
-"""Tables in Markdown, which is readable in a terminal too; formatted by rich where it is installed."""
+"""Tables in Markdown, which is readable in a terminal too; formatted by rich where it is installed, and patterns."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from collections.abc import Sequence
 
 
@@ -42,3 +43,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     rule = "|".join("-" * (width + 2) for width in widths)
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
+
+
+def pattern_of(name: str) -> str:
+    """Return what numbered siblings have in common.
+
+    Args:
+        name: Dotted name of a module.
+
+    Returns:
+        The name with * for numbers, but for one at its beginning or end.
+
+    Example:
+        >>> pattern_of("layer.0.query")
+        'layer.*.query'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

@@ -67,7 +67,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             "Save a batch that it takes with torch.save({...}, path), and give it by --batch. " if is_random else ""
         )
         raise ValueError(f"The model does not take this batch: {got}. {remedy}{takes}") from error
-    print(f"{found.line()}\n\n{found}")
+    print(found)
     return 0
 
 

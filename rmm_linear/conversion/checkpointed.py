@@ -1,22 +1,26 @@
-"""Which blocks of a model activation checkpointing recomputes, as far as the model says so itself.
+"""Which blocks of a model activation checkpointing recomputes, as far as the model says so itself or a pass shows it.
 
-``torch.utils.checkpoint`` in a loop of one's own is seen in the first training step, see ``layers/converted.py``.
+Without an example, ``torch.utils.checkpoint`` in a loop of one's own is seen in the first training step, see
+``layers/converted.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from rmm_linear.conversion.exact import exact_but
+from rmm_linear.context.checkpoint_flags import FLAGS, is_on, is_wrapper
+from rmm_linear.context.frames import checkpoint_inputs
+from rmm_linear.conversion.exact import exact_but, exact_where
 from rmm_linear.memory.inputs import saved_tensors
+from rmm_linear.memory.ledger import StorageKey, storage_key
 
-_FLAGS = ("gradient_checkpointing", "activation_checkpointing")  # of transformers, by version
-_LAYER, _WRAPPER = "GradientCheckpointingLayer", "CheckpointWrapper"
+_LAYER = "GradientCheckpointingLayer"
 
 
 def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -30,20 +34,20 @@ def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_a(module, _WRAPPER) or (_is_a(module, _LAYER) and _is_on(module)):
+        if is_wrapper(module) or (_is_layer(module) and is_on(module)):
             found[name] = module
-        elif _is_on(module) and not any(_is_a(child, _LAYER) for child in module.modules()):
+        elif is_on(module) and not any(map(_is_layer, module.modules())):
             lists = {key: child for key, child in module.named_children() if isinstance(child, nn.ModuleList)}
             blocks = ((f"{key}.{place}", block) for key, child in lists.items() for place, block in enumerate(child))
             found |= {f"{name}.{key}".lstrip("."): block for key, block in blocks}
     return found
 
 
-def inside(blocks: dict[str, nn.Module], names: Iterable[str]) -> tuple[str, ...]:
+def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Return the names that belong to blocks.
 
     Args:
-        blocks: Name to block.
+        blocks: Names of blocks.
         names: Names of modules.
 
     Returns:
@@ -51,6 +55,47 @@ def inside(blocks: dict[str, nn.Module], names: Iterable[str]) -> tuple[str, ...
     """
     prefixes = tuple(f"{name}." for name in blocks)
     return tuple(name for name in names if f"{name}.".startswith(prefixes)) if prefixes else ()
+
+
+@dataclass
+class Recomputed:
+    """What a forward pass has shown.
+
+    Attributes:
+        names: Modules that ran inside of ``torch.utils.checkpoint``.
+        inputs: The tensors that it was called with and keeps.
+    """
+
+    names: set[str] = field(default_factory=set)
+    inputs: set[StorageKey] = field(default_factory=set)
+
+
+@contextmanager
+def noting_recomputed(model: nn.Module) -> Iterator[Recomputed]:
+    """Note what runs inside of ``torch.utils.checkpoint`` in the forward passes inside of the block.
+
+    Args:
+        model: The model.
+
+    Yields:
+        What was noted so far.
+    """
+    noted = Recomputed()
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not torch.compiler.is_compiling() and (inputs := checkpoint_inputs()) is not None:
+                noted.names.add(name)
+                noted.inputs.update(map(storage_key, inputs))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -61,11 +106,13 @@ class BlockMemory:
         name: The block.
         before: Bytes that it saves meanwhile now.
         after: The same after the conversion.
+        packed: The same if all of its modules were converted with ``checkpointed="packed"``.
     """
 
     name: str
     before: int
     after: int
+    packed: int
 
 
 def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
@@ -97,7 +144,9 @@ def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
     with without_checkpointing(model):
         with exact_but(model):
             before = saved_tensors(call, ())[0].total
-        return BlockMemory(name, before, saved_tensors(call, ())[0].total)
+        with exact_where(model, lambda one: one.rmm_config.checkpointed == "exact"):
+            after = saved_tensors(call, ())[0].total
+        return BlockMemory(name, before, after, saved_tensors(call, ())[0].total)
 
 
 class _Call(nn.Module):
@@ -121,8 +170,8 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    flags = [(module, flag) for module in model.modules() for flag in _FLAGS if getattr(module, flag, False) is True]
-    wrappers: list[Any] = [module for module in model.modules() if _is_a(module, _WRAPPER)]
+    flags = [(module, flag) for module in model.modules() for flag in FLAGS if getattr(module, flag, False) is True]
+    wrappers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
     functions = [module.checkpoint_fn for module in wrappers]
     try:
         for module, flag in flags:
@@ -137,9 +186,5 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
             module.checkpoint_fn = function
 
 
-def _is_on(module: nn.Module) -> bool:
-    return any(getattr(module, flag, False) is True for flag in _FLAGS)
-
-
-def _is_a(module: nn.Module, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(module).__mro__)
+def _is_layer(module: nn.Module) -> bool:
+    return any(kind.__name__ == _LAYER for kind in type(module).__mro__)

@@ -16,7 +16,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.messages import checkpointed_message
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.step_checks import CHECKPOINTED
-from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
+from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.explanation import explained
 from rmm_linear.conversion.linears import (
     choose_linears,
@@ -95,6 +95,7 @@ def convert(
         config = restricted(config, _operations(linears, packed))
     context = ModelContext([*linears, *packed], config)
     context.attach(model)
+    context.checks.note_model(model)
     for index, (name, module) in enumerate(linears.items()):
         # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
         module.__class__ = sketched[name]
@@ -103,7 +104,7 @@ def convert(
     report = dataclasses.replace(report, context=context)
     logger.info(report.summary())
     if recomputed := [name for name in report.checkpointed if config.for_module(name).checkpointed == "exact"]:
-        logger.warning(checkpointed_message(recomputed, context.names))
+        logger.warning(checkpointed_message(recomputed, context.names, model))
         context.checks.said.add(CHECKPOINTED)
     if example is not None:
         try:
@@ -132,12 +133,16 @@ def _choose(
     if is_sketching and not linears and (is_selected or not packed):
         raise ValueError(nothing_matches(model, config, skipped))
     check_overrides(config, _operations(linears, packed))
+    blocks = set(checkpointed_blocks(model))
     if example is not None:
-        recomputed = inside(checkpointed_blocks(model), linears)  # of their inputs, the example would show nothing
-        outside = {name: module for name, module in linears.items() if name not in recomputed}
-        with packed_only(model, config, packed):  # a packed operation does not save a linear layer's input any more
-            skip_where_nothing_is_saved(model, config, example, outside, skipped)
+        outside, unsaved = dict(linears), dict[str, str]()
+        # A packed operation does not save a linear layer's input any more.
+        with packed_only(model, config, packed), noting_recomputed(model) as noted:
+            skip_where_nothing_is_saved(model, config, example, outside, unsaved)
+        blocks |= noted.names
+        recomputed = inside(blocks, linears)  # of their inputs, the example shows nothing
         linears = {name: module for name, module in linears.items() if name in recomputed or name in outside}
+        skipped |= {name: reason for name, reason in unsaved.items() if name not in recomputed}
     if not linears and not packed:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list((skipped | unpacked).items())[:3])
         raise ValueError(
@@ -160,8 +165,9 @@ def _choose(
         name: PackedEntry(name, type(choice.module).__name__, choice.operation, choice.saved, config.for_module(name))
         for name, choice in packed.items()
     }
-    recomputed = inside(checkpointed_blocks(model), [*linears, *packed])
-    report = ConversionReport(config, converted, skipped | unpacked, packed=stand_ins, checkpointed=recomputed)
+    report = ConversionReport(
+        config, converted, skipped | unpacked, packed=stand_ins, checkpointed=inside(blocks, [*linears, *packed])
+    )
     return report, linears, packed
 
 

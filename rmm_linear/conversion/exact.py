@@ -7,7 +7,7 @@ attributes stay. :func:`set_aside` lets the passes inside of it leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,22 @@ def exact_but(model: nn.Module, operations: Collection[str] = ()) -> Iterator[No
     Yields:
         Nothing.
     """
-    changed = [(one, type(one)) for one in converted_modules(model) if one.rmm_operation not in operations]
+    with exact_where(model, lambda one: one.rmm_operation not in operations):
+        yield
+
+
+@contextmanager
+def exact_where(model: nn.Module, is_exact: Callable[[ConvertedModule], bool]) -> Iterator[None]:
+    """Make some converted modules exact, inside of the block, as :func:`exact_but` does.
+
+    Args:
+        model: A converted model.
+        is_exact: Says which.
+
+    Yields:
+        Nothing.
+    """
+    changed = [(one, type(one)) for one in converted_modules(model) if is_exact(one)]
     try:
         for module, kind in changed:
             module.__class__ = original_class(kind)
@@ -85,9 +100,9 @@ def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
         if buffer is not None
     ]
     for context in contexts:
-        said = context.checks.said
+        checks = context.checks
         context._reset()
-        context.checks.said = said  # what is logged inside is not logged again
+        context.checks = checks.aside()
         context.sketch_cache = SketchCache(set(context.sketch_cache.groups))
         context.auto_bits = {}
     for module in modules:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import OPERATIONS
-from rmm_linear.conversion.checkpointed import BlockMemory, block_memory
+from rmm_linear.conversion.checkpointed import BlockMemory, block_memory, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside
 from rmm_linear.conversion.keepers import Keeper, OperationMemory, Reasons, by_operation, keepers
 from rmm_linear.conversion.names import first_names
@@ -17,6 +17,7 @@ from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
 from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
 from rmm_linear.memory.ledger import StorageKey
 
+_LOWERS_PEAK = "recomputed under activation checkpointing, where its sketch lowers the peak inside of the block"
 SHOWN = 0.02  # keepers of a smaller share are summed when an explanation is printed
 
 
@@ -76,21 +77,26 @@ class Explanation:
             f"{name} {memory.after / memory.before:.0%}" for name, memory in self.operations.items() if memory.before
         ]
         share = self.after / max(self.before, 1)
-        text = f"saved for backward: {_mib(self.before)} → {_mib(self.after)} MiB ({share:.0%}): {', '.join(parts)}"
+        text = f"saved for backward: {_change(self.before, self.after)} MiB ({share:.0%}): {', '.join(parts)}"
         if self.recomputed is not None:
-            text += (
-                f"; while activation checkpointing recomputes {self.recomputed.name}, inside of it: "
-                f"{_mib(self.recomputed.before)} → {_mib(self.recomputed.after)} MiB"
-            )
+            text += f"; {self._recomputed_line(self.recomputed)}"
+        return text
+
+    def _recomputed_line(self, block: BlockMemory) -> str:
+        change = f"stays {_mib(block.before)}" if block.after == block.before else _change(block.before, block.after)
+        text = f"while activation checkpointing recomputes {block.name}, inside of it: {change} MiB"
+        if block.packed < block.after:
+            text += f', and checkpointed="packed" would make it {_mib(block.packed)} MiB'
         return text
 
     def __str__(self) -> str:
-        """Return a line with the totals, and tables of the operations, of what is left, and of the layers."""
+        """Return lines with the totals, and tables of the operations, of what is left, and of the layers."""
         share = self.after / max(self.before, 1)
         head = f"rmm_linear: kept_before={self.before} kept_after={self.after} share={share:.3f}"
         rows = [(n, f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
         layers = table(("layer", "bytes now", "bytes after", "why nothing is saved"), rows)
-        return f"{head}\n{self.tables()}\n\n{layers}"
+        line = f"{self.line()}\n\n" if self.before or self.after else ""
+        return f"{line}{head}\n{self.tables()}\n\n{layers}"
 
     def tables(self) -> str:
         """Return what each operation saves, and what is left without a stand-in.
@@ -130,17 +136,21 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
     """
     names = list(report.converted)
     with set_aside(model):
-        with exact_but(model):
+        with exact_but(model), noting_recomputed(model) as noted:
             inputs, before, savers_before = layer_inputs(model, batch, names)
+            recomputed = inside(noted.names, [*names, *report.packed])
+            report = replace(report, checkpointed=tuple(dict.fromkeys((*report.checkpointed, *recomputed))))
             exact = {name: _why_exact(report, name, seen) for name, seen in inputs.items()}
             few = {name: reason for name, reason in exact.items() if reason is not None}
             why = Reasons(model, batch, report, first_names(model), few)
         with exact_but(model, [operation for operation in OPERATIONS if operation != "linear"]):
             found = layer_inputs(model, batch, names)[0]
-            reasons = {name: unsaved_reason(seen) for name, seen in found.items()}
-        after, savers = saved_tensors(model, batch)
+            reasons = {n: _LOWERS_PEAK if n in report.checkpointed else unsaved_reason(i) for n, i in found.items()}
+        with noting_recomputed(model) as noted:
+            after, savers = saved_tensors(model, batch)
+        why.note_recomputed(noted.inputs)
         why.note_attention(model)
-        recomputed = block_memory(model, batch) if report.checkpointed else None
+        block = block_memory(model, batch) if report.checkpointed else None
     layers: dict[str, LayerMemory] = {}
     # Of layers with the same input, the first one that is trained keeps it: beside LoRA, not the frozen one.
     owners: dict[StorageKey | None, str] = {}
@@ -158,7 +168,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
     stand_ins, remaining = keepers(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, recomputed)
+    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block)
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:
@@ -168,6 +178,10 @@ def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | N
         return RECOMPUTED
     spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
     return f"the layer sees {seen.tokens} rows and stays exact" if spec is None else None
+
+
+def _change(before: int, after: int) -> str:
+    return f"{_mib(before)} → {_mib(after)}"
 
 
 def _mib(count: int) -> str:

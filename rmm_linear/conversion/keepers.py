@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.tables import pattern_of
 from rmm_linear.config import OPERATIONS, RMMConfig
-from rmm_linear.conversion.checkpointed import checkpointed_blocks
 from rmm_linear.conversion.linears import is_linear_like
 from rmm_linear.conversion.names import output_heads
 from rmm_linear.conversion.packed import choose_packed
-from rmm_linear.conversion.report import ConversionReport, pattern_of
+from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.losses import CHUNK
 from rmm_linear.memory.inputs import Saver
 from rmm_linear.memory.ledger import Ledger, SavedStorage, StorageKey, storage_key
@@ -132,7 +132,7 @@ class Reasons:
         self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
         self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._report, self._exact = report, exact
-        self._blocks = checkpointed_blocks(model)
+        self._recomputed: set[StorageKey] = set()
         self._left_out = _left_out(names, report.config)
         self._loss = self._loss_reason([names[head] for head in output_heads(model) if head in names])
 
@@ -146,6 +146,14 @@ class Reasons:
             f"the logits are taken in chunks of {CHUNK} rows where there are more, and nothing but the loss reads them"
         )
         return f"{_LOSS}: {skipped or few}"
+
+    def note_recomputed(self, inputs: Set[StorageKey]) -> None:
+        """Note which tensors activation checkpointing keeps, in the pass that the converted model made.
+
+        Args:
+            inputs: What its blocks were called with.
+        """
+        self._recomputed.update(inputs)
 
     def note_attention(self, model: nn.Module) -> None:
         """Note which packed attentions were exact in the pass that the converted model made.
@@ -173,12 +181,12 @@ class Reasons:
         return operators or ("an operator",), self._reason(key, name, operators)
 
     def _reason(self, key: StorageKey, name: str, operators: Sequence[str]) -> str:
-        if not operators:
-            if name in self._blocks:
-                return "the input of a block that activation checkpointing recomputes"
-            return "no output of the model that needs a gradient depends on it"
-        if key in self._batch:
+        if operators and key in self._batch:
             return "the batch itself, which is in memory anyway"
+        if key in self._recomputed:
+            return "the input of a block that activation checkpointing recomputes"
+        if not operators:
+            return "no output of the model that needs a gradient depends on it"
         known = (text for one in operators for pattern, text in _WHY.items() if re.fullmatch(pattern, one))
         why = next(known, "there is no stand-in for it")
         if why == _LOSS:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
@@ -226,22 +225,6 @@ def _saved(layer: ConvertedLayer) -> str:
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
     return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
-
-
-def pattern_of(name: str) -> str:
-    """Return what numbered siblings have in common.
-
-    Args:
-        name: Dotted name of a module.
-
-    Returns:
-        The name with * for numbers, but for one at its beginning or end.
-
-    Example:
-        >>> pattern_of("layer.0.query")
-        'layer.*.query'
-    """
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:

@@ -16,10 +16,10 @@ import torch
 import rmm_linear
 from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.config import RMMConfig
-from rmm_linear.conversion.exact import set_aside
+from rmm_linear.context.messages import shown
+from rmm_linear.conversion.exact import converted_modules, set_aside
 from rmm_linear.conversion.explanation import Explanation, explained
 from rmm_linear.conversion.report import ConversionReport
-from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.memory import peak, track_saved
 from rmm_linear.memory.inputs import saved_tensors
 
@@ -66,7 +66,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         trainer: The Trainer that the callback is added to; None finds it when training begins.
         report: The result of :func:`rmm_linear.convert`, to be printed; None prints nothing.
         convert: Converts the model so when training begins, after all that wraps it, such as the adapters of
-            ``SFTTrainer(peft_config=...)``. A model that is converted already stays as it is, and this is logged.
+            ``SFTTrainer(peft_config=...)``. A model that is converted already stays as it is, unless it
+            trains linear layers that came later: then it is reverted and converted anew. Either is logged.
         per_layer: Whether the noise and α of every layer are logged too.
         every: Probe the steps n, 2n, 3n, …
         limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the two variances are equal.
@@ -201,7 +202,14 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             )  # fmt: skip
 
     def _convert(self, model: torch.nn.Module) -> None:
-        if _is_converted(model):
+        if late := _late_linears(model):
+            logger.warning(
+                "The model trains %d linear layers that came after its conversion, as adapters do (%s): "
+                "RMMCallback(convert=...) reverts the model and converts it anew.",
+                len(late), shown(late),
+            )  # fmt: skip
+            rmm_linear.revert(model)
+        elif _is_converted(model):
             if self.report is None:
                 logger.warning(
                     "RMMCallback(convert=...) converts models that are not converted, and this one is: it stays as it "
@@ -245,8 +253,13 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         return measured
 
 
+def _late_linears(model: torch.nn.Module) -> list[str]:
+    contexts = {one.rmm_context for one in converted_modules(model) if one.rmm_context is not None}
+    return [name for context in contexts for name in context.checks.late_linears()]
+
+
 def _is_converted(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, ConvertedModule) for module in model.modules())
+    return bool(converted_modules(model))
 
 
 def _saved(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> Explanation | str:

@@ -133,7 +133,7 @@ def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pictures = plot_all(results)
-    assert [path.name for path in pictures] == ["linear-cpu.png", "model-cpu.png", "kernels-cpu.png"]
+    assert [path.name for path in pictures] == ["linear-cpu.png", "model-cpu.png", "kernels-cpu.png", "growth-cpu.png"]
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 20_000

@@ -1,4 +1,6 @@
-"""A training step that saves nothing, or that trains other layers than the sketched ones, says so once."""
+"""A training step that saves nothing, or that trains layers that came after the conversion, says so once."""
+
+import copy
 
 import pytest
 import torch
@@ -7,7 +9,10 @@ from torch import nn
 
 from rmm_linear import convert, revert
 
-FEW, OTHERS = "stay exact, and all", "Sketches replace the input of linear layers that are trained"
+FEW, LATE = (
+    "stay exact, and all",
+    "Sketches replace the input of linear layers that are in a model when it is converted",
+)
 
 
 def step(model, **inputs):
@@ -66,12 +71,60 @@ def test_adapters_that_came_after_convert_are_named(late, caplog):
         convert(model, min_rows=4)
     for _ in range(2):
         step(model.train(), input_ids=token_ids())
-    said = [one for one in caplog.messages if OTHERS in one]
+    said = [one for one in caplog.messages if LATE in one]
     assert len(said) == late
     if late:
-        assert "none of the 14 sketched layers is: the model trains 8 others (" in said[0]
-        assert "q_proj.lora_A.default" in said[0]
-        assert "Call rmm_linear.convert after get_peft_model" in said[0]
+        assert "this one trains 8 that came later, as adapters do (" in said[0]
+        assert "model.layers.*.self_attn.q_proj.lora_A.default" in said[0]
+        assert "Call rmm_linear.revert(model), then rmm_linear.convert after get_peft_model" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("roberta", {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}),
+        ("roberta", {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["down_proj"]}),
+    ],
+)
+def test_a_head_that_peft_copies_does_not_hide_the_adapters_and_the_remedy_works(architecture, options, caplog):
+    """The copy is a trained sketched layer."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model(architecture).train()
+    convert(model, min_rows=4)
+    adapted = get_peft_model(model, LoraConfig(**options)).train()
+    for _ in range(2):
+        step(adapted, input_ids=token_ids())
+    (said,) = caplog.messages
+    assert LATE in said
+    assert "trains 8 that came later" in said
+    caplog.clear()
+    revert(adapted)
+    report = convert(adapted, min_rows=4)
+    assert sum("lora_" in name for name in report.converted) == 8
+    step(adapted, input_ids=token_ids())
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("options", [{"exclude_modules": ["classifier.dense"]}, {"target_modules": ["query"]}])
+def test_layers_that_were_left_out_on_purpose_are_not_late(options, caplog):
+    model = tiny_model("roberta").train()
+    report = convert(model, min_rows=4, **options)
+    assert report.skipped
+    for name in report.converted:
+        model.get_submodule(name).requires_grad_(False)
+    step(model, input_ids=token_ids())
+    revert(model.roberta.encoder.layer[0])
+    step(model, input_ids=token_ids())
+    assert not caplog.messages
+
+
+def test_a_copy_of_a_converted_model_says_nothing_of_its_own_layers(caplog):
+    model = tiny_model("roberta").train()
+    convert(model, min_rows=4, target_modules=["query"])
+    step(copy.deepcopy(model), input_ids=token_ids())
+    assert not caplog.messages
 
 
 def test_a_model_without_other_trained_layers_is_no_case_of_it(caplog):

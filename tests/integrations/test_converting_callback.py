@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer_helpers import make_trainer, probed, weights
 
-from rmm_linear import RMMConfig
+from rmm_linear import RMMConfig, convert
 from rmm_linear.conversion.explanation import explained
 from rmm_linear.integrations.transformers import RMMCallback
 
@@ -84,6 +84,40 @@ def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
     trainer.train()
     assert any("converts models that are not converted, and this one is" in message for message in caplog.messages)
     assert trainer.model.get_submodule(LAYER).rmm_config.ratio == 0.25
+
+
+def test_a_model_whose_adapters_came_after_convert_is_converted_anew(tmp_path, caplog):
+    """And the first step has nothing to say; with an earlier convert for a classifier that PEFT copies."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS")
+
+    def wrap(model):
+        convert(model, min_rows=4)
+        return get_peft_model(model, lora)
+
+    trainer, _, _ = make_trainer(tmp_path, config=None, wrap=wrap, max_steps=2)
+    callback = RMMCallback(convert=RMMConfig(min_rows=4))
+    trainer.add_callback(callback)
+    trainer.train()
+    assert sum("lora_" in name for name in callback.report.converted) == 8
+    (said,) = caplog.messages
+    assert said.startswith("The model trains 8 linear layers that came after its conversion, as adapters do (")
+    assert said.endswith("RMMCallback(convert=...) reverts the model and converts it anew.")
+    caplog.clear()
+    report = callback.report
+    trainer.train()
+    assert callback.report is report
+    assert not caplog.messages
+
+
+def test_checkpointed_layers_that_stay_exact_have_no_noise_to_warn_of(tmp_path, caplog):
+    trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=2, gradient_checkpointing=True)
+    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=0.02), every=2, limit=1e-6))
+    trainer.train()
+    (noise,) = [entry["rmm/noise"] for entry in recorder.logs if "rmm/noise" in entry]
+    assert noise == 0
+    assert not any("the sketches' noise is" in message for message in caplog.messages)
 
 
 def test_a_callback_that_no_trainer_calls_says_so():

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.frames import in_checkpoint
 from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.layers.functional import spec_for
 from rmm_linear.norm_estimators import LayerCall
@@ -95,7 +96,7 @@ class ProbeCall:
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
-        spec = spec_for(x.shape, itemsize, weight, config, bits)
+        spec = None if _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, bits)
         width = None if spec is None else spec.bits
         expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize
@@ -167,6 +168,13 @@ class ProbeCall:
         if len(shape) < 2 and self.mask is not None:
             shape = self.mask.shape
         return (shape[0], shape[1:].numel()) if len(shape) > 1 and shape[0] > 1 else None
+
+
+def _stays_exact(module: nn.Module) -> bool:
+    """Whether activation checkpointing will recompute the call, which a layer does exactly unless it is told else."""
+    if not isinstance(module, SketchedLayer) or module.rmm_config.checkpointed != "exact":
+        return False
+    return not torch.is_grad_enabled() or in_checkpoint()
 
 
 def _expected(module: nn.Module, x: Tensor) -> Tensor | None:

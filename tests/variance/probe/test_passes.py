@@ -92,6 +92,23 @@ def test_checkpointing_gives_the_same_numbers(reentrant, converted):
 
 
 @checkpoints
+def test_layers_that_are_recomputed_exactly_have_no_noise(reentrant):
+    """The layer outside of the checkpoint has; and all have where stand-ins are made in the recomputation."""
+    found = {}
+    for mode in ("exact", "packed"):
+        model = checkpointed(use_reentrant=reentrant, dropout=0.0)
+        convert(model, CONFIG.replace(checkpointed=mode))
+        rows = rows_of(model, lambda model: model(six_features()).square().sum().backward())
+        found[mode] = {row.module: row for row in rows}
+    exact, packed = found["exact"], found["packed"]
+    assert list(exact) == list(packed) == ["block.0", "block.2", "head"]
+    assert all(row.sketch_variance > 0 for row in packed.values())
+    assert [row.sketch_variance for row in exact.values()] == [0, 0, packed["head"].sketch_variance]
+    assert [(row.noise, row.rows, row.bits) for row in exact.values()][:2] == [(0, 40, 32)] * 2
+    assert all(exact[name].sgd_variance == packed[name].sgd_variance for name in exact)
+
+
+@checkpoints
 def test_under_checkpointing_x_is_held_in_the_recomputation_only(reentrant):
     model, alive = checkpointed(use_reentrant=reentrant, dropout=0.0), []
     model.block[2].register_forward_pre_hook(

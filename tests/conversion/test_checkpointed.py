@@ -1,0 +1,187 @@
+"""What conversions, reports and messages say of blocks that activation checkpointing recomputes."""
+
+import pytest
+import torch
+from cases import checkpoints
+from helpers import enable_checkpointing, tiny_model, token_ids
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import convert, revert
+from rmm_linear.memory import explain, track_saved
+
+INPUT = "the input of a block that activation checkpointing recomputes"
+MESSAGE = "Activation checkpointing recomputes"
+
+
+class Loop(nn.Module):
+    """Calls torch.utils.checkpoint itself for every block, and has a norm outside of them."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.norm, self.reentrant = nn.LayerNorm(8), reentrant
+
+    def forward(self, x):
+        x = x * 1.5
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.norm(x)
+
+
+def features():
+    return torch.randn(200, 8, requires_grad=True)
+
+
+def checkpointed_llama(reentrant=False):
+    model = tiny_model("llama").train()
+    model.config.use_cache = False
+    enable_checkpointing(model, reentrant)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["exact", "packed"])
+def test_the_line_says_what_a_recomputed_block_saves_in_each_mode(mode):
+    model = checkpointed_llama()
+    report = convert(model, example={"input_ids": token_ids()}, min_rows=1, checkpointed=mode)
+    block, line = report.memory.recomputed, report.memory.line()
+    assert block.name == "model.layers.0"
+    assert block.packed < 0.4 * block.before
+    stays = 'inside of it: stays 0.13 MiB, and checkpointed="packed" would make it 0.01 MiB'
+    assert line.endswith(stays if mode == "exact" else "inside of it: 0.13 → 0.01 MiB")
+    assert block.after == (block.before if mode == "exact" else block.packed)
+
+
+def test_a_block_may_be_exact_in_part():
+    model = checkpointed_llama()
+    overrides = {".*mlp.*": {"checkpointed": "packed"}}
+    report = convert(model, example={"input_ids": token_ids()}, min_rows=1, overrides=overrides)
+    block = report.memory.recomputed
+    assert block.packed < block.after < block.before
+    assert ' MiB, and checkpointed="packed" would make it ' in report.memory.line()
+    assert report.to_dict()["memory"]["recomputed"] == vars(block)
+
+
+@pytest.mark.parametrize("options", [{}, {"operations": ("linear",)}, {"checkpointed": "packed"}])
+@checkpoints
+def test_an_example_shows_checkpoints_in_a_forward_of_ones_own(reentrant, options, caplog):
+    """Their modules stay converted, are reported as recomputed, and it is said at once; the norm is outside."""
+    model = Loop(reentrant).train()
+    report = convert(model, example=features(), **options)
+    assert len(report.converted) == 6
+    assert report.skipped == {}
+    assert set(report.checkpointed) == {*report.converted, *report.packed} - {"norm"}
+    reasons = {layer.reason.partition(",")[0] for layer in report.memory.layers.values()}
+    assert reasons == {"recomputed under activation checkpointing"}
+    model(features()).square().sum().backward()
+    assert len([one for one in caplog.messages if MESSAGE in one]) == ("checkpointed" not in options)
+
+
+@checkpoints
+def test_layers_outside_of_a_checkpoint_are_still_skipped(reentrant):
+    model = nn.Sequential(Loop(reentrant), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).train()
+    report = convert(model, example=features(), operations=("linear",))
+    assert report.skipped == {"3": "Tanh saves this tensor anyway"}
+    assert set(report.checkpointed) == {name for name in report.converted if name.startswith("0.blocks.")}
+
+
+def test_a_forward_without_gradients_is_no_checkpoint():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.features(x)
+            return self.head(x)
+
+    report = convert(Frozen().train(), example=features(), operations=("linear",))
+    assert report.skipped == {"features": "autograd does not save its input"}
+    assert report.checkpointed == ()
+
+
+@checkpoints
+def test_the_input_of_a_block_is_called_so(reentrant):
+    for model, batch, places in (
+        (checkpointed_llama(reentrant), {"input_ids": token_ids()}, ["model.layers.0", "model.layers.1"]),
+        (Loop(reentrant).train(), features(), [""]),
+    ):
+        found = explain(model, batch, min_rows=1)
+        reasons = {keeper.modules: keeper.reason for keeper in found.remaining}
+        assert all(reasons[place].endswith(INPUT) for place in places)
+        assert "no output of the model" not in str(found)
+
+
+def test_an_explanation_begins_with_its_line():
+    found = explain(checkpointed_llama(), {"input_ids": token_ids()}, min_rows=1)
+    assert str(found).startswith(f"{found.line()}\n\nrmm_linear: kept_before=")
+    assert "recomputes model.layers.0" in str(found)
+
+
+def said(caplog):
+    (message,) = [one for one in caplog.messages if MESSAGE in one]
+    return message
+
+
+@checkpoints
+def test_modules_and_what_is_left_are_named_for_sequentials(reentrant, caplog):
+    """The reentrant kind shows them in the backward pass, and says it at its end."""
+    model = Loop(reentrant).train()
+    convert(model)
+    model(features()).square().sum().backward()
+    assert "9 of the 10 converted modules (blocks.*.0, blocks.*.2, blocks.*.1)" in said(caplog)
+    assert "saves memory in the other 1 alone" in said(caplog)
+    caplog.clear()
+    revert(model)
+    convert(model, operations=("linear",))
+    model(features()).square().sum().backward()
+    assert "the conversion saves memory nowhere" in said(caplog)
+
+
+def test_a_backward_pass_that_fails_is_made_up_for_in_the_next_forward_pass(caplog):
+    model = Loop(reentrant=True).train()
+    convert(model)
+    x = features()
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x).square().sum().backward()
+    assert not caplog.messages
+    model(features())
+    assert "9 of the 10 converted modules" in said(caplog)
+
+
+def test_a_measurement_does_not_say_it_in_place_of_the_training_step(caplog):
+    model = Loop(reentrant=False).train()
+    explain(model, features())
+    assert not caplog.messages
+    convert(model)
+    model(features())
+    assert "9 of the 10 converted modules" in said(caplog)
+
+
+def test_the_remedy_is_one_that_the_model_has(caplog):
+    model = checkpointed_llama()
+    convert(model, min_rows=1)
+    method = said(caplog).partition("turn checkpointing off: model.")[2].partition("()")[0]
+    assert method in ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+    assert (method == "activation_checkpointing_disable") == hasattr(model, "activation_checkpointing_disable")
+    getattr(model, method)()
+    with track_saved(model) as saved:
+        output = model(input_ids=token_ids())
+    assert any("mlp" in name for name in saved.by_module)
+    del output
+    caplog.clear()
+    convert(nn.Sequential(checkpointed_llama()), min_rows=1)
+    assert f"turn checkpointing off: model.0.{method}()" in said(caplog)
+
+
+def test_a_plain_module_is_not_told_of_methods_that_it_has_not(caplog):
+    model = Loop(reentrant=False).train()
+    convert(model)
+    model(features())
+    assert "turn checkpointing off: do not call torch.utils.checkpoint. " in said(caplog)
+    caplog.clear()
+    convert(nn.Sequential(checkpoint_wrapper(nn.Linear(8, 8))))
+    assert "turn checkpointing off: leave out checkpoint_wrapper. " in said(caplog)
