@@ -1,7 +1,7 @@
 """Suite ``model``: a training step of whole models: time, bytes kept for the backward pass, and peak memory.
 
-RoBERTa-base's shape with random weights, and on cuda LLaMA's layers too, both in transformers' own classes on every
-device. All providers of a case share one set of parameters and one AdamW, so that nothing but the step differs and
+RoBERTa-base's shape and two of LLaMA's layers (on a CPU of half the width) with random weights, both in transformers'
+own classes. All providers of a case share one set of parameters and one AdamW, so that nothing but the step differs and
 memory suffices for all of them.
 """
 
@@ -23,9 +23,11 @@ from rmm_linear.memory import track_saved
 REFERENCE = "exact"
 CHECKPOINT = "torch checkpoint"
 SKETCHED = "countsketch"
+ALL_SKETCHED = "countsketch, all operations"
 DEFAULT = "default, example="
 _TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
 _TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}  # of LLaMA's 32, and each of them like the others
+_HALF: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16}
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
@@ -46,7 +48,8 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     if tiny:
         sizes = {"roberta": (8, 32), "llama": (4, 32)}
     else:
-        sizes = {"roberta": (8, 128)} if device == "cpu" else {"roberta": (64, 128), "llama": (8, 2048)}
+        cpu, cuda = {"roberta": (8, 128), "llama": (4, 256)}, {"roberta": (64, 128), "llama": (8, 2048)}
+        sizes = cpu if device == "cpu" else cuda
     titles = {"roberta": "roberta-base", "llama": "llama layers"}
     return [
         Case(
@@ -72,7 +75,13 @@ def providers(case: Case) -> list[str]:
     """
     layers = len(_layers(_base(case)[0]))
     counts = [count for count in dict.fromkeys((matched_layers(case), layers // 2, layers)) if count]
-    return [REFERENCE, *(f"{CHECKPOINT} {count} of {layers}" for count in sorted(counts)), SKETCHED, DEFAULT]
+    return [
+        REFERENCE,
+        *(f"{CHECKPOINT} {count} of {layers}" for count in sorted(counts)),
+        SKETCHED,
+        ALL_SKETCHED,
+        DEFAULT,
+    ]
 
 
 def matched_layers(case: Case) -> int:
@@ -115,7 +124,7 @@ def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model that all providers are copies of, with its optimizer."""
     torch.manual_seed(0)
     with torch.device(case.device):
-        model = _llama(case.tiny) if _is_llama(case) else _roberta(case.tiny)
+        model = _llama(case) if _is_llama(case) else _roberta(case.tiny)
     if _is_llama(case):
         model = model.to(case.torch_dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -138,11 +147,11 @@ def _roberta(tiny: bool) -> nn.Module:
     return model
 
 
-def _llama(tiny: bool) -> nn.Module:
+def _llama(case: Case) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        **(_TINY if tiny else _TWO_LAYERS),
+        **(_TINY if case.tiny else _TWO_LAYERS | (_HALF if case.device == "cpu" else {})),
         vocab_size=32,  # the vocabulary is no part of a layer
         use_cache=False,
     )
@@ -159,6 +168,8 @@ def _model(case: Case, provider: str) -> nn.Module:
         _checkpoint(model, int(provider.removeprefix(CHECKPOINT).split()[0]))
     elif provider == SKETCHED:
         convert(model, RMMConfig(operations=("linear",), kind="countsketch", ratio=case.ratio, bits=None))
+    elif provider == ALL_SKETCHED:
+        convert(model, RMMConfig(kind="countsketch", ratio=case.ratio, bits=None))
     elif provider == DEFAULT:
         convert(model, example=_batch(case, case.sizes[0]))
     return model
@@ -180,7 +191,8 @@ def _checkpoint(model: Any, count: int) -> None:
 def _batch(case: Case, sequences: int) -> dict[str, Tensor]:
     generator, length = torch.Generator().manual_seed(3), case.sizes[1]
     if _is_llama(case):
-        hidden = 32 if case.tiny else 4096
+        config: Any = _base(case)[0].config
+        hidden = config.hidden_size
         x = torch.randn(sequences, length, hidden, generator=generator).to(case.device, case.torch_dtype)
         return {"inputs_embeds": x.requires_grad_()}
     ids = torch.randint(3, 50 if case.tiny else 50000, (sequences, length), generator=generator)
@@ -207,7 +219,7 @@ def _outcome(case: Case, model: nn.Module, provider: str) -> Outcome:
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    if provider == DEFAULT:
+    if provider in (ALL_SKETCHED, DEFAULT):
         return Outcome({"output": output.detach()}, gradients)
     vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
     return Outcome(

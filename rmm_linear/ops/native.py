@@ -167,7 +167,7 @@ def unpack(
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
     noise = _rounding_noise(seed, len(codes), columns)
     unpacked = _unpack_parts(codes, qparams, noise, bits, dtype)
-    if dtype == torch.float32:
+    if dtype in TYPES:
         matrix = unpacked(0, len(codes))
     else:
         matrix = codes.new_empty(len(codes), columns, dtype=dtype)
@@ -182,7 +182,8 @@ def _unpack_parts(
     """As :func:`rmm_linear.packing.unpack_parts`."""
 
     def part(begin: int, end: int) -> Tensor:
-        values, rows = codes.new_empty(end - begin, len(noise.columns), dtype=torch.float32), slice(begin, end)
+        made = dtype if dtype in TYPES else torch.float32
+        values, rows = codes.new_empty(end - begin, len(noise.columns), dtype=made), slice(begin, end)
         stored = codes[rows].contiguous(), qparams[rows].contiguous()
         native.unpack(*stored, bits, noise.rows[rows], noise.columns, values)
         return values.to(dtype)

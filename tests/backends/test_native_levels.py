@@ -63,9 +63,11 @@ def test_packing_is_the_same_to_the_bit(level, bits, dtype, both):
         packing.mark_infinite(qparams)
         z = torch.empty(ROWS, COLUMNS)
         native.unpack(codes, qparams, bits, *noise[1:], z)
+        half = torch.empty(ROWS, COLUMNS, dtype=dtype)
+        native.unpack(codes, qparams, bits, *noise[1:], half)
         rotated = z.clone()
         native.unrotate(z, noise[0])
-        return is_finite, codes, qparams, rotated, z
+        return is_finite, codes, qparams, half, rotated, z
 
     found, expected = both(level, run)
     assert not found[0]

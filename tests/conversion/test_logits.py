@@ -222,7 +222,7 @@ def test_the_report_names_the_head_and_says_why_its_logits_stay(monkeypatch):
 
 def test_the_peak_falls_by_the_logits(monkeypatch):
     # A dispatch mode sees what an operator returns; its Python function shows what is alive inside of it.
-    monkeypatch.setattr(losses, "_loss_and_gradients", losses._loss_and_gradients._init_fn)
+    monkeypatch.setattr(losses, "_loss_and_gradients", losses._loss_and_gradients.function)
     bytes_of = []
     for chunk in (None, 8):
         config = hf.LlamaConfig(**{**GROUPED, "vocab_size": 6000})

@@ -139,11 +139,11 @@ def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Ten
         bits: 8, 4 or 2.
         rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
         columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
-        matrix: Written to; float32, shape (K, I), contiguous.
+        matrix: Written to; float32, bfloat16 or float16, shape (K, I), contiguous.
     """
     function("rmm_unpack")(
-        pointer(codes), pointer(qparams), len(rows), len(columns), bits, pointer(rows),
-        pointer(columns), pointer(matrix), threads(matrix),
+        pointer(codes), pointer(qparams), len(rows), len(columns), bits, pointer(rows), pointer(columns),
+        pointer(matrix), TYPES[matrix.dtype], threads(matrix),
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ SIGNATURES = {
     "rmm_signs_and_shifts": "qqqpp",
     "rmm_softmax_gradients": "ppqqi",
     "rmm_transform": "piqqqppppppppqpi",
-    "rmm_unpack": "ppqqipppi",
+    "rmm_unpack": "ppqqipppii",
     "rmm_unrotate": "pqqpi",
 }
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}

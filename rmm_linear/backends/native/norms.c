@@ -113,6 +113,7 @@ static void norm_backward_rows(
         if (bits == 4) UNPACK(4);
         else if (bits == 2) UNPACK(2);
         else UNPACK(8);
+#undef UNPACK
         float sum_g = lanes_sum(s.g), sum_gh = lanes_sum(s.gh);
         int64_t done = whole * GROUP;
         if (whole < groups)

@@ -39,31 +39,40 @@ static int pack_rows(
     return not_finite;
 }
 
-INLINE void unpack_whole_groups(
-    const uint8_t *codes, const uint16_t *qparams, int64_t groups, int bits, int32_t a, const int32_t *c, float *z) {
-    for (int64_t group = 0; group < groups; group++) {
+INLINE void unpack_row(
+    const uint8_t *codes, const uint16_t *qparams, int64_t columns, int bits, int32_t a, const int32_t *c, void *z,
+    int type, int64_t place) {
+    int64_t whole = columns / GROUP;
+    for (int64_t group = 0; group < whole; group++) {
         lanes v[PARTS];
         unpack_group(bits, codes + group * 8 * bits, a, c + group * GROUP, qparams + group * 2, v);
-        for (int k = 0; k < PARTS; k++) STORE(z + group * GROUP + k * LANES, v[k]);
+        for (int k = 0; k < PARTS; k++) store_elements(z, type, place + group * GROUP + k * LANES, v[k]);
+    }
+    int left = (int)(columns - whole * GROUP);
+    if (left) {
+        float last[GROUP];
+        unpack_short_group(left, bits, codes + whole * 8 * bits, a, c + whole * GROUP, qparams + whole * 2, last);
+        narrow(last, type, left, z, place + whole * GROUP);
     }
 }
 
 static void unpack_rows(
     const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits,
-    const int32_t *a, const int32_t *c, float *z) {
-    int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
+    const int32_t *a, const int32_t *c, void *z, int type) {
+    int64_t groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
     for (int64_t row = begin; row < end; row++) {
         const uint8_t *from = codes + row * length;
         const uint16_t *row_qparams = qparams + row * groups * 2;
-        float *to = z + row * columns;
-        /* bits is a constant in each call, so that the compiler specializes it. */
-        if (bits == 4) unpack_whole_groups(from, row_qparams, whole, 4, a[row], c, to);
-        else if (bits == 2) unpack_whole_groups(from, row_qparams, whole, 2, a[row], c, to);
-        else unpack_whole_groups(from, row_qparams, whole, 8, a[row], c, to);
-        if (whole < groups)
-            unpack_short_group(
-                (int)(columns - whole * GROUP), bits, from + whole * 8 * bits, a[row], c + whole * GROUP,
-                row_qparams + whole * 2, to + whole * GROUP);
+        int64_t place = row * columns;
+        /* bits and the commonest types are constants in each call, so that the compiler specializes it. */
+#define UNPACK(width, kind) unpack_row(from, row_qparams, columns, width, a[row], c, z, kind, place)
+        if (bits == 4 && type == FLOAT32) UNPACK(4, FLOAT32);
+        else if (bits == 2 && type == FLOAT32) UNPACK(2, FLOAT32);
+        else if (type == FLOAT32) UNPACK(8, FLOAT32);
+        else if (bits == 4) UNPACK(4, type);
+        else if (bits == 2) UNPACK(2, type);
+        else UNPACK(8, type);
+#undef UNPACK
     }
 }
 
@@ -98,12 +107,12 @@ int V(rmm_pack)(
     return result;
 }
 
-/* codes, qparams: contiguous. a: rows. c: columns. z: contiguous; its whole groups stay rotated. */
+/* codes, qparams: contiguous. a: rows. c: columns. z: of a type, contiguous; its whole groups stay rotated. */
 void V(rmm_unpack)(
     const uint8_t *codes, const uint16_t *qparams, int64_t rows, int64_t columns, int bits, const int32_t *a,
-    const int32_t *c, float *z, int threads) {
+    const int32_t *c, void *z, int type, int threads) {
 #pragma omp parallel num_threads(threads)
-    unpack_rows(codes, qparams, SHARE(rows), columns, bits, a, c, z);
+    unpack_rows(codes, qparams, SHARE(rows), columns, bits, a, c, z, type);
 }
 
 /* m: contiguous, unrotated in place. signs: 64. */

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear._support.tables import table
 from rmm_linear.variance.whole_model import GradientNoise
 
@@ -148,7 +149,7 @@ class ProbeResults:
             import pandas as pd
         except ImportError as error:
             raise ImportError(
-                "to_dataframe needs pandas, which is not installed. Run pip install 'rmm_linear[glue]', or use to_csv."
+                f"to_dataframe needs pandas, which is not installed. Run {INSTALL_EXTRA}, or use to_csv."
             ) from error
         return pd.DataFrame([dataclasses.asdict(row) for row in self.rows], columns=list(COLUMNS))
 
