@@ -14,6 +14,7 @@ from rmm_linear.backends import native, triton
 from rmm_linear.backends.native import library
 from rmm_linear.backends.select import requested_backend
 
+_LEVELS = {4: "for AVX-512", 3: "for AVX2", 0: "for any processor"}
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "numpy")
 
 
@@ -41,7 +42,7 @@ def _cpu_backend() -> str:
     library.logger.propagate = False
     try:
         if native.is_available():
-            return "C library"
+            return f"C library, {_LEVELS[library.level()]}"
     finally:
         library.logger.propagate = propagate
         library.logger.removeHandler(said)

@@ -62,6 +62,7 @@ def test_version_says_what_a_bug_report_needs(capsys, monkeypatch):
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["torch"] == torch.__version__
     assert {"python", "system", "CPU backend", "GPU backend", "GPU", "RMM_BACKEND"} <= lines.keys()
+    assert re.match(r"C library, for (AVX-512|AVX2|any processor)$|plain PyTorch\. ", lines["CPU backend"])
     monkeypatch.setattr(library, "_load", lambda: None)
     main(["version"])
     assert "CPU backend   plain PyTorch. The C library was not built" in capsys.readouterr().out

@@ -140,6 +140,7 @@ def test_times_in_bfloat16_in_readme_are_those_of_the_csv():
         ("exact |", "exact"),
         ("**the default**", "default, example="),
         ("CountSketch", "countsketch"),
+        ("the same sketch", "countsketch, all operations"),
         ("activation checkpointing", "torch checkpoint 12 of 12"),
     ],
 )

@@ -95,7 +95,7 @@ typedef int32_t stored_ints __attribute__((vector_size(LANES * sizeof(int32_t)),
 
 /* Signs 1 and -1 of lanes i with bit h of i not set and set. */
 INLINE lanes alternating(int h) {
-    lanes v;
+    lanes v = {0};
     for (int i = 0; i < LANES; i++) v[i] = i & h ? -1.0f : 1.0f;
     return v;
 }
