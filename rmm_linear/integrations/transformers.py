@@ -58,9 +58,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
     backward pass, exactly and converted, which ``report.memory`` has from then on; that calls ``compute_loss`` three
-    times more. A warning is logged once if the
-    median noise exceeds a limit. A callback cannot add to what the Trainer sends to its other callbacks, so this one
-    calls ``trainer.log`` itself.
+    times more. A warning is logged once if the median noise exceeds a limit. A callback cannot add to what the Trainer
+    sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
     Args:
         trainer: The Trainer that the callback is added to; None finds it when training begins.
@@ -152,9 +151,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self._prints = state.is_world_process_zero
         self._explains = self.report is not None and self.report.memory is None and not state.global_step
         if self.report is not None and self._prints:
-            print(
-                self.report.modules() if self._explains else self.report
-            )  # printed, not logged, as by the Trainer's own callbacks
+            # Printed, not logged, as by the Trainer's own callbacks.
+            print(self.report.modules() if self._explains else self.report)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

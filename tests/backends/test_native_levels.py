@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,9 +49,19 @@ def same(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_highest_level_is_one_that_the_library_has():
-    assert HIGHEST in (0, 3, 4)
-    assert library.level() == HIGHEST
+def test_arguments_are_those_of_the_sources():
+    """ctypes checks none: an argument too many or of another size would be read from wherever it ends up."""
+    found = {}
+    for path in Path(library.__file__).parent.glob("*.c"):
+        for name, arguments in re.findall(r"V\((rmm_\w+)\)\(([^)]*)\)", path.read_text(encoding="utf-8")):
+            kinds = ["pointer" if "*" in one else one.split()[-2] for one in arguments.split(",")]
+            found[name] = "".join({"pointer": "p", "int64_t": "q", "int": "i", "float": "f"}[kind] for kind in kinds)
+    assert found == library.SIGNATURES
+
+
+@pytest.mark.parametrize("level", [*LOWER, HIGHEST] if library.is_available() else [])
+def test_every_level_has_every_function(level):
+    assert all(callable(library._function(name, level)) for name in library.SIGNATURES)
 
 
 @pytest.mark.parametrize("level", LOWER)
