@@ -123,7 +123,7 @@ class CallInputs:
         """
         mask = self.mask if self.mask is not None and len(self.mask.flat) == tokens else None
         ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
-        return CallInputs(mask, ids, self.sample_index)
+        return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
     def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Describe a call of a layer to norm estimators.

@@ -54,6 +54,19 @@ class ForwardPass:
         """
         return self.begin <= node and (self.end is None or node < self.end)
 
+    def overlaps(self, other: ForwardPass) -> bool:
+        """Say whether some nodes' numbers are those of another pass too, which another thread has counted.
+
+        Args:
+            other: Any pass; this one does not overlap itself.
+
+        Returns:
+            True if they have a number in common.
+        """
+        if other is self:
+            return False
+        return (other.end is None or self.begin < other.end) and (self.end is None or other.begin < self.end)
+
     def find(self, index: int, tokens: int, name: str, masked: bool) -> CallInputs:
         """Return the mask, ids and sample indices of the call that is being recomputed.
 
@@ -149,17 +162,18 @@ class PendingForwards:
         if self._tasks and task not in self._tasks:
             # A backward pass inside of a recomputation, which created the node that is running.
             return list(self._tasks.values())[-1].known
-        node = running_node()
+        node, running = running_node(), self._tasks.get(task)
+        if running is not None and running.is_alone and node is not None and running.known.created(node):
+            return running.known  # as in all but the first layer: the remembered passes are many
         fitting = [] if node is None else [each for each in (*self._passes, *self._over) if each.created(node)]
         if len(fitting) != 1:  # every thread numbers its nodes by itself, so numbers may coincide
             return None
         found = fitting[0]
         found.backward_begun = True
-        running = self._tasks.get(task)
         if running is None:
             running = self._tasks[task] = _Running(found)
             Variable._execution_engine.queue_callback(functools.partial(_end, running))
-        running.known = found
+        running.known, running.is_alone = found, not any(map(found.overlaps, (*self._passes, *self._over)))
         return found
 
 
@@ -168,6 +182,7 @@ class _Running:
     """The forward pass whose backward pass is running."""
 
     known: ForwardPass
+    is_alone: bool = False  # no other pass has numbers of its nodes
 
 
 def _end(running: _Running) -> None:

@@ -80,7 +80,7 @@ class ConvertedModule(nn.Module):
             return False
         context, is_second, is_dropped = self.rmm_context, in_backward(), is_checkpointed()
         if not is_second:
-            self.rmm_took_seed = seeded and not is_dropped
+            vars(self)["rmm_took_seed"] = seeded and not is_dropped  # nn.Module's own assignment takes three us
         if not is_second and not is_dropped:
             return False
         # The first pass of a reentrant checkpoint, without gradients, took a seed. Dropout must repeat its numbers.

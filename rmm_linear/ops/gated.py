@@ -12,15 +12,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.backends import native as library
 from rmm_linear.backends.native import gated as native
+from rmm_linear.backends.native.library import TYPES
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops.operator import operator
 from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, stored_bytes, views
 from rmm_linear.ops.table import Operation
-from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, row_parts
+from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing.gated import ACTIVATIONS, Packed
 
-_CHUNK = 1 << 18  # elements of a half type that are widened at a time
 _SEEDS: Part = ((2,), torch.int64)
 
 
@@ -28,26 +28,18 @@ def _pack_natively(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
 ) -> list[Packed | None]:
     """As :func:`rmm_linear.packing.gated.pack_gated`."""
-    if a.dtype == torch.float64:
+    if a.dtype not in TYPES:
         return plain.pack_gated(a, b, seeds, activation, bits, wanted, index)
     check_bits(bits)
     rows, columns = len(a) if index is None else len(index), a.shape[1]
     packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]
-    signs, row_noise, column_noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
-    chunk = rows * columns if a.dtype == torch.float32 else _CHUNK
-    for part in row_parts(rows, columns, a.device, max(1, chunk)):
-        taken = index if index is None else index[part].contiguous()
-        gate, other = a, b
-        if a.dtype != torch.float32:
-            gate, other = (matrix[part if taken is None else taken].float() for matrix in (a, b))
-            taken = None
-        gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (gate, other))
-        noise = signs, row_noise[:, part].contiguous(), column_noise
-        found = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in packed]
-        if not native.pack_gated(gate, other, ACTIVATIONS.index(activation), bits, noise, [*found], taken):
-            for one in found:
-                if one is not None:
-                    mark_infinite(one.qparams)
+    noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
+    gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
+    taken = None if index is None else index.contiguous()
+    if not native.pack_gated(gate, other, ACTIVATIONS.index(activation), bits, noise, [*packed], taken):
+        for one in packed:
+            if one is not None:
+                mark_infinite(one.qparams)
     return packed
 
 
@@ -55,27 +47,14 @@ def _apply_natively(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
     """As :func:`rmm_linear.packing.gated.apply_gated`."""
-    if y.dtype == torch.float64:
+    if y.dtype not in TYPES:
         return plain.apply_gated(y, seeds, packed, bits, index)
     rows, columns = len(y) if index is None else len(index), y.shape[1]
     make = torch.empty if index is None else torch.zeros
     found = [None if one is None else make(y.shape, dtype=y.dtype) for one in packed]
-    signs, row_noise, column_noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
+    noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
     stored = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
-    if y.dtype == torch.float32:
-        index = None if index is None else index.contiguous()
-        native.apply_gated(y.contiguous(), bits, (signs, row_noise, column_noise), [*stored], index, found)
-        return found
-    for part in row_parts(rows, columns, y.device, _CHUNK):
-        place = part if index is None else index[part]
-        wide = y[place].float().contiguous()
-        gradients = [None if one is None else torch.empty_like(wide) for one in stored]
-        pieces = [None if one is None else Packed(*(tensor[part] for tensor in one)) for one in stored]
-        noise = signs, row_noise[:, part].contiguous(), column_noise
-        native.apply_gated(wide, bits, noise, [*pieces], None, gradients)
-        for gradient, result in zip(gradients, found, strict=True):
-            if gradient is not None and result is not None:
-                result[place] = gradient.to(y.dtype)
+    native.apply_gated(y.contiguous(), bits, noise, [*stored], None if index is None else index.contiguous(), found)
     return found
 
 

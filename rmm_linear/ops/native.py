@@ -58,15 +58,15 @@ def _sketch_parts(
         whole = _transformed(matrix, seed, kind, rows, mask)
         if whole is not None:
             return lambda begin, end: whole[begin:end]
-    hashed = _hashed(matrix, seed, kind, rows, mask)
-    if hashed is None:
+    if not _is_hashed(matrix, kind, rows, mask):
         shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
         return sketches.sketch_parts(matrix, **shape, generator=native.philox)
-    index, signs, shifts = hashed
+    index = _valid_rows(mask)
     if matrix.dtype not in TYPES:
-        return countsketch.hashed_part(matrix if index is None else matrix[index], signs, shifts, rows)
+        source = matrix if index is None else matrix[index]
+        return countsketch.hashed_part(source, *native.signs_and_shifts(seed, len(source), rows), rows)
     source = _contiguous_rows(matrix)
-    return lambda begin, end: native.countsketch(source, signs, shifts, rows, begin, end, index)
+    return lambda begin, end: native.countsketch(source, seed, rows, begin, end, index)
 
 
 def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None) -> Tensor | None:
@@ -83,14 +83,12 @@ def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: Token
     return transforms.sampled_transform(_contiguous_rows(matrix), kind, index, places, signs)
 
 
-def _hashed(
-    matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None
-) -> tuple[Tensor | None, Tensor, Tensor] | None:
-    """Places (None for all) of the valid tokens, their signs and shifts, if they are hashed; else None."""
-    count = matrix.shape[0] if mask is None else int(mask.count)
-    if kind != "countsketch" or count <= rows:
-        return None
-    return None if mask is None else mask.order[:count], *native.signs_and_shifts(seed, count, rows)
+def _is_hashed(matrix: Tensor, kind: str, rows: int, mask: TokenMask | None) -> bool:
+    return kind == "countsketch" and rows < (matrix.shape[0] if mask is None else int(mask.count))
+
+
+def _valid_rows(mask: TokenMask | None) -> Tensor | None:
+    return None if mask is None else mask.order[: int(mask.count)]
 
 
 def _contiguous_rows(matrix: Tensor) -> Tensor:
@@ -101,17 +99,17 @@ def _contiguous_rows(matrix: Tensor) -> Tensor:
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
     bits = spec.bits or 0
-    hashed = _hashed(matrix, seed, spec.kind, spec.rows, mask) if matrix.dtype in TYPES else None
-    if hashed is None:
+    if matrix.dtype not in TYPES or not _is_hashed(matrix, spec.kind, spec.rows, mask):
         if matrix.dtype == torch.float16 and spec.kind != "countsketch":  # whose rows are those of the matrix then
             matrix = matrix.float()
         parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
         return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
-    source, (index, signs, shifts) = _contiguous_rows(matrix), hashed
+    source, index = _contiguous_rows(matrix), _valid_rows(mask)
+    hashing = native.signs_and_shifts(seed, len(source) if index is None else len(index), spec.rows)
     packing.check_bits(bits)
     codes, qparams = packing.empty_packed(spec.rows, source.shape[1], bits, seed)
     noise = _rounding_noise(seed, spec.rows, source.shape[1])
-    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, (signs, shifts), index):
+    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, hashing, index):
         packing.mark_infinite(qparams)
     return codes, qparams
 

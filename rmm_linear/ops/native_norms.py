@@ -1,35 +1,28 @@
-"""LayerNorm and RMSNorm from a packed copy with the C library: float32 at once, half types a few rows at a time."""
+"""LayerNorm and RMSNorm from a packed copy with the C library, for all dtypes but float64."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from rmm_linear.backends import native
 from rmm_linear.backends.native import norms as library
-from rmm_linear.packing import ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, norms, row_parts
-from rmm_linear.packing.norms import NormCopy, NormGradients, wide
-
-_CHUNK = 1 << 18  # elements of half types that are converted at a time: they fit into a cache
+from rmm_linear.backends.native.library import TYPES
+from rmm_linear.packing import ROUNDING_STREAM, check_bits, empty_packed, mark_infinite, norms
+from rmm_linear.packing.norms import NormCopy, NormGradients
 
 
 def pack_norm(
     x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
 ) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
-    if x.dtype == torch.float64:
+    if x.dtype not in TYPES:
         return norms.pack_norm(x, bits, seed, eps, centered, index)
     rows, columns = x.shape[0] if index is None else len(index), x.shape[1]
     codes, qparams = empty_packed(rows, columns, check_bits(bits), x)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    signs, a, c = native.rounding_noise(seed, ROUNDING_STREAM, rows, columns)
-    is_finite = True
-    for part, values, chosen in _parts(x, index, rows, is_whole=x.dtype == torch.float32):
-        stored = codes[part], qparams[part], rstd[part]
-        is_finite &= library.pack_norm(values, chosen, centered, eps, bits, (signs, a[part], c), *stored)
-    if not is_finite:
+    noise = native.rounding_noise(seed, ROUNDING_STREAM, rows, columns)
+    if not library.pack_norm(_rows(x), _contiguous(index), centered, eps, bits, noise, codes, qparams, rstd):
         mark_infinite(qparams)
     return NormCopy(codes, qparams, rstd)
 
@@ -47,37 +40,23 @@ def norm_gradients(
     sums: bool = True,
 ) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
-    if y.dtype == torch.float64:
+    if y.dtype not in TYPES or (dtype or y.dtype) not in TYPES:
         options = {"centered": centered, "index": index, "dtype": dtype, "sums": sums}
         return norms.norm_gradients(y, saved, bits, seed, gamma, **options)
-    (rows, columns), saved = (len(saved.rstd), y.shape[1]), NormCopy(*(stored.contiguous() for stored in saved))
+    rows, columns = len(saved.rstd), y.shape[1]
+    stored = (tensor.contiguous() for tensor in saved)
     x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype)
     gamma = y.new_ones(columns, dtype=torch.float32) if gamma is None else gamma.to(torch.float32).contiguous()
-    signs, a, c = native.rounding_noise(seed, ROUNDING_STREAM, rows, columns)
-    totals, is_whole = torch.zeros(2, columns, dtype=torch.float64), y.dtype == x.dtype == torch.float32
-    for part, values, chosen in _parts(y, index, rows, is_whole):
-        stored = (tensor[part] for tensor in saved)
-        found = x if is_whole else torch.empty(values.shape)
-        added = library.norm_gradients(
-            values, chosen, centered, bits, gamma, (signs, a[part], c), *stored, x=found, sums=sums
-        )
-        totals = totals if added is None else totals.add_(added)
-        if not is_whole and index is None:
-            x[part] = found
-        elif not is_whole and index is not None:
-            x.index_copy_(0, index[part], found.to(x.dtype))
-    weight, bias = (total.float() for total in (totals if sums else totals.new_empty(2, 0)))
+    noise = native.rounding_noise(seed, ROUNDING_STREAM, rows, columns)
+    totals = library.norm_gradients(_rows(y), _contiguous(index), centered, bits, gamma, noise, *stored, x=x, sums=sums)
+    weight, bias = (total.float() for total in (y.new_empty(2, 0, dtype=torch.float64) if totals is None else totals))
     return NormGradients(x, weight, bias)
 
 
-def _parts(
-    matrix: Tensor, index: Tensor | None, rows: int, is_whole: bool
-) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """All rows with their index, or a few rows in float32 at a time, already chosen by the index."""
-    if is_whole:
-        matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-        yield slice(0, rows), matrix, None if index is None else index.contiguous()
-        return
-    for part in row_parts(rows, matrix.shape[1], matrix.device, _CHUNK):
-        values = matrix[part] if index is None else matrix.index_select(0, index[part])
-        yield part, wide(values).contiguous(), None
+def _rows(matrix: Tensor) -> Tensor:
+    """The matrix with the elements of every row side by side."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _contiguous(index: Tensor | None) -> Tensor | None:
+    return None if index is None else index.contiguous()

@@ -54,7 +54,10 @@ def _is_unseen(arguments: tuple[Any, ...]) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    return all(not isinstance(value, Tensor) or type(value) in _PLAIN for value in arguments)
+    for value in arguments:  # noqa: SIM110 - all() takes twice as long, in every call of every layer
+        if isinstance(value, Tensor) and type(value) not in _PLAIN:
+            return False
+    return True
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Operator]:

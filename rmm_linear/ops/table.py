@@ -37,10 +37,18 @@ class Operation:
 
         Returns:
             What ``plain`` returns.
+
+        Raises:
+            TypeError: If there is no tensor.
         """
-        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
-        backend = backend_of(tensors[0].device.type, tensors[0].dtype)
-        implementation = getattr(self, backend) if all(map(_is_plain, tensors)) else None
+        first, are_plain = None, True
+        for value in (*arguments, *named.values()):
+            if isinstance(value, Tensor):
+                first = value if first is None else first
+                are_plain = are_plain and _is_plain(value)
+        if first is None:
+            raise TypeError("An operation takes at least one tensor, got none.")
+        implementation = getattr(self, backend_of(first.device.type, first.dtype)) if are_plain else None
         return (implementation or self.plain)(*arguments, **named)
 
 

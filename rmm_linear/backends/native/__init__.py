@@ -160,8 +160,7 @@ def unrotate(matrix: Tensor, signs: Tensor) -> None:
 
 def countsketch(
     matrix: Tensor,
-    signs: Tensor,
-    shifts: Tensor,
+    seed: Tensor,
     rows: int,
     begin: int,
     end: int,
@@ -172,8 +171,7 @@ def countsketch(
 
     Args:
         matrix: M, float32, bfloat16 or float16, shape (N, D), N > K, elements of a row side by side.
-        signs: int8, shape (N,).
-        shifts: int64, shape (⌈N/K⌉,).
+        seed: int64 with one element.
         rows: K.
         begin: First row of SᵀM.
         end: The row after the last, at most K.
@@ -188,8 +186,8 @@ def countsketch(
     """
     z = matrix.new_empty(end - begin, matrix.shape[1], dtype=dtype)
     result = function("rmm_countsketch")(
-        *matrix_arguments(matrix, index), rows, len(shifts), pointer(shifts), pointer(signs), begin, end - begin,
-        pointer(z), TYPES[z.dtype], threads(matrix),
+        *matrix_arguments(matrix, index), rows, int(seed), begin, end - begin, pointer(z), TYPES[z.dtype],
+        threads(matrix),
     )  # fmt: skip
     if result:
         raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")

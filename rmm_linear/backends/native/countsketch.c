@@ -9,21 +9,31 @@ static void hash_rows(const hashed *h, int64_t from, int64_t begin, int64_t end,
     }
 }
 
-/* z: of `to_type`, the `count` rows of the sketch from row `from` on, contiguous; there are more tokens than rows.
- * Returns 0, or 2 if memory could not be allocated. */
-int V(rmm_countsketch)(
-    const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
-    int64_t segments, const int64_t *shifts, const int8_t *signs, int64_t from, int64_t count, void *z, int to_type,
-    int threads) {
-    hashed source = {m, type, index, tokens, columns, stride, rows, segments, shifts, signs};
+static int hash_matrix(const hashed *source, int64_t from, int64_t count, void *z, int to_type, int threads) {
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {
-        float *buffer = malloc(columns * sizeof(float) + 1);
+        float *buffer = malloc(source->columns * sizeof(float) + 1);
         if (!buffer) result = 2;
-        else hash_rows(&source, from, SHARE(count), buffer, z, to_type);
+        else hash_rows(source, from, SHARE(count), buffer, z, to_type);
         free(buffer);
     }
+    return result;
+}
+
+/* z: of `to_type`, the `count` rows of the sketch from row `from` on, contiguous; there are more tokens than rows.
+ * Signs and shifts follow from the seed. Returns 0, or 2 if memory could not be allocated. */
+int V(rmm_countsketch)(
+    const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
+    int64_t seed, int64_t from, int64_t count, void *z, int to_type, int threads) {
+    int64_t segments = (tokens + rows - 1) / rows;
+    int64_t *shifts = malloc(segments * sizeof(int64_t) + tokens);
+    if (!shifts) return 2;
+    int8_t *signs = (int8_t *)(shifts + segments);
+    signs_and_shifts(seed, tokens, rows, signs, shifts);
+    hashed source = {m, type, 0, index, tokens, columns, stride, rows, segments, shifts, signs};
+    int result = hash_matrix(&source, from, count, z, to_type, threads);
+    free(shifts);
     return result;
 }
 

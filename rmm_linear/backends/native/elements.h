@@ -61,6 +61,15 @@ INLINE lanes load_elements(const void *m, int type, int64_t at) {
 #endif
 }
 
+/* v in bfloat16: in the lower halves of the lanes. */
+INLINE ints bfloat16_lanes(lanes v) {
+    ints bits = (ints)v, odd = (bits >> 16) & 1, is_nan = (ints)(v != v);
+    bits = ((bits + 0x7FFF + odd) >> 16) & 0xFFFF;
+    return (bits & ~is_nan) | (is_nan & 0x7FC0);
+}
+
+INLINE lanes rounded_to_bfloat16(lanes v) { return (lanes)(bfloat16_lanes(v) << 16); }
+
 INLINE void store_elements(void *m, int type, int64_t at, lanes v) {
     if (type == FLOAT32) {
         STORE((float *)m + at, v);
@@ -76,10 +85,7 @@ INLINE void store_elements(void *m, int type, int64_t at, lanes v) {
 #endif
         return;
     }
-    ints bits = (ints)v, odd = (bits >> 16) & 1;
-    bits = ((bits + 0x7FFF + odd) >> 16) & 0xFFFF;
-    ints is_nan = (ints)(v != v);
-    bits = (bits & ~is_nan) | (is_nan & 0x7FC0);
+    ints bits = bfloat16_lanes(v);
 #if LANES == 16
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)bits));
 #else
@@ -90,6 +96,14 @@ INLINE void store_elements(void *m, int type, int64_t at, lanes v) {
 #else
     for (int i = 0; i < LANES; i++) to[i] = type == BFLOAT16 ? to_bfloat16(v[i]) : to_float16(v[i]);
 #endif
+}
+
+/* Two vectors of elements that lie side by side, of bfloat16 in the order even, odd: that takes no shuffles. */
+INLINE void load_two(const void *m, int type, int64_t at, lanes v[2]) {
+    if (type == BFLOAT16) {
+        ints both = LOAD_INTS((const uint16_t *)m + at);
+        v[0] = (lanes)(both << 16), v[1] = (lanes)(both & (int32_t)0xFFFF0000);
+    } else v[0] = load_elements(m, type, at), v[1] = load_elements(m, type, at + LANES);
 }
 
 /* `count` elements as float32: where they are, or in `buffer`. */

@@ -72,16 +72,19 @@ INLINE void pack_last(
         to.qparams + (row * (whole + 1) + whole) * 2, not_finite);
 }
 
+/* buffer: 2 * columns. */
 INLINE int pack_all(
-    const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
-    int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s) {
+    const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
+    int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
+    float *buffer) {
     int64_t whole = columns / GROUP;
     int not_finite = 0;
     lanes signs[2][PARTS];
     load_signs(n->signs, signs[0]), load_signs(n->signs + GROUP, signs[1]);
     for (int64_t row = begin; row < end; row++) {
         int64_t from = index ? index[row] : row;
-        const float *x = a + from * stride_a, *y = b + from * stride_b;
+        const float *x = widened(a, type, from * stride_a, columns, buffer);
+        const float *y = widened(b, type, from * stride_b, columns, buffer + columns);
         for (int64_t first = 0; first < whole; first += LANES) {
             batch products, values;
             begin_batch(&products), begin_batch(&values);
@@ -117,20 +120,22 @@ INLINE int pack_all(
 
 /* The activation is a constant in each call, so that the compiler specializes it. */
 #define PACK(activation) \
-    return pack_all(a, b, stride_a, stride_b, begin, end, rows, columns, index, activation, bits, n, p, s)
+    return pack_all(a, b, type, stride_a, stride_b, begin, end, rows, columns, index, activation, bits, n, p, s, buffer)
 
 static int pack_gated_rows(
-    const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
-    int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s) {
+    const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end,
+    int64_t rows, int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
+    float *buffer) {
     if (activation == GATED_GELU) PACK(GATED_GELU);
     if (activation == GATED_GELU_TANH) PACK(GATED_GELU_TANH);
     if (activation == GATED_SILU) PACK(GATED_SILU);
     PACK(GATED_RELU);
 }
 
+/* Writes the product of a group of y with its unpacked numbers at `place` of a matrix of `type`. */
 INLINE void unpack_and_multiply(
     const float *y, int64_t row, int64_t rows, int64_t columns, int64_t group, int bits, const noise *n, int which,
-    packed from, float *out) {
+    packed from, void *out, int type, int64_t place) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8, left = columns - group * GROUP;
     int size = left < GROUP ? (int)left : GROUP;
     lanes v[PARTS];
@@ -141,51 +146,64 @@ INLINE void unpack_and_multiply(
     if (size < GROUP) {
         float last[GROUP];
         unpack_short_group(size, bits, codes, a, c, qparams, last);
-        for (int i = 0; i < size; i++) out[i] = y[i] * last[i];
+        for (int i = 0; i < size; i++) store_element(out, type, place + i, y[i] * last[i]);
         return;
     }
     unpack_group(bits, codes, a, c, qparams, v);
     rotate(v);
     for (int k = 0; k < PARTS; k++) {
         lanes signs = LOAD(n->signs + which * GROUP + k * LANES) * 0.125f;
-        STORE(out + k * LANES, v[k] * signs * LOAD(y + k * LANES));
+        store_elements(out, type, place + k * LANES, v[k] * signs * LOAD(y + k * LANES));
     }
 }
 
-static void apply_gated_rows(
-    const float *y, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
-    const noise *n, packed p, packed s, float *da, float *db) {
+INLINE void apply_all(
+    const void *y, int type, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
+    const noise *n, packed p, packed s, void *da, void *db) {
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group * GROUP < columns; group++) {
-            int64_t place = (index ? index[row] : row) * columns + group * GROUP;
-            if (da) unpack_and_multiply(y + place, row, rows, columns, group, bits, n, 0, p, da + place);
-            if (db) unpack_and_multiply(y + place, row, rows, columns, group, bits, n, 1, s, db + place);
+            int64_t place = (index ? index[row] : row) * columns + group * GROUP, left = columns - group * GROUP;
+            float buffer[GROUP];
+            const float *from = widened(y, type, place, left < GROUP ? left : GROUP, buffer);
+            if (da) unpack_and_multiply(from, row, rows, columns, group, bits, n, 0, p, da, type, place);
+            if (db) unpack_and_multiply(from, row, rows, columns, group, bits, n, 1, s, db, type, place);
         }
 }
 
+static void apply_gated_rows(
+    const void *y, int type, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
+    const noise *n, packed p, packed s, void *da, void *db) {
+    /* The type is a constant in each call, so that the compiler specializes it. */
+    if (type == FLOAT32) apply_all(y, FLOAT32, begin, end, rows, columns, index, bits, n, p, s, da, db);
+    else if (type == BFLOAT16) apply_all(y, BFLOAT16, begin, end, rows, columns, index, bits, n, p, s, da, db);
+    else apply_all(y, FLOAT16, begin, end, rows, columns, index, bits, n, p, s, da, db);
+}
+
 /* a, b: rows of `columns` numbers, `stride` apart. index: `rows` of their rows, or null. signs: (2, 64), row_noise:
- * (2, rows), column_noise: (2, columns): for p and for s. Codes are null where not wanted. Returns 1 if qparams are not
- * finite, else 0. */
+ * (2, rows), column_noise: (2, columns): for p and for s. Codes are null where not wanted. buffer: threads x 2 x
+ * columns. Returns 1 if qparams are not finite, else 0. */
 int V(rmm_pack_gated)(
-    const float *a, const float *b, int64_t stride_a, int64_t stride_b, int64_t rows, int64_t columns,
+    const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t rows, int64_t columns,
     const int64_t *index, int activation, int bits, const float *signs, const int32_t *row_noise,
     const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams,
-    int threads) {
+    float *buffer, int threads) {
     noise n = {signs, row_noise, column_noise};
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
-    result = pack_gated_rows(a, b, stride_a, stride_b, SHARE(rows), rows, columns, index, activation, bits, &n, p, s);
+    result = pack_gated_rows(
+        a, b, type, stride_a, stride_b, SHARE(rows), rows, columns, index, activation, bits, &n, p, s,
+        buffer + omp_get_thread_num() * 2 * columns);
     return result;
 }
 
-/* y, da, db: contiguous; da and db are null where not wanted, and rows that are not in `index` are left as they are. */
+/* y, da, db: of one type, contiguous; da and db are null where not wanted, and rows that are not in `index` are left as they are. */
 void V(rmm_apply_gated)(
-    const float *y, int64_t rows, int64_t columns, const int64_t *index, int bits, const float *signs,
+    const void *y, int type, int64_t rows, int64_t columns, const int64_t *index, int bits, const float *signs,
     const int32_t *row_noise, const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes,
-    uint16_t *s_qparams, float *da, float *db, int threads) {
+    uint16_t *s_qparams, void *da, void *db, int threads) {
     noise n = {signs, row_noise, column_noise};
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
 #pragma omp parallel num_threads(threads)
-    apply_gated_rows(y, SHARE(rows), rows, columns, index, bits, &n, p, s, da, db);
+    apply_gated_rows(y, type, SHARE(rows), rows, columns, index, bits, &n, p, s, da, db);
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends.native import rounding_noise
-from rmm_linear.backends.native.library import function, pointer, threads
+from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 Noise = tuple[Tensor, Tensor, Tensor]
 Packed = tuple[Tensor, Tensor]
@@ -42,8 +42,8 @@ def pack_gated(
     """Pack b · act'(a) and act(a) in one pass.
 
     Args:
-        a: float32, shape (N, C); elements of a row side by side.
-        b: float32, shape (N, C); elements of a row side by side.
+        a: float32, bfloat16 or float16, shape (N, C); elements of a row side by side.
+        b: Shape and dtype of ``a``; elements of a row side by side.
         activation: Place of the activation in :data:`rmm_linear.packing.gated.ACTIVATIONS`.
         bits: 8, 4 or 2.
         noise: Of :func:`gated_noise`.
@@ -54,9 +54,11 @@ def pack_gated(
         Whether all qparams are finite.
     """
     rows, columns = noise[1].shape[1], a.shape[1]
+    count = threads(a)
+    buffer = a.new_empty(count, 2, columns, dtype=torch.float32)
     return not function("rmm_pack_gated")(
-        pointer(a), pointer(b), a.stride(0), b.stride(0), rows, columns, pointer(index),
-        activation, bits, *map(pointer, noise), *_pointers(packed), threads(a),
+        pointer(a), pointer(b), TYPES[a.dtype], a.stride(0), b.stride(0), rows, columns, pointer(index),
+        activation, bits, *map(pointer, noise), *_pointers(packed), pointer(buffer), count,
     )  # fmt: skip
 
 
@@ -71,15 +73,15 @@ def apply_gated(
     """Write y · p and y · s, each unpacked and rotated back on the way.
 
     Args:
-        y: float32, shape (N, C), contiguous.
+        y: float32, bfloat16 or float16, shape (N, C), contiguous.
         bits: 8, 4 or 2.
         noise: Of :func:`gated_noise`.
         packed: Codes and qparams of both products, contiguous, or None.
         index: The rows that are stored, int64, shape (n,), contiguous, or None.
-        gradients: Written to in these rows; float32, shape (N, C), contiguous; None where ``packed`` is None.
+        gradients: Written to in these rows; shape and dtype of ``y``, contiguous; None where ``packed`` is None.
     """
     function("rmm_apply_gated")(
-        pointer(y), noise[1].shape[1], y.shape[1], pointer(index), bits,
+        pointer(y), TYPES[y.dtype], noise[1].shape[1], y.shape[1], pointer(index), bits,
         *map(pointer, noise), *_pointers(packed), *map(pointer, gradients), threads(y),
     )  # fmt: skip
 

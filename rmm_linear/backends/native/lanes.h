@@ -93,6 +93,18 @@ typedef int32_t stored_ints __attribute__((vector_size(LANES * sizeof(int32_t)),
 #define ODD(v, w) __builtin_shufflevector(v, w, 1, 3, 5, 7)
 #endif
 
+/* The lanes of v and w by turns: the reverse of EVEN and ODD. */
+#if LANES == 16
+#define TURNS_LOW(v, w) __builtin_shufflevector(v, w, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define TURNS_HIGH(v, w) __builtin_shufflevector(v, w, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif LANES == 8
+#define TURNS_LOW(v, w) __builtin_shufflevector(v, w, 0, 8, 1, 9, 2, 10, 3, 11)
+#define TURNS_HIGH(v, w) __builtin_shufflevector(v, w, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define TURNS_LOW(v, w) __builtin_shufflevector(v, w, 0, 4, 1, 5)
+#define TURNS_HIGH(v, w) __builtin_shufflevector(v, w, 2, 6, 3, 7)
+#endif
+
 /* Signs 1 and -1 of lanes i with bit h of i not set and set. */
 INLINE lanes alternating(int h) {
     lanes v = {0};

@@ -7,6 +7,8 @@
 
 #include "hashing.h"
 
+#include "philox.c"
+
 #include "attention.c"
 #include "countsketch.c"
 #include "derivatives.c"
@@ -14,5 +16,4 @@
 #include "masks.c"
 #include "norms.c"
 #include "packing.c"
-#include "philox.c"
 #include "transforms.c"

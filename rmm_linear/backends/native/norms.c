@@ -29,16 +29,17 @@ INLINE void pack_norm_groups(
     }
 }
 
+/* buffer: `columns` numbers. */
 static int pack_norm_rows(
-    const float *x, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
+    const void *x, int type, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
     float eps, int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
-    float *rstds) {
+    float *rstds, float *buffer) {
     int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
     int not_finite = 0;
     lanes sign[PARTS];
     load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
-        const float *from = x + (index ? index[row] : row) * stride;
+        const float *from = widened(x, type, (index ? index[row] : row) * stride, columns, buffer);
         uint8_t *to = codes + row * length;
         uint16_t *row_qparams = qparams + row * groups * 2;
         float mean = centered ? row_sum(from, columns, 0, 0) / columns : 0;
@@ -93,18 +94,19 @@ static void add_wide(float *from, int64_t columns, double *to) {
     for (int64_t i = 0; i < columns; i++) to[i] += from[i], from[i] = 0;
 }
 
-/* buffer: 3 * columns, of which the last two thirds are 0. wide: 2 * columns, or null. */
+/* buffer: 5 * columns, of which the third and fourth are 0. wide: 2 * columns, or null. */
 static void norm_backward_rows(
-    const float *y, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
+    const void *y, int type, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
     int bits, const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
-    const uint16_t *qparams, const float *rstds, float *out, float *buffer, double *wide) {
+    const uint16_t *qparams, const float *rstds, void *out, int out_type, float *buffer, double *wide) {
     int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
-    float *h = buffer, *to_gamma = wide ? buffer + columns : 0, *to_beta = buffer + 2 * columns;
+    float *h = buffer, *row_y = buffer + columns, *row_out = buffer + 4 * columns;
+    float *to_gamma = wide ? buffer + 2 * columns : 0, *to_beta = buffer + 3 * columns;
     lanes sign[PARTS];
     load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
         int64_t place = index ? index[row] : row;
-        const float *from = y + place * stride;
+        const float *from = widened(y, type, place * stride, columns, row_y);
         const uint8_t *row_codes = codes + row * length;
         const uint16_t *row_qparams = qparams + row * groups * 2;
         sums s = {{0}, {0}};
@@ -125,43 +127,46 @@ static void norm_backward_rows(
             sum_g += g, sum_gh += g * h[i];
             if (to_gamma) to_gamma[i] += from[i] * h[i], to_beta[i] += from[i];
         }
+        float *to = out_type == FLOAT32 ? (float *)out + place * columns : row_out;
         float rstd = rstds[row], mean = centered ? sum_g / columns * rstd : 0, slope = sum_gh / columns * rstd;
         for (int64_t group = 0; group < groups; group++) {
             float scale = from_bfloat16(row_qparams[group * 2 + 1]);
             float kept = (1 + scale * scale / (12.0f * columns)) * rstd; /* the variance of the copy is taken out */
             int64_t first = group * GROUP, last = first + GROUP < columns ? first + GROUP : columns;
-            float *to = out + place * columns;
             for (int64_t i = first; i < last; i++) to[i] = from[i] * gamma[i] * kept - mean - h[i] * slope;
         }
+        if (out_type != FLOAT32) narrow(to, out_type, columns, out, place * columns);
         if (wide && ((row - begin) % BLOCK == BLOCK - 1 || row == end - 1))
             add_wide(to_gamma, columns, wide), add_wide(to_beta, columns, wide + columns);
     }
 }
 
 /* x: rows `stride` apart. index: `rows` rows of it, or null. signs: 64, of the rotation. a: rows. c: columns. codes,
- * qparams, rstds: contiguous. Returns 1 if qparams are not finite, else 0. */
+ * qparams, rstds: contiguous. buffer: threads x columns. Returns 1 if qparams are not finite, else 0. */
 int V(rmm_pack_norm)(
-    const float *x, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, float eps,
+    const void *x, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, float eps,
     int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams, float *rstds,
-    int threads) {
+    float *buffer, int threads) {
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     result = pack_norm_rows(
-        x, stride, index, SHARE(rows), columns, centered, eps, bits, signs, a, c, codes, qparams, rstds);
+        x, type, stride, index, SHARE(rows), columns, centered, eps, bits, signs, a, c, codes, qparams, rstds,
+        buffer + omp_get_thread_num() * columns);
     return result;
 }
 
 /* y: rows `stride` apart. gamma: columns. out: contiguous; rows that are not in `index` are left as they are. buffer:
- * threads x 3 x columns, zeros. wide: threads x 2 x columns, to which the sums over rows are added, or null. */
+ * threads x 5 x columns, zeros. wide: threads x 2 x columns, to which the sums over rows are added, or null. */
 void V(rmm_norm_backward)(
-    const float *y, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, int bits,
+    const void *y, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, int bits,
     const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
-    const uint16_t *qparams, const float *rstds, float *out, float *buffer, double *wide, int threads) {
+    const uint16_t *qparams, const float *rstds, void *out, int out_type, float *buffer, double *wide,
+    int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t thread = omp_get_thread_num();
         norm_backward_rows(
-            y, stride, index, SHARE(rows), columns, centered, bits, gamma, signs, a, c, codes, qparams, rstds, out,
-            buffer + thread * 3 * columns, wide ? wide + thread * 2 * columns : 0);
+            y, type, stride, index, SHARE(rows), columns, centered, bits, gamma, signs, a, c, codes, qparams, rstds, out,
+            out_type, buffer + thread * 5 * columns, wide ? wide + thread * 2 * columns : 0);
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import function, pointer, threads
+from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 Noise = tuple[Tensor, Tensor, Tensor]  # signs, rows and columns, as rounding_noise returns them
 
@@ -24,7 +24,7 @@ def pack_norm(
     """Normalize rows and round them to ``bits`` per element.
 
     Args:
-        x: float32, shape (N, H), elements of a row side by side.
+        x: float32, bfloat16 or float16, shape (N, H), elements of a row side by side.
         index: The n rows to save, int64, contiguous; None for all.
         centered: True for LayerNorm, False for RMSNorm.
         eps: What is added to the variance.
@@ -37,10 +37,12 @@ def pack_norm(
     Returns:
         Whether all qparams are finite.
     """
+    count, columns = threads(x), x.shape[1]
+    buffer = codes.new_empty(count, columns, dtype=torch.float32)
     result = function("rmm_pack_norm")(
-        pointer(x), x.stride(0), pointer(index), len(rstd), x.shape[1], centered,
+        pointer(x), TYPES[x.dtype], x.stride(0), pointer(index), len(rstd), columns, centered,
         eps, bits, *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
-        threads(x),
+        pointer(buffer), count,
     )  # fmt: skip
     return result == 0
 
@@ -61,7 +63,8 @@ def norm_gradients(
     """Compute the gradients of a norm from what :func:`pack_norm` has written.
 
     Args:
-        y: Gradient with respect to the output, float32, shape (N, H), elements of a row side by side.
+        y: Gradient with respect to the output, float32, bfloat16 or float16, shape (N, H), elements of a row side by
+            side.
         index: As for packing.
         centered: As for packing.
         bits: As for packing.
@@ -70,19 +73,19 @@ def norm_gradients(
         codes: See :func:`pack_norm`.
         qparams: See :func:`pack_norm`.
         rstd: See :func:`pack_norm`.
-        x: Written to: gradient with respect to the input, float32, shape (N, H), contiguous. Rows that are not in
-            ``index`` are left as they are.
+        x: Written to: gradient with respect to the input, float32 or a half type, shape (N, H), contiguous. Rows that
+            are not in ``index`` are left as they are.
         sums: Whether the sums over rows are needed.
 
     Returns:
         dγ and dβ, float64, shape (2, H), or None.
     """
     columns, count = y.shape[1], threads(y)
-    buffer = torch.zeros(count, 3, columns)
+    buffer = torch.zeros(count, 5, columns, dtype=torch.float32)
     totals = torch.zeros(count, 2, columns, dtype=torch.float64) if sums else None
     function("rmm_norm_backward")(
-        pointer(y), y.stride(0), pointer(index), len(rstd), columns, centered,
+        pointer(y), TYPES[y.dtype], y.stride(0), pointer(index), len(rstd), columns, centered,
         bits, pointer(gamma), *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
-        pointer(x), pointer(buffer), pointer(totals), count,
+        pointer(x), TYPES[x.dtype], pointer(buffer), pointer(totals), count,
     )  # fmt: skip
     return None if totals is None else totals.sum(0)

@@ -95,7 +95,7 @@ int V(rmm_pack)(
     const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
     int64_t segments, const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a,
     const int32_t *c, uint8_t *codes, uint16_t *qparams, int threads) {
-    hashed source = {m, type, index, tokens, columns, stride, rows, segments, shifts, token_signs};
+    hashed source = {m, type, 1, index, tokens, columns, stride, rows, segments, shifts, token_signs};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {

@@ -24,7 +24,7 @@ void V(rmm_philox)(int64_t seed, int64_t stream, int64_t n, const int64_t *count
 }
 
 /* Signs and shifts of rmm_linear/sketches/countsketch.py. signs: `tokens`. shifts: ⌈tokens / rows⌉, one per segment. */
-void V(rmm_signs_and_shifts)(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
+static void signs_and_shifts(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
     int64_t segments = (tokens + rows - 1) / rows, words = (tokens + 31) / 32;
     for (int64_t i = 0; i < (words > segments ? words : segments); i++) {
         uint64_t c[4];
@@ -33,6 +33,10 @@ void V(rmm_signs_and_shifts)(int64_t seed, int64_t tokens, int64_t rows, int8_t 
             signs[token] = token < rows ? 1 : (int8_t)(1 - 2 * (int)(c[0] >> (token - i * 32) & 1));
         if (i < segments) shifts[i] = i ? (int64_t)(c[1] * (uint64_t)rows >> 32) : 0;
     }
+}
+
+void V(rmm_signs_and_shifts)(int64_t seed, int64_t tokens, int64_t rows, int8_t *signs, int64_t *shifts) {
+    signs_and_shifts(seed, tokens, rows, signs, shifts);
 }
 
 /* RoundingNoise of rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
