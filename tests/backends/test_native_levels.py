@@ -154,14 +154,15 @@ def test_masks_are_the_same_to_the_bit(level, both):
 
 @pytest.mark.parametrize("level", LOWER)
 @pytest.mark.parametrize("activation", range(4))
-def test_gated_products_are_the_same_to_the_bit(level, activation, both):
+@pytest.mark.parametrize("dtype", list(library.TYPES))
+def test_gated_products_are_the_same_to_the_bit(level, activation, dtype, both):
     noise = gated.gated_noise(torch.tensor([1, 2]), ROUNDING_STREAM, ROWS, COLUMNS)
-    a, b = matrix().nan_to_num(0, 2), matrix().flip(0).nan_to_num(0, 2)
+    a, b = matrix(dtype).nan_to_num(0, 2), matrix(dtype).flip(0).nan_to_num(0, 2)
 
     def run():
         packed = [empty_packed(ROWS, COLUMNS, 4, SEED) for _ in range(2)]
         assert gated.pack_gated(a, b, activation, 4, noise, [*packed], None)
-        gradients = [torch.empty(ROWS, COLUMNS) for _ in range(2)]
+        gradients = [torch.empty(ROWS, COLUMNS, dtype=dtype) for _ in range(2)]
         gated.apply_gated(a, 4, noise, [*packed], None, [*gradients])
         return *packed[0], *packed[1], *gradients
 
@@ -169,9 +170,10 @@ def test_gated_products_are_the_same_to_the_bit(level, activation, both):
 
 
 @pytest.mark.parametrize("level", LOWER)
-def test_sums_over_rows_are_the_same_but_for_their_order(level, both):
+@pytest.mark.parametrize("dtype", list(library.TYPES))
+def test_sums_over_rows_are_the_same_but_for_their_order(level, dtype, both):
     """Norms and softmax: sums of n float32 numbers of about 1 in two orders, each within n · 2⁻²⁴ relatively."""
-    x, noise = matrix().nan_to_num(0, 2), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
+    x, noise = matrix(dtype).nan_to_num(0, 2), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
     gamma = torch.linspace(0.5, 2, COLUMNS)
 
     def run():
@@ -181,7 +183,7 @@ def test_sums_over_rows_are_the_same_but_for_their_order(level, both):
         # From the same codes, so that a sum that is a little different does not move an element to the next code.
         codes, qparams = torch.full_like(codes, 77), torch.full_like(qparams, 0.5)
         totals = norms.norm_gradients(x, None, True, 8, gamma, noise, codes, qparams, rstd, out, True)
-        scores, dp = x.clone(), x.flip(1).clone()
+        scores, dp = x.float().clone(), x.flip(1).float()
         library.function("rmm_softmax_gradients")(scores.data_ptr(), dp.data_ptr(), ROWS, COLUMNS, 1)
         return rstd, out, totals, scores, dp
 
