@@ -63,7 +63,7 @@ class RMMConfig(SavedSettings):
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
             the gradient is biased.
         fused: Whether outputs of activations, norms and gated products are made in the pass that packs, where Triton's
-            kernels run: faster, and different from the exact model's in their last bits, see docs/blocks.md.
+            kernels run: a third fewer bytes move, and outputs differ from the exact model's in their last bits.
         target_modules: Linear layers to convert: "all-linear" (all but the output head), a regular expression that the
             whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
         exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.
@@ -106,7 +106,7 @@ class RMMConfig(SavedSettings):
     fused: bool = _field(
         False,
         "Where Triton kernels run, make outputs of activations, norms and gated products in the pass that packs them: "
-        "faster, but outputs differ from the exact model's in their last bits. true or false.",
+        "fewer bytes move, but outputs differ from the exact model's in their last bits. true or false.",
     )
     target_modules: str | Sequence[str] = _field(
         "all-linear",
