@@ -52,8 +52,8 @@ NORMS = {
 class Bits:
     """A configuration of which nothing else is read."""
 
-    def __init__(self, bits):
-        self.norm_bits, self.mask_padding, self.checkpointed = bits, True, "packed"
+    def __init__(self, bits, fused=False):
+        self.norm_bits, self.mask_padding, self.checkpointed, self.fused = bits, True, "packed", fused
 
 
 def fresh(name="layer"):

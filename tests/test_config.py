@@ -58,6 +58,8 @@ FULL = RMMConfig(
         ({"activation_bits": 3}, ValueError, "activation_bits must be 'auto', 8, 4, 2 or 1, got 3"),
         ({"activation_bits": True}, ValueError, "activation_bits must be .* got True"),
         ({"norm_bits": 1}, ValueError, "norm_bits must be 8, 4 or 2, got 1"),
+        ({"fused": 1}, TypeError, "fused must be True or False, got 1"),
+        ({"overrides": {"query": {"fused": "yes"}}}, TypeError, r"overrides\['query'\]: fused must be True or False"),
         ({"attention_bits": 2}, ValueError, "attention_bits must be 8 or 4, got 2. Fewer bits bias the gradient"),
         ({"overrides": {"query": {"operations": ["norm"]}}}, ValueError, "may change .*; got operations"),
         ({"overrides": [("query", {})]}, TypeError, "overrides must map a name pattern to fields, got list"),

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_kernels_derivatives import variants as derivatives
+from rmm_kernels_fused import variants as fused
 
 from rmm_linear.backends.triton import kernels
 
@@ -43,6 +44,7 @@ TYPES |= {"p_s_codes": "*u8", "p_s_qparams": "*bf16"}
 TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
+TYPES |= {"p_place": "*i64", "p_affine": "*fp32"}
 
 
 def cases() -> Any:
@@ -122,6 +124,7 @@ def cases() -> Any:
             yield f"apply_gated {name}", gated._apply_gated_kernel, dtype, both
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
     yield from derivatives()
+    yield from fused()
 
 
 def ones() -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import rmm_kernels_comparisons as compare
 import rmm_kernels_derivatives as derivatives
+import rmm_kernels_fused as fused
 import rmm_kernels_gated as gated
 import rmm_kernels_masks as masks
 import rmm_kernels_norms as norms
@@ -113,6 +114,8 @@ def comparisons() -> dict[str, Comparison]:
             add(compare.layer, kind, bits, "some")
     for arguments in derivatives.cases():
         add(derivatives.derivative, *arguments)
+    for function, *arguments in fused.cases():
+        add(function, *arguments)
     return found
 
 
@@ -127,6 +130,7 @@ def real_sizes() -> dict[str, Comparison]:
             d, "gaussian", 512, "some", torch.bfloat16, (4096, 410, 3072)
         ),
         "derivative, real size": lambda d: derivatives.derivative(d, "gelu", 4, torch.bfloat16, 14336),
+        "output and derivative, real size": lambda d: fused.activated(d, "gelu", 4, torch.bfloat16, 14336),
         "pack, real size": lambda device: compare.pack_and_unpack(device, 4, 4096, torch.bfloat16, 1638),
         "row norms, real size": lambda device: compare.row_norms(device, (16384, 4096), torch.bfloat16),
         "norm, real size": lambda device: norms.pack_norm(device, 2, 4096, True, "some", torch.bfloat16, 4096),

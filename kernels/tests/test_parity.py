@@ -60,6 +60,10 @@ def test_every_kernel_is_compared():
         "strided_masks",
         "gated_products",
         "gated_halves",
+        "activated",
+        "normalized",
+        "normalized_in_one_loop",
+        "gated",
     }
     assert words >= {"all", "some", "few", "none", "8", "4", "2", "float32", "float16", "bfloat16", "transposed"}
     assert len(COMPARISONS) >= 100

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from rmm_linear.activations.base import PackedCall, PackedModule
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts
+from rmm_linear.activations.pointwise import is_composed
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.ops.fused import gate_and_pack, runs_fused
 from rmm_linear.ops.gated import apply_gated, keep_gated
 
 _BITS = 4
@@ -20,16 +22,18 @@ _BITS = 4
 class PackedGatedMLP(PackedModule):
     """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
 
-    The output is exact. The gradients with respect to a and b are random and unbiased, since each is linear in one of
-    the two products: see :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be
-    sketched or wrapped; the layer after the product reads the exact one. What the activation computes is found when the
-    module is set up: another one put in its place later has no effect on the gradients.
+    The output is exact, but for its last bits where ``RMMConfig.fused`` lets a kernel make it. The gradients with
+    respect to a and b are random and unbiased, since each is linear in one of the two products: see
+    :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be sketched or wrapped; the
+    layer after the product reads the exact one. What the activation computes is found when the module is set up:
+    another one put in its place later has no effect on the gradients, nor on the output of a kernel.
 
     Memory: 2 · (⌈C · bits / 8⌉ + 4 · ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
     """
 
     rmm_operation = "activation"
     rmm_parts: GatedParts
+    rmm_is_composed: bool
 
     def _set_up(
         self,
@@ -42,7 +46,7 @@ class PackedGatedMLP(PackedModule):
         found = parts or gated_parts(self)
         if found is None:
             raise ValueError(f"{type(self).__name__} is no gated MLP: gated_parts finds no parts in it.")
-        self.rmm_parts = found
+        self.rmm_parts, self.rmm_is_composed = found, is_composed(self.get_submodule(found.act))
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original module.
@@ -78,23 +82,36 @@ class PackedGatedMLP(PackedModule):
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
             bits = activation_bits(self.rmm_config)
-            product = GatedFunction.apply(a, b, act, self.rmm_parts.activation, bits, call)
+            run = None if self._is_fused(act, a) else act
+            product = GatedFunction.apply(a, b, run, self.rmm_parts.activation, bits, call)
         else:
             product = act(a) * b
         return self.rmm_parts.output(self, product)
+
+    def _is_fused(self, act: nn.Module, a: Tensor) -> bool:
+        """Whether a kernel makes the product, which calls the activation no more."""
+        if not self.rmm_config.fused or act._forward_hooks or act._forward_pre_hooks:
+            return False
+        return runs_fused(a, self.rmm_is_composed)
 
 
 class GatedFunction(torch.autograd.Function):
     """act(a) · b, with both of its derivatives packed."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, act: nn.Module, activation: str, bits: int, call: PackedCall) -> Tensor:
-        """Compute the product exactly."""
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, act: nn.Module | None, activation: str, bits: int, call: PackedCall
+    ) -> Tensor:
+        """Compute the product: by ``act``, or if it is None, in the pass that packs."""
         ctx.call, ctx.bits, ctx.dtype, index = call, bits, a.dtype, call.index
         rows = (matrix.reshape(-1, matrix.shape[-1]) for matrix in (a, b))
+        how = activation, bits, call.seed, index, *ctx.needs_input_grad[:2]
+        if act is None:
+            product, stored = gate_and_pack(*rows, *how)
+            ctx.save_for_backward(stored, index)
+            return product.view(a.shape)
         # Before the activation, which may write into its input.
-        stored = keep_gated(*rows, activation, bits, call.seed, index, *ctx.needs_input_grad[:2])
-        ctx.save_for_backward(stored, index)
+        ctx.save_for_backward(keep_gated(*rows, *how), index)
         return act(a) * b
 
     @staticmethod

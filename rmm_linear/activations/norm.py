@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm that save a packed copy of the normalized rows: exact forward, unbiased gradients."""
+"""LayerNorm and RMSNorm that save a packed copy of the normalized rows: unbiased gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.norm_casts import Casts, Dtypes, casts_of
 from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.function import refuse_double_backward
-from rmm_linear.ops.norms import norm_backward, pack_norm
+from rmm_linear.ops.fused import runs_fused
+from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,23 @@ class _Norm:
 class PackedNorm(PackedModule):
     """A norm that saves its normalized rows in few bits. The output and dβ are exact, dX and dγ unbiased.
 
+    Where ``RMMConfig.fused`` is set, Triton's kernels run and autocast is off, the output is made in the pass that
+    packs, and differs from the module's own in its last bits: it is rounded to the same dtypes in the same order.
+
     Memory: :func:`rmm_linear.ops.norms.norm_bytes`, about bits/8 + 1/16 bytes per element, where ``nn.LayerNorm`` saves
     its input, and RMSNorm classes in half types several float32 copies of it.
 
     Attributes:
         rmm_norm: What the module computes, found when it is set up: an ``eps`` that is changed later has no effect on
             the gradients. None where it stays exact.
+        rmm_casts: How it rounds, found when it is set up; empty if its output is its own.
     """
 
     rmm_operation = "norm"
     weight: Tensor | None
     bias: Tensor | None
     rmm_norm: NormForm | None
+    rmm_casts: dict[Dtypes, Casts]
 
     def _set_up(
         self,
@@ -52,7 +61,8 @@ class PackedNorm(PackedModule):
         form: NormForm | None = None,
     ) -> None:
         super()._set_up(config, context, index)
-        self.rmm_norm = form or norm_of(self)
+        self.rmm_norm = found = form or norm_of(self)
+        self.rmm_casts = casts_of(self, found) if found is not None and self.rmm_config.fused else {}
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Normalize.
@@ -75,22 +85,51 @@ class PackedNorm(PackedModule):
         if call.is_exact or is_distributed or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
         norm = _Norm(form, self.rmm_config.norm_bits, call)
-        return NormFunction.apply(input, weight, bias, self._stored(input, norm), call.index, super().forward, norm)
-
-    def _stored(self, input: Tensor, norm: _Norm) -> Tensor:
-        """The packed copy, made outside of the autograd function: norms that read the same input share it."""
-        context, call, form = self.rmm_context, norm.call, norm.form
-        is_shared = call.seed is not None and context is not None and context.is_open()
-        cache = context.sketch_cache if context is not None and is_shared else None
-        eps = form.eps_of(input.dtype)
-        key = ("norm", norm.bits, eps, form.centered, form.dims, call.mask)
-        saved = None if cache is None else cache.find(input, key, self.rmm_index)
-        if saved is None:
+        stored, casts = self._shared(input, norm), self._known_casts(input, weight, bias)
+        run: Callable[[Tensor], Any] = super().forward
+        if stored is None and casts is not None:
+            run = functools.partial(self._normalize, norm, casts)
+        elif stored is None:
             with torch.no_grad(), autocast_off(input.device.type):
-                saved = (pack_norm(input, call.index, call.seed, norm.bits, eps, form.centered, form.dims),)
-            if cache is not None:
-                cache.add(input, key, self.rmm_index, saved)
-        return saved[0]
+                stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
+            self._share(input, norm, stored)
+        return NormFunction.apply(input, weight, bias, stored, call.index, run, norm)
+
+    def _normalize(self, norm: _Norm, casts: Casts, input: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the packed copy, made in one pass inside of the autograd function."""
+        form, bias = norm.form, getattr(self, "bias", None)
+        output, stored = normalize_and_pack(
+            input, form.gamma(getattr(self, "weight", None)), None if bias is None else bias.detach().reshape(-1),
+            norm.call.index, norm.call.seed, norm.bits, form.eps_of(input.dtype), form.centered, *casts, form.dims,
+        )  # fmt: skip
+        self._share(input, norm, stored)
+        return output, stored
+
+    def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
+        """How the kernel is to round that makes the output; None if the module makes it."""
+        dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
+        if not self.rmm_casts or len(dtypes) > 1 or not runs_fused(input, is_composed=True):
+            return None
+        return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
+
+    def _shared(self, input: Tensor, norm: _Norm) -> Tensor | None:
+        """The packed copy that another norm has made of the same input."""
+        cache = self._cache(norm)
+        saved = None if cache is None else cache.find(input, _key(input, norm), self.rmm_index)
+        return None if saved is None else saved[0]
+
+    def _share(self, input: Tensor, norm: _Norm, stored: Tensor) -> None:
+        if (cache := self._cache(norm)) is not None:
+            cache.add(input, _key(input, norm), self.rmm_index, (stored,))
+
+    def _cache(self, norm: _Norm) -> SketchCache | None:
+        context = self.rmm_context
+        is_shared = norm.call.seed is not None and context is not None and context.is_open()
+        return context.sketch_cache if context is not None and is_shared else None
+
+
+def _key(input: Tensor, norm: _Norm) -> tuple[Hashable, ...]:
+    return "norm", norm.bits, norm.form.eps_of(input.dtype), *norm.form.layout, norm.call.mask
 
 
 def _has_rows(input: object, dims: int) -> bool:
@@ -106,16 +145,17 @@ class NormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        stored: Tensor,
+        stored: Tensor | None,
         index: Tensor | None,
-        run: Callable[[Tensor], Tensor],
+        run: Callable[[Tensor], Any],
         norm: _Norm,
     ) -> Tensor:
-        """Apply the norm exactly."""
+        """Apply the norm; without a packed copy, ``run`` makes it too."""
         ctx.norm, ctx.input_shape, ctx.input_dtype = norm, input.shape, input.dtype
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        output, stored = run(input) if stored is None else (run(input), stored)
         ctx.save_for_backward(weight, stored, index)
-        return run(input)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -35,6 +35,11 @@ class NormForm:
     shift: float = 0.0
     dims: int = 1
 
+    @property
+    def layout(self) -> tuple[bool, int]:
+        """``centered`` and ``dims``, which the packed copy depends on."""
+        return self.centered, self.dims
+
     def gamma(self, weight: Tensor | None) -> Tensor | None:
         """Return γ.
 
@@ -84,7 +89,7 @@ def norm_of(module: nn.Module) -> NormForm | None:
     has_more = [*module.children(), *module.buffers(), *(set(parameters) - {"weight", "bias"})]
     if has_more:
         return None
-    forward = _forward(module)
+    forward = forward_of(module)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
         return NormForm(isinstance(module, nn.LayerNorm), module.eps, 0.0, len(module.normalized_shape))
     eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), 0.0)
@@ -98,8 +103,15 @@ def norm_of(module: nn.Module) -> NormForm | None:
         return None
 
 
-def _forward(module: nn.Module) -> Callable[..., object] | None:
-    """What computes the output of a tensor: not a packed class's, which calls it. None if there is more to it."""
+def forward_of(module: nn.Module) -> Callable[..., object] | None:
+    """Return what computes a module's output of one tensor: not a packed class's forward, which calls it.
+
+    Args:
+        module: The module, converted or not.
+
+    Returns:
+        A function of the module and the tensor; None if there is more to its forward.
+    """
     own = (
         vars(kind)["forward"]
         for kind in type(module).__mro__

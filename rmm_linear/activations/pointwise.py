@@ -14,6 +14,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative
+from rmm_linear.ops.fused import activate_and_pack, runs_fused
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
 _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
@@ -35,7 +36,9 @@ _found: dict[tuple[Any, ...], Pointwise | None] = {}
 class PackedActivation(PackedModule):
     """A pointwise activation that saves its derivative in few bits instead of its input.
 
-    The output is that of the module itself, to the bit. The gradient by the input is unbiased, see
+    The output is that of the module itself, to the bit, unless ``RMMConfig.fused`` lets a kernel make it that rounds
+    otherwise; modules that work in place stay as they are, and those that are composed of several of PyTorch's
+    functions do under autocast, which gives each its own dtype. The gradient by the input is unbiased, see
     :mod:`rmm_linear.packing.derivatives`; of ReLU and LeakyReLU it is exact.
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
@@ -44,11 +47,13 @@ class PackedActivation(PackedModule):
     Attributes:
         rmm_bits: Bits per element, 8, 4, 2 or 1; ReLU and LeakyReLU always take 1, ReLU² at least 2.
         rmm_function: What the module computes, found when it is set up.
+        rmm_is_composed: Whether it computes that by several functions.
     """
 
     rmm_operation = "activation"
     rmm_bits: int
     rmm_function: Pointwise
+    rmm_is_composed: bool
 
     def _set_up(
         self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0, bits: int = 4
@@ -58,7 +63,7 @@ class PackedActivation(PackedModule):
         function = pointwise_function(self)
         if function is None:
             raise TypeError(f"{type(self).__name__} is no pointwise function that is known. Leave it as it is.")
-        self.rmm_function = function
+        self.rmm_function, self.rmm_is_composed = function, is_composed(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation.
@@ -78,7 +83,9 @@ class PackedActivation(PackedModule):
         if not is_saving or not input.shape[-1] or (is_inplace and torch.compiler.is_compiling()):
             return super().forward(input)
         bits = self.rmm_function.bits(self.rmm_bits)
-        return PointwiseFunction.apply(input, super().forward, is_inplace, self.rmm_function, bits, call)
+        is_fused = self.rmm_config.fused and not is_inplace and runs_fused(input, self.rmm_is_composed)
+        exact = None if is_fused else super().forward
+        return PointwiseFunction.apply(input, exact, is_inplace, self.rmm_function, bits, call)
 
 
 class PointwiseFunction(torch.autograd.Function):
@@ -88,17 +95,22 @@ class PointwiseFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        exact: Callable[[Tensor], Tensor],
+        exact: Callable[[Tensor], Tensor] | None,
         is_inplace: bool,
         function: Pointwise,
         bits: int,
         call: PackedCall,
     ) -> Tensor:
-        """Apply the function; the codes are made before it may overwrite its input."""
+        """Apply the function: ``exact``, or if it is None, the one that makes its codes in the same pass."""
         index = call.index
         ctx.call, ctx.dtype = call, input.dtype
         ctx.stored_as = function.name, function.parameters, bits
         rows = input.reshape(-1, input.shape[-1])
+        if exact is None:
+            output, stored = activate_and_pack(rows, index, call.seed, *ctx.stored_as)
+            ctx.save_for_backward(stored, index)
+            return output.view(input.shape)
+        # Before the function may overwrite its input.
         ctx.save_for_backward(pack_derivative(rows, index, call.seed, *ctx.stored_as), index)
         output = exact(input)
         if is_inplace:
@@ -115,6 +127,18 @@ class PointwiseFunction(torch.autograd.Function):
             ctx.call.on_backward(y, ctx.call.mask)
         grad_input = apply_derivative(y, stored, index, *ctx.stored_as).view(grad_output.shape).to(ctx.dtype)
         return grad_input, *(None for _ in ctx.needs_input_grad[1:])
+
+
+def is_composed(module: nn.Module) -> bool:
+    """Say whether an activation is composed of several functions, of which autocast computes some in float32.
+
+    Args:
+        module: The module, converted or not.
+
+    Returns:
+        False for PyTorch's own classes, whose output has the dtype of the input.
+    """
+    return _original(type(module)) not in _TORCH
 
 
 def pointwise_function(module: nn.Module) -> Pointwise | None:
@@ -135,9 +159,7 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
         >>> pointwise_function(nn.Softmax(-1)) is None
         True
     """
-    kind: type[nn.Module] = type(module)
-    if kind in _PAIRS:
-        kind = _PAIRS[kind][1]
+    kind = _original(type(module))
     if kind in _TORCH:
         return _TORCH[kind](module)
     if kind not in _transformers_classes() or any(True for _ in module.parameters()):
@@ -148,6 +170,10 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
     if key not in _found:
         _found[key] = _try_on_grid(kind, module)
     return _found[key]
+
+
+def _original(kind: type[nn.Module]) -> type[nn.Module]:
+    return _PAIRS[kind][1] if kind in _PAIRS else kind
 
 
 def _transformers_classes() -> set[type]:

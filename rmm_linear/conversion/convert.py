@@ -28,7 +28,7 @@ from rmm_linear.conversion.linears import (
 from rmm_linear.conversion.logits import choose_heads
 from rmm_linear.conversion.names import first_names
 from rmm_linear.conversion.overrides import check_overrides, restricted
-from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
+from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head, why_unfused
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.conversion.revert import revert
 from rmm_linear.layers.converted import ConvertedModule
@@ -166,7 +166,12 @@ def _choose(
         for name, choice in packed.items()
     }
     report = ConversionReport(
-        config, converted, skipped | unpacked, packed=stand_ins, checkpointed=inside(blocks, [*linears, *packed])
+        config,
+        converted,
+        skipped | unpacked,
+        packed=stand_ins,
+        checkpointed=inside(blocks, [*linears, *packed]),
+        unfused=why_unfused(model, stand_ins.values()),
     )
     return report, linears, packed
 

@@ -49,6 +49,7 @@ class Explanation:
         remaining: What is saved after the conversion and is no stand-in, the most bytes first.
         stand_ins: Bytes of stand-ins after the conversion; ``after`` is these and those of ``remaining``.
         recomputed: What the first block that activation checkpointing recomputes saves meanwhile; None without such.
+        unfused: See :class:`~rmm_linear.ConversionReport`.
     """
 
     layers: dict[str, LayerMemory]
@@ -58,12 +59,14 @@ class Explanation:
     remaining: list[Keeper]
     stand_ins: int
     recomputed: BlockMemory | None = None
+    unfused: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain JSON types.
 
         Returns:
-            A dictionary with the keys layers, before, after, operations, remaining, stand_ins and recomputed.
+            A dictionary with the keys layers, before, after, operations, remaining, stand_ins, recomputed and
+            unfused.
         """
         return asdict(self)
 
@@ -96,7 +99,8 @@ class Explanation:
         rows = [(n, f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
         layers = table(("layer", "bytes now", "bytes after", "why nothing is saved"), rows)
         line = f"{self.line()}\n\n" if self.before or self.after else ""
-        return f"{line}{head}\n{self.tables()}\n\n{layers}"
+        hint = "" if self.unfused is None else f"\n\n{self.unfused}"
+        return f"{line}{head}\n{self.tables()}\n\n{layers}{hint}"
 
     def tables(self) -> str:
         """Return what each operation saves, and what is left without a stand-in.
@@ -168,7 +172,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
     stand_ins, remaining = keepers(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block)
+    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block, report.unfused)
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:

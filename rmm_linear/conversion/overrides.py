@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.names import nearest
 
-_OPERATION = {"activation_bits": "activation", "norm_bits": "norm", "attention_bits": "attention"}
+_OPERATIONS = {
+    "activation_bits": ("activation",),
+    "norm_bits": ("norm",),
+    "attention_bits": ("attention",),
+    "fused": ("activation", "norm"),
+}
 _ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketches
 
 
@@ -32,9 +37,10 @@ def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:
             )
         for field in changes:
             if not _changes(field, found):
+                wanted = " or ".join(map(repr, _operations(field)))
                 raise ValueError(
-                    f"overrides[{pattern!r}] changes {field}, which is a setting of the operation "
-                    f"{_operation(field)!r}, and matches modules of the operation {', '.join(sorted(found))} alone. "
+                    f"overrides[{pattern!r}] changes {field}, which is a setting of the operation {wanted}, and "
+                    f"matches modules of the operation {', '.join(sorted(found))} alone. "
                     f"Give a setting of theirs, or a pattern that matches others."
                 )
 
@@ -62,8 +68,8 @@ def restricted(config: RMMConfig, operations: Mapping[str, str]) -> RMMConfig:
 
 
 def _changes(field: str, operations: set[str]) -> bool:
-    return field in _ANY or _operation(field) in operations
+    return field in _ANY or not operations.isdisjoint(_operations(field))
 
 
-def _operation(field: str) -> str:
-    return _OPERATION.get(field, "linear")
+def _operations(field: str) -> tuple[str, ...]:
+    return _OPERATIONS.get(field, ("linear",))

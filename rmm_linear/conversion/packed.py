@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import norm_of
 from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
+from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import replaced_reason
 from rmm_linear.conversion.names import matches
+from rmm_linear.conversion.report import UNFUSED, PackedEntry
 from rmm_linear.conversion.widths import choose_widths
 from rmm_linear.packing.pointwise import Pointwise
 
@@ -148,3 +150,22 @@ def _change_class(
         module._set_up(config, context, index, **options)
 
     return set_up
+
+
+def why_unfused(model: nn.Module, entries: Iterable[PackedEntry]) -> str | None:
+    """Say why ``fused=True`` has no effect on a model.
+
+    Args:
+        model: The model.
+        entries: What of it saves a packed stand-in.
+
+    Returns:
+        A sentence; None where kernels make outputs, or nothing asks for it.
+    """
+    if not any(entry.config.fused and entry.operation in ("activation", "norm") for entry in entries):
+        return None
+    places = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
+    if any(backend_of(device, dtype) == "triton" for device, dtype in places) or not places:
+        return None
+    names = dict.fromkeys(f"{device} ({str(dtype).removeprefix('torch.')})" for device, dtype in places)
+    return UNFUSED.format(" and ".join(sorted(names)))

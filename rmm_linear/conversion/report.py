@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
+UNFUSED = (
+    "fused=True has no effect on {}, where Triton's kernels do not run: activations, norms and gated MLPs compute "
+    "their outputs themselves there, as without it."
+)
 _NOT_MEASURED = "What the whole model saves is measured on a batch: convert(model, example=batch)."
 
 
@@ -76,6 +80,7 @@ class ConversionReport:
         checkpointed: Names of those, of both kinds, that are inside of blocks that activation checkpointing recomputes,
             as far as the model says so.
         memory: What the whole model saves before and after, if there was an ``example``.
+        unfused: Why ``fused=True`` has no effect where the model is now; None where it has one, or is not set.
         context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
             dry run.
     """
@@ -87,6 +92,7 @@ class ConversionReport:
     packed: dict[str, PackedEntry] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()
     memory: Explanation | None = None
+    unfused: str | None = None
     context: ModelContext | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -138,8 +144,8 @@ class ConversionReport:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, packed, skipped, checkpointed, memory, bits, groups,
-            estimator_bytes and dry_run.
+            A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, memory, bits,
+            groups, estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -151,6 +157,7 @@ class ConversionReport:
             "packed": {name: {"type": e.type, "operation": e.operation, "saved": e.saved} for name, e in packed},
             "skipped": dict(self.skipped),
             "checkpointed": list(self.checkpointed),
+            "unfused": self.unfused,
             "memory": None if self.memory is None else self.memory.to_dict(),
             "bits": self.bits,
             "groups": [list(group) for group in self.groups],
@@ -187,7 +194,8 @@ class ConversionReport:
             The summary line, and a table in which numbered siblings share a row.
         """
         rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
-        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}"
+        hint = "" if self.unfused is None else f"\n{self.unfused}"
+        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}{hint}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [

@@ -86,7 +86,7 @@ def pack_derivative(
         uint8, one dimension: the tensors of :func:`stored_parts`.
     """
     function = Pointwise(name, tuple(parameters))
-    _check_width(function, bits)
+    check_width(function, bits)
     parts = stored_parts(function, bits, len(x) if index is None else len(index), x.shape[1])
     stored = empty_stored(x, parts).zero_()
     if function.is_exact:
@@ -147,7 +147,16 @@ def _(y, stored, index, name, parameters, bits):
     return y.new_empty(y.shape)
 
 
-def _check_width(function: Pointwise, bits: int) -> None:
+def check_width(function: Pointwise, bits: int) -> None:
+    """Refuse widths that a function's stand-in cannot have.
+
+    Args:
+        function: The function.
+        bits: Bits per element.
+
+    Raises:
+        ValueError: If it is none of :meth:`Pointwise.bits`.
+    """
     if not function.is_bounded:
         check_bits(bits)
     elif bits != 1 and (function.is_exact or bits not in (8, 4, 2)):

@@ -70,7 +70,18 @@ APPLY_GATED = Operation(
 )
 
 
-def _parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
+def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
+    """Return what a gated MLP saves.
+
+    Args:
+        rows: Rows that are stored.
+        columns: C.
+        bits: 8, 4 or 2.
+        count: How many of the two products are stored.
+
+    Returns:
+        Shapes and dtypes of the two seeds, and of codes and qparams of each product.
+    """
     codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
     qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
     return [_SEEDS, *[codes, qparams] * count]
@@ -103,7 +114,7 @@ def keep_gated(
         uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
     """
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
-    parts = _parts(rows, columns, bits, needs_a + needs_b)
+    parts = stored_parts(rows, columns, bits, needs_a + needs_b)
     stored = empty_stored(a, parts).zero_()
     seeds, *tensors = views(stored, parts)
     fill_seeds(seeds, seed)
@@ -116,7 +127,7 @@ def keep_gated(
 @keep_gated.register_fake
 def _(a, b, activation, bits, seed, index, needs_a, needs_b):
     rows = a.shape[0] if index is None else index.shape[0]
-    return a.new_empty(stored_bytes(_parts(rows, a.shape[1], bits, needs_a + needs_b)), dtype=torch.uint8)
+    return a.new_empty(stored_bytes(stored_parts(rows, a.shape[1], bits, needs_a + needs_b)), dtype=torch.uint8)
 
 
 @operator("apply_gated")
@@ -124,7 +135,7 @@ def _apply(
     y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
 ) -> tuple[Tensor, Tensor]:
     rows, columns = y.shape[0] if index is None else index.shape[0], y.shape[1]
-    seeds, *tensors = views(stored, _parts(rows, columns, bits, needs_a + needs_b))
+    seeds, *tensors = views(stored, stored_parts(rows, columns, bits, needs_a + needs_b))
     pairs = iter([Packed(*tensors[place : place + 2]) for place in range(0, len(tensors), 2)])
     packed = [next(pairs) if needed else None for needed in (needs_a, needs_b)]
     first, second = APPLY_GATED(y, seeds, packed, bits, index)
@@ -156,9 +167,21 @@ def apply_gated(
     return gradients[0] if needs_a else None, gradients[1] if needs_b else None
 
 
+def packing_flops(shape: Sequence[int]) -> int:
+    """Return the operations that packing both products takes.
+
+    Args:
+        shape: Of a.
+
+    Returns:
+        Those of two rotations.
+    """
+    return 2 * 2 * GROUP * math.prod(shape)
+
+
 @register_flop_formula(torch.ops.rmm_linear.keep_gated)
 def _(a: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return 2 * 2 * GROUP * math.prod(a)  # two rotations
+    return packing_flops(a)
 
 
 @register_flop_formula(torch.ops.rmm_linear.apply_gated)

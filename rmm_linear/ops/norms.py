@@ -33,8 +33,24 @@ def _gradients_on_triton(
     return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, **options))
 
 
+def _normalize_plainly(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bits: int,
+    seed: Tensor,
+    eps: float,
+    centered: bool = True,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    output = plain.normalize(x, gamma, beta, dtypes, eps, centered)
+    return output, *PACK_NORM(x, bits, seed, eps, centered, index)
+
+
 PACK_NORM = Operation(plain.pack_norm, native.pack_norm, _pack_on_triton)
 NORM_GRADIENTS = Operation(plain.norm_gradients, native.norm_gradients, _gradients_on_triton)
+NORMALIZE = Operation(_normalize_plainly, None, lambda *arguments: kernels().normalize_and_pack(*arguments))
 
 
 def norm_bytes(rows: int, columns: int, bits: int) -> int:
@@ -73,20 +89,54 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     Returns:
         uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd, codes and qparams.
     """
-    matrix = x.reshape(-1, math.prod(x.shape[-dims:])) if x.numel() else x.new_empty(_shape(x.shape, dims))
+    matrix = _matrix(x, dims)
     parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     seeds = _on_device(draw_seed() if seed is None else seed, x.device)
-    saved = PACK_NORM(matrix, bits, seeds, eps, centered, index)
-    stored = empty_stored(x, parts).zero_()
-    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.qparams), strict=True):
-        view.copy_(tensor)
-    return stored
+    return _store(seeds, PACK_NORM(matrix, bits, seeds, eps, centered, index), parts)
 
 
 @pack_norm.register_fake
 def _(x, index, seed, bits, eps, centered, dims=1):
     rows, columns = _shape(x.shape, dims)
     return empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
+
+
+@operator(
+    "normalize_and_pack",
+    "(Tensor x, Tensor? gamma, Tensor? beta, Tensor? index, SymInt? seed, int bits, float eps, bool centered, "
+    "ScalarType before, ScalarType dtype, int dims=1) -> (Tensor, Tensor)",
+)
+def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
+    """Compute a norm, and what :func:`pack_norm` stores of its input.
+
+    Args:
+        x: As for :func:`pack_norm`.
+        gamma: γ, floating point, shape (H,); None is 1.
+        beta: β, floating point, shape (H,); None is 0.
+        index: As for :func:`pack_norm`, as the following ones. Its rows are distinct.
+        seed: Seed of the rounding; None draws one.
+        bits: 8, 4 or 2.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+        before: The dtype that the normalized rows are rounded to before they are multiplied by γ; float32 for none.
+        dtype: Of the output.
+        dims: The dimensions that are normalized.
+
+    Returns:
+        γ ∘ h + β of all rows h, the shape of ``x``, contiguous; and the bytes of :func:`pack_norm`.
+    """
+    matrix = _matrix(x, dims)
+    parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
+    seeds = _on_device(draw_seed() if seed is None else seed, x.device)
+    output, *saved = NORMALIZE(matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index)
+    return output.view(x.shape), _store(seeds, NormCopy(*saved), parts)
+
+
+@normalize_and_pack.register_fake
+def _(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
+    rows, columns = _shape(x.shape, dims)
+    stored = empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
+    return x.new_empty(x.shape, dtype=dtype), stored
 
 
 @operator("norm_backward")
@@ -135,6 +185,11 @@ def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
     return (2 * GROUP + 8) * math.prod(x)  # the rotation, the statistics and the rounding
 
 
+@register_flop_formula(torch.ops.rmm_linear.normalize_and_pack)
+def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
+    return (2 * GROUP + 10) * math.prod(x)  # and γ and β
+
+
 @register_flop_formula(torch.ops.rmm_linear.norm_backward)
 def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
     return (2 * GROUP + 16) * math.prod(y)
@@ -143,6 +198,18 @@ def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
 def _shape(shape: Sequence[int], dims: int) -> tuple[int, int]:
     """N and H; not by Size.numel, which would fix the lengths in compiled code."""
     return math.prod(shape[: len(shape) - dims]), math.prod(shape[len(shape) - dims :])
+
+
+def _matrix(x: Tensor, dims: int) -> Tensor:
+    """The rows of an input, shape (N, H)."""
+    return x.reshape(-1, math.prod(x.shape[-dims:])) if x.numel() else x.new_empty(_shape(x.shape, dims))
+
+
+def _store(seeds: Tensor, saved: NormCopy, parts: list[Part]) -> Tensor:
+    stored = empty_stored(seeds, parts).zero_()
+    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.qparams), strict=True):
+        view.copy_(tensor)
+    return stored
 
 
 def _parts(rows: int, columns: int, bits: int) -> list[Part]:

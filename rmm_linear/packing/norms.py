@@ -92,6 +92,36 @@ def pack_norm(
 
 
 @without_autocast
+def normalize(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    eps: float,
+    centered: bool = True,
+) -> Tensor:
+    """Compute γ ∘ h + β.
+
+    Args:
+        x: Floating point, shape (N, H).
+        gamma: γ, floating point, shape (H,); None is 1.
+        beta: β, floating point, shape (H,); None is 0.
+        dtypes: What h is rounded to before it is multiplied by γ, float32 for not at all; and dtype of the result.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+
+    Returns:
+        Shape (N, H), computed in float32 at least.
+    """
+    h = wide(x)
+    h = h - h.mean(1, keepdim=True) if centered else h
+    h = h * (h.square().mean(1, keepdim=True) + eps).rsqrt()
+    h = h if dtypes[0] == torch.float32 else h.to(dtypes[0]).to(h.dtype)
+    h = h if gamma is None else h * gamma.to(h.dtype)
+    return (h if beta is None else h + beta.to(h.dtype)).to(dtypes[1])
+
+
+@without_autocast
 def norm_gradients(
     y: Tensor,
     saved: NormCopy,

@@ -1,5 +1,7 @@
 """What is left of overrides once an example has skipped modules."""
 
+import pytest
+
 from rmm_linear import RMMConfig
 from rmm_linear.conversion.overrides import check_overrides, restricted
 
@@ -28,3 +30,17 @@ def test_an_override_without_effect_still_keeps_its_modules_from_those_after_it(
     assert found.overrides == {r".*layer\.0.*": {}, r".*": {"norm_bits": 8}}
     assert [found.for_module(name).norm_bits for name in ("layer.0.norm", "layer.1.norm")] == [2, 8]
     assert "linear" not in found.operations
+
+
+def test_fused_changes_activations_and_norms():
+    for name in ("one.norm", "one.act"):
+        config = RMMConfig(overrides={name: {"fused": True}})
+        check_overrides(config, {"one.norm": "norm", "one.act": "activation"})
+        assert [config.for_module(one).fused for one in ("one.norm", "one.act")] == [
+            name == "one.norm",
+            name == "one.act",
+        ]
+    with pytest.raises(
+        ValueError, match="fused, which is a setting of the operation 'activation' or 'norm', and matches"
+    ):
+        check_overrides(RMMConfig(overrides={"query": {"fused": True}}), {"query": "linear"})

@@ -10,6 +10,7 @@ from torch import nn
 
 from rmm_linear import convert
 from rmm_linear.conversion.report import RECOMPUTED
+from rmm_linear.memory import explain
 
 SKETCH = {"kind": "rows", "ratio": 0.25, "min_rows": 9}
 
@@ -133,6 +134,20 @@ def test_both_tables_of_a_report_say_which_layers_stay_exact():
     }
     assert rows["classifier.dense"] == rows["classifier.out_proj"] == reason
     assert rows["roberta.encoder.layer.*.output.dense"].startswith("countsketch, ")
+
+
+def test_fused_without_kernels_is_said_to_have_no_effect(monkeypatch):
+    hint = "fused=True has no effect on cpu (float32)"
+    batch = {"input_ids": token_ids(8, 30)}
+    report = convert(tiny_model("roberta"), fused=True, example=batch)
+    assert str(report).count(hint) == 1
+    assert report.to_dict()["unfused"].startswith(hint)
+    assert str(explain(tiny_model("roberta"), batch, fused=True)).count(hint) == 1
+    for fields in ({}, {"fused": True, "operations": ["linear", "dropout"]}):
+        assert convert(tiny_model("roberta"), dry_run=True, **fields).unfused is None
+        assert hint not in str(explain(tiny_model("roberta"), batch, **fields))
+    monkeypatch.setattr("rmm_linear.conversion.packed.backend_of", lambda device, dtype: "triton")
+    assert convert(tiny_model("roberta"), dry_run=True, fused=True).unfused is None
 
 
 def test_checkpointing_that_is_turned_on_after_the_conversion_is_in_the_report():

@@ -108,6 +108,7 @@ def check_blocks(names, out, place):
     summaries = [line for line in out.splitlines() if line.startswith("rmm_linear: ")]
     assert all(f" {operation}=" in summaries[0] for operation in ("activation", "norm", "attention", "dropout"))
     assert {entry.operation for entry in names["report"].packed.values()} == {"norm"}
+    assert f"\n{names['fused'].unfused}\n" in out
     assert all(entry.saved == "its rows, 4 bits" for entry in names["report"].packed.values())
     assert "| whole gradient " in out
     assert not any("Packed" in type(module).__name__ for module in names["model"].modules())

@@ -1,21 +1,25 @@
 """Triton kernels for random sketches and their storage in few bits."""
 
+from .activate import activate_and_pack, square_and_pack
 from .dense_sketch import dense_sketch
 from .derivatives import apply_derivative, pack_derivative
-from .gated import apply_gated, pack_gated
+from .gated import apply_gated, gate_and_pack, pack_gated
 from .masks import apply_mask, pack_mask
-from .norms import norm_gradients, pack_norm
+from .norms import norm_gradients, normalize_and_pack, pack_norm
 from .packing import pack, unpack, unrotate
 from .random_keys import random_keys
 from .row_norms import row_norms
 from .sparse_sketch import sparse_sketch
 
 __all__ = [
+    "activate_and_pack",
     "apply_derivative",
     "apply_gated",
     "apply_mask",
     "dense_sketch",
+    "gate_and_pack",
     "norm_gradients",
+    "normalize_and_pack",
     "pack",
     "pack_derivative",
     "pack_gated",
@@ -24,6 +28,7 @@ __all__ = [
     "random_keys",
     "row_norms",
     "sparse_sketch",
+    "square_and_pack",
     "unpack",
     "unrotate",
 ]

@@ -12,7 +12,7 @@ _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit;
 
 
 @triton.jit
-def _sigmoid(b_x):
+def sigmoid(b_x):
     """By the exponential of a negative number, which cannot overflow."""
     b_e = tl.exp(-tl.abs(b_x))
     return tl.where(b_x < 0, b_e, 1.0) / (1.0 + b_e)
@@ -20,12 +20,12 @@ def _sigmoid(b_x):
 
 @triton.jit
 def _tanh(b_x):
-    return 2.0 * _sigmoid(2.0 * b_x) - 1.0
+    return 2.0 * sigmoid(2.0 * b_x) - 1.0
 
 
 @triton.jit
 def _silu_derivative(b_x):
-    b_s = _sigmoid(b_x)
+    b_s = sigmoid(b_x)
     return b_s * (1.0 + b_x * (1.0 - b_s))
 
 
@@ -48,11 +48,11 @@ def derivative(b_x, parameter, FUNCTION: tl.constexpr):
         return _silu_derivative(1.702 * b_x)
     elif FUNCTION == "mish":
         b_t = _tanh(tl.maximum(b_x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_x))))
-        return b_t + b_x * (1.0 - b_t * b_t) * _sigmoid(b_x)
+        return b_t + b_x * (1.0 - b_t * b_t) * sigmoid(b_x)
     elif FUNCTION == "hardswish":
         return tl.where(b_x <= -3.0, 0.0, tl.where(b_x >= 3.0, 1.0, b_x / 3.0 + 0.5))
     elif FUNCTION == "sigmoid":
-        b_s = _sigmoid(b_x)
+        b_s = sigmoid(b_x)
         return b_s * (1.0 - b_s)
     elif FUNCTION == "tanh":
         b_t = _tanh(b_x)
@@ -69,6 +69,34 @@ def _dither(b_row, b_column):
 
 
 @triton.jit
+def code_of(b_x, b_row, seed, o_c, m_c, parameter, low, inverse, FUNCTION: tl.constexpr):
+    """Codes of a tile, int32 (B_N, B_B).
+
+    b_x: float32 (B_N, B_B). b_row: uint32 (B_N,), words of its rows. seed: int64 scalar. o_c: int32 (B_B,), columns;
+    m_c: those that exist. parameter, low, inverse: see _pack_derivative_kernel. Exact functions read b_x alone.
+    """
+    if FUNCTION == "relu":
+        return tl.where(b_x <= 0, 0, 1)
+    elif FUNCTION == "leaky_relu":
+        return tl.where(b_x > 0, 1, 0)
+    else:
+        _, b_column, _, _ = words(seed, tl.where(m_c, o_c, 0).to(tl.int64), _STREAM)
+        b_steps = tl.maximum((derivative(b_x, parameter, FUNCTION) - low) * inverse, 0.0)
+        return tl.floor(b_steps + _dither(b_row[:, None], b_column[None, :])).to(tl.int32)
+
+
+@triton.jit
+def row_words(p_seed, o_n, FUNCTION: tl.constexpr):
+    """The seed, int64 scalar, and the words of rows of codes, uint32 (B_N,); anything for exact functions."""
+    if FUNCTION == "relu" or FUNCTION == "leaky_relu":
+        return 0, o_n
+    else:
+        seed = tl.load(p_seed)
+        b_row, _, _, _ = words(seed, o_n, _STREAM)
+        return seed, b_row
+
+
+@triton.jit
 def _pack_derivative_kernel(
     p_x, p_index, p_seed, p_codes, n_rows, n_columns, stride, parameter, low, inverse,
     FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, B_N: tl.constexpr, B_B: tl.constexpr,
@@ -78,7 +106,6 @@ def _pack_derivative_kernel(
     p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_codes: uint8 (n, ⌈C·BITS/8⌉).
     parameter: α or slope. low: of the range. inverse: 1 / step.
     """
-    EXACT: tl.constexpr = FUNCTION == "relu" or FUNCTION == "leaky_relu"
     n_bytes = (n_columns * BITS + 7) // 8
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
     o_b = tl.program_id(1) * B_B + tl.arange(0, B_B)  # 32 bits: of columns alone
@@ -88,10 +115,7 @@ def _pack_derivative_kernel(
     o_i = o_b % (8 * BITS)
     b_size = tl.minimum(n_columns - o_g * 64, 64)
     h = (b_size * BITS + 7) // 8
-    b_row = o_n
-    if not EXACT:
-        seed = tl.load(p_seed)
-        b_row, _, _, _ = words(seed, o_n, _STREAM)
+    seed, b_row = row_words(p_seed, o_n, FUNCTION)
     b_bytes = tl.zeros((B_N, B_B), dtype=tl.int32)
     for j in tl.static_range(8 // BITS):
         o_j = j * h + o_i
@@ -99,14 +123,7 @@ def _pack_derivative_kernel(
         m_c = (o_i < h) & (o_j < b_size)
         m_x = m_n[:, None] & m_c[None, :]
         b_x = tl.load(p_x + o_row[:, None] * stride + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if FUNCTION == "relu":
-            b_code = tl.where(b_x <= 0, 0, 1)
-        elif FUNCTION == "leaky_relu":
-            b_code = tl.where(b_x > 0, 1, 0)
-        else:
-            _, b_column, _, _ = words(seed, tl.where(m_c, o_c, 0).to(tl.int64), _STREAM)
-            b_steps = tl.maximum((derivative(b_x, parameter, FUNCTION) - low) * inverse, 0.0)
-            b_code = tl.floor(b_steps + _dither(b_row[:, None], b_column[None, :])).to(tl.int32)
+        b_code = code_of(b_x, b_row, seed, o_c, m_c, parameter, low, inverse, FUNCTION)
         b_bytes += tl.where(m_x, b_code, 0) << (j * BITS)
     m_b = m_n[:, None] & (o_b < n_bytes)[None, :]
     tl.store(p_codes + o_n[:, None] * n_bytes + o_b[None, :], b_bytes.to(tl.uint8), mask=m_b)

@@ -1,10 +1,10 @@
-"""pack_gated and apply_gated: the packed products of a gated MLP, made and applied in one pass over its activations."""
+"""pack_gated, gate_and_pack and apply_gated: the packed products of a gated MLP, in one pass over its activations."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device, precision
+from .launch import on_device, places, precision
 from .packing import GROUP, empty_sketch, load_packed, store_packed
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
@@ -51,6 +51,36 @@ def _pack_gated_kernel(
         b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
         store_packed(b_p, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
     if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
+        b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_qparams, BITS, PRECISION)
+
+
+@triton.jit
+def _gate_kernel(
+    p_a, p_b, p_place, p_seed, p_out, p_codes, p_qparams, p_s_codes, p_s_qparams, n_rows, n_columns, stride, stride_b,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
+    PRECISION: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of B_K rows and one group.
+
+    p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
+    """
+    i_g = tl.program_id(1).to(tl.int64)
+    o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_n = o_n < n_rows
+    m_z = m_n[:, None] & (o_j < n_columns)[None, :]
+    o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
+    m_k = (o_k >= 0) & m_n
+    o_k = tl.maximum(o_k, 0)
+    p_gate = p_a + o_n[:, None] * stride + o_j[None, :]
+    b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+    b_b = tl.load(p_b + o_n[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+    b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
+    tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
+    if HAS_P:
+        store_packed(b_p * b_b, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
+    if HAS_S:  # from the cache, as in _pack_gated_kernel
         b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_qparams, BITS, PRECISION)
 
@@ -117,6 +147,45 @@ def pack_gated(
                 num_warps=4,
             )  # fmt: skip
     return packed
+
+
+def gate_and_pack(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    seeds: torch.Tensor,
+    activation: str,
+    bits: int,
+    wanted: tuple[bool, bool] = (True, True),
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor] | None]]:
+    """Compute act(a) · b, and pack what ``pack_gated`` does, in one pass.
+
+    Args:
+        a: float16, bfloat16 or float32, shape (N, C), any row stride.
+        b: The same.
+        seeds: As for ``pack_gated``, as the following ones.
+        activation: "gelu", "gelu_tanh", "silu" or "relu".
+        bits: 8, 4 or 2.
+        wanted: Whether p and s are needed.
+        index: Rows to store, int64, shape (n,); None for all.
+
+    Returns:
+        act(a), rounded to the dtype of ``a``, times b, of all rows, shape (N, C); and the result of ``pack_gated``.
+    """
+    a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
+    (rows, columns), stored = a.shape, a.shape[0] if index is None else index.shape[0]
+    packed = [empty_sketch(stored, columns, bits, a) if needed else None for needed in wanted]
+    out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    if out.numel():
+        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        with on_device(a):
+            _gate_kernel[grid](
+                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows,
+                columns, a.stride(0), b.stride(0), ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits,
+                HAS_PLACE=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], PRECISION=precision(), B_K=16,
+                num_warps=4,
+            )  # fmt: skip
+    return out, packed
 
 
 def apply_gated(

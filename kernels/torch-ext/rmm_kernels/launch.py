@@ -26,3 +26,12 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return getattr(torch, tensor.device.type).device(tensor.device)
+
+
+def places(index: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """For each of ``rows`` rows its place in an index of distinct rows, −1 where it has none; None without an index."""
+    if index is None:
+        return None
+    place = torch.full((rows,), -1, dtype=torch.int64, device=index.device)
+    place[index] = torch.arange(index.shape[0], device=index.device)
+    return place

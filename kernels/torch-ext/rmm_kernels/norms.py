@@ -1,14 +1,47 @@
-"""pack_norm and norm_gradients: LayerNorm and RMSNorm with a packed copy of the normalized rows."""
+"""pack_norm, normalize_and_pack and norm_gradients: norms with a packed copy of the normalized rows."""
 
 import torch
 import triton
 import triton.language as tl
 
 from .draws import as_int64
-from .launch import on_device, precision
+from .launch import on_device, places, precision
 from .packing import empty_sketch, load_packed, store_packed
 
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _ROWS = 16  # of a tile: the fewest that the matrix unit takes
+
+
+@triton.jit
+def _statistics(p_rows, m_k, n_columns, CENTERED: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr):
+    """Means of rows, 0 if not CENTERED, and sums of squares about them, float32 (B_K,), merged over blocks of columns.
+
+    p_rows: pointers (B_K, 1). m_k: rows that exist.
+    """
+    b_mean = tl.zeros((B_K,), dtype=tl.float32)
+    b_squares = tl.zeros((B_K,), dtype=tl.float32)
+    for i_d in range(0, n_columns, B_D):
+        o_d = i_d + tl.arange(0, B_D)
+        m_x = m_k[:, None] & (o_d < n_columns)[None, :]
+        b_x = tl.load(p_rows + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if CENTERED:
+            size = tl.minimum(n_columns - i_d, B_D).to(tl.float32)
+            share = size / (i_d + size)
+            b_block = tl.sum(b_x, axis=1) / size
+            b_x = tl.where(m_x, b_x - b_block[:, None], 0.0)
+            b_apart = b_block - b_mean
+            b_squares += b_apart * b_apart * (i_d * share)
+            b_mean += b_apart * share
+        b_squares += tl.sum(b_x * b_x, axis=1)
+    return b_mean, b_squares
+
+
+@triton.jit
+def _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns):
+    """The normalized rows h, one group of them, float32 (B_K, 64)."""
+    o_j = i_g * 64 + tl.arange(0, 64)
+    b_x = tl.load(p_rows + o_j[None, :], mask=m_n[:, None] & (o_j < n_columns)[None, :], other=0.0).to(tl.float32)
+    return (b_x - b_mean[:, None]) * b_rstd[:, None]
 
 
 @triton.jit
@@ -26,31 +59,56 @@ def _pack_norm_kernel(
     m_k = o_k < n_rows
     o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
     p_rows = p_x + o_row[:, None] * stride
-    b_mean = tl.zeros((B_K,), dtype=tl.float32)
-    b_squares = tl.zeros((B_K,), dtype=tl.float32)
-    for i_d in range(0, n_columns, B_D):
-        o_d = i_d + tl.arange(0, B_D)
-        m_x = m_k[:, None] & (o_d < n_columns)[None, :]
-        b_x = tl.load(p_rows + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if CENTERED:
-            size = tl.minimum(n_columns - i_d, B_D).to(tl.float32)
-            share = size / (i_d + size)
-            b_block = tl.sum(b_x, axis=1) / size
-            b_x = tl.where(m_x, b_x - b_block[:, None], 0.0)
-            b_apart = b_block - b_mean
-            b_squares += b_apart * b_apart * (i_d * share)
-            b_mean += b_apart * share
-        b_squares += tl.sum(b_x * b_x, axis=1)
+    b_mean, b_squares = _statistics(p_rows, m_k, n_columns, CENTERED, B_K, B_D)
     b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
     tl.store(p_rstd + o_k, b_rstd, mask=m_k)
     seed = tl.load(p_seed)
     # Where the matrix unit has no tf32, on AMD, masks that are made before the loop would not fit into its registers.
     for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=PRECISION == "ieee"):
-        o_j = i_g * 64 + tl.arange(0, 64)
-        m_x = m_k[:, None] & (o_j < n_columns)[None, :]
-        b_x = tl.load(p_rows + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_h = (b_x - b_mean[:, None]) * b_rstd[:, None]
+        b_h = _normalized(p_rows, m_k, b_mean, b_rstd, i_g, n_columns)
         store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+
+
+@triton.jit
+def _normalize_kernel(
+    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_qparams, p_rstd, n_rows, n_columns, stride, eps,
+    CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
+    ROUND: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """B_K rows: their statistics, then their groups, each read, written and packed.
+
+    p_place: int64 (N,), the row of the packed copy, or −1. p_affine: float32, γ (H,), and behind it β (H,). p_out: (N,
+    H), contiguous. ROUND: the dtype that h is rounded to before γ, or None. The others: see _pack_norm_kernel.
+    """
+    o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    m_n = o_n < n_rows
+    o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
+    m_k = (o_k >= 0) & m_n
+    o_k = tl.maximum(o_k, 0)
+    p_rows = p_x + o_n[:, None] * stride
+    b_mean, b_squares = _statistics(p_rows, m_n, n_columns, CENTERED, B_K, B_D)
+    b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
+    tl.store(p_rstd + o_k, b_rstd, mask=m_k)
+    seed = tl.load(p_seed)
+    # On AMD, a loop that does both spills: the second one reads the rows from the cache again.
+    SPLIT: tl.constexpr = PRECISION == "ieee"
+    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=SPLIT):  # as in _pack_norm_kernel
+        b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns)
+        o_j = i_g * 64 + tl.arange(0, 64)
+        m_j = o_j < n_columns
+        b_out = b_h if ROUND is None else b_h.to(ROUND).to(tl.float32)
+        if HAS_GAMMA:
+            b_out *= tl.load(p_affine + o_j, mask=m_j, other=0.0)[None, :]
+        if HAS_BETA:
+            b_out += tl.load(p_affine + n_columns + o_j, mask=m_j, other=0.0)[None, :]
+        p_tile = p_out + o_n[:, None] * n_columns + o_j[None, :]
+        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_j[None, :])
+        if not SPLIT:
+            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+    if SPLIT:
+        for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=True):
+            b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns)
+            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
 
 
 @triton.jit
@@ -138,6 +196,51 @@ def pack_norm(
                 B_K=_ROWS, B_D=256, num_warps=4,
             )  # fmt: skip
     return codes, qparams, rstd
+
+
+def normalize_and_pack(
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bits: int,
+    seed: torch.Tensor,
+    eps: float,
+    centered: bool = True,
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute γ ∘ h + β of the normalized rows h, and what ``pack_norm`` makes of them, in one pass.
+
+    Args:
+        x: float16, bfloat16 or float32, shape (N, H), any row stride.
+        gamma: γ, shape (H,); None is 1.
+        beta: β, shape (H,); None is 0.
+        dtypes: What h is rounded to before γ, float32 for not at all, and the dtype of the result.
+        bits: As for ``pack_norm``, as the following ones.
+        seed: int64, shape (1,), on the device of ``x``.
+        eps: What is added to the variance.
+        centered: True for LayerNorm, False for RMSNorm.
+        index: Rows to save, int64, shape (n,); None for all.
+
+    Returns:
+        The result of all rows, shape (N, H), contiguous; codes, qparams and rstd.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (rows, columns), saved = x.shape, x.shape[0] if index is None else index.shape[0]
+    gamma = torch.ones_like(beta) if gamma is None and beta is not None else gamma
+    parts = [one.to(torch.float32) for one in (gamma, beta) if one is not None]
+    affine = torch.cat(parts) if parts else None
+    codes, qparams = empty_sketch(saved, columns, bits, x)
+    rstd = torch.empty(saved, dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
+    if out.numel():
+        with on_device(x):
+            _normalize_kernel[(triton.cdiv(rows, _ROWS),)](
+                x, places(index, rows), seed, affine, out, codes, qparams, rstd, rows, columns, x.stride(0), eps,
+                CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
+                ROUND=_TYPES.get(dtypes[0]), BITS=bits, PRECISION=precision(), B_K=_ROWS, B_D=256, num_warps=4,
+            )  # fmt: skip
+    return out, codes, qparams, rstd
 
 
 def norm_gradients(

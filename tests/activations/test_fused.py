@@ -1,0 +1,273 @@
+"""Modules with ``fused=True``: which of them run a kernel for their output, how near it is, and their gradients."""
+
+import copy
+
+import pytest
+import torch
+from cases import needs_triton
+from compile_helpers import Graphs
+from gated_helpers import made
+from gated_helpers import packed as packed_gated
+from helpers import batch_of, gradients, tiny_model
+from norm_helpers import Bits
+from norm_helpers import packed as packed_norm
+from pointwise_helpers import gradient_of, randn
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from rmm_linear import RMMConfig, convert
+from rmm_linear.activations.base import packed_class
+from rmm_linear.activations.pointwise import PackedActivation
+from rmm_linear.backends.triton import kernels
+
+pytestmark = needs_triton
+
+FUSED = RMMConfig(fused=True, checkpointed="packed")
+WIDTH = 96
+ACTIVATIONS = {
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+    "elu": lambda: nn.ELU(1.5),
+    "gelu_new": lambda: ACT2FN["gelu_new"],
+    "relu2": lambda: ACT2FN["relu2"],
+}
+NORMS = {
+    "layer": lambda: nn.LayerNorm(WIDTH),
+    "no affine": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "two dimensions": lambda: nn.LayerNorm((8, 12)),
+    "rms": lambda: nn.RMSNorm(WIDTH),
+    "llama": lambda: LlamaRMSNorm(WIDTH),
+    "t5": lambda: T5LayerNorm(WIDTH),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels that have made outputs."""
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    made = []
+    for name in ("activate_and_pack", "square_and_pack", "gate_and_pack", "normalize_and_pack"):
+        kernel = getattr(kernels(), name)
+        monkeypatch.setattr(
+            kernels(), name, lambda *args, _name=name, _kernel=kernel: (made.append(_name), _kernel(*args))[1]
+        )
+    return made
+
+
+def packed(module, config=FUSED, context=None):
+    module.__class__ = packed_class(PackedActivation, type(module))
+    module._set_up(config, context)
+    return module.train()
+
+
+def norm(name, fused=True, dtype=torch.float32):
+    module = NORMS[name]()
+    for seed, parameter in enumerate(module.parameters()):
+        parameter.data = 1 + 0.3 * randn(*parameter.shape, seed=seed)
+    return packed_norm(module.to(dtype), Bits(4, fused))
+
+
+def rows(name, dtype=torch.float32):
+    x = randn(5, *((8, 12) if name == "two dimensions" else (WIDTH,)), scale=2)
+    return (x + 1).to(dtype)
+
+
+def ulps(found, expected, count):
+    """Whether two outputs are of one dtype, and differ by at most so many last bits, of numbers below 1 those of 1."""
+    size = torch.finfo(found.dtype).eps * expected.double().abs().clamp(min=1)
+    return found.dtype == expected.dtype and bool(((found.double() - expected.double()).abs() <= count * size).all())
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_differ_in_last_bits_and_have_the_same_gradient(name, dtype, calls):
+    x, y = randn(2, 5, 70, dtype=dtype), randn(2, 5, 70, seed=2, dtype=dtype)
+    exact = ACTIVATIONS[name]()
+    found = []
+    for fused in (False, True):
+        module = packed(copy.deepcopy(exact), FUSED.replace(fused=fused))
+        torch.manual_seed(4)
+        found.append(gradient_of(module, x, y))
+        assert len(calls) == fused
+    (expected, slope), (output, gradient) = found
+    assert torch.equal(expected, exact(x))
+    assert output.shape == expected.shape
+    assert ulps(output, expected, 4)  # of bfloat16, the composed ones round after every function
+    assert torch.equal(gradient, slope)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_norms_differ_in_last_bits_and_have_the_same_gradients(name, dtype, calls):
+    x, found = rows(name, dtype), []
+    y = randn(*x.shape, seed=2, dtype=dtype)
+    for fused in (False, True):
+        module = norm(name, fused, dtype)
+        torch.manual_seed(4)
+        inputs = x.clone().requires_grad_()
+        output = module(inputs)
+        found.append((output.detach(), *torch.autograd.grad(output, [inputs, *module.parameters()], y)))
+        assert len(calls) == fused
+    assert ulps(found[1][0], found[0][0], 2 if dtype == torch.float16 else 16)  # float32's sums of 96 numbers
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_half_inputs_of_norms_with_float32_weights_have_the_modules_dtype(calls):
+    for name, dtype in (("llama", torch.float32), ("t5", torch.float32), ("layer", torch.bfloat16)):
+        module = norm(name)
+        x = rows(name, torch.bfloat16).requires_grad_()
+        output = module(x)
+        assert output.dtype == dtype == module.eval()(x).dtype
+        assert ulps(output, module(x), 2 if dtype == torch.bfloat16 else 2**16 if name == "llama" else 16)
+        output.sum().backward()
+        assert x.grad.dtype == torch.bfloat16
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "phi3", "experts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_products_differ_in_last_bits(name, dtype, calls):
+    x, found = randn(3, 7, 16, dtype=dtype), []
+    for fused in (False, True):
+        model = packed_gated(made(name, dtype), FUSED.replace(fused=fused), context=False).train()
+        torch.manual_seed(4)
+        output = model(x.clone().requires_grad_())
+        output.backward(torch.ones_like(output))
+        found.append((output.detach(), gradients(model)))
+        assert len(calls) == fused
+    assert ulps(found[1][0], found[0][0], 8)
+    for one, slope in found[0][1].items():  # but for the layer after the product, which reads it
+        assert (found[1][1][one] - slope).norm() <= 4 * torch.finfo(dtype).eps * slope.norm()
+
+
+def test_eval_mode_and_no_grad_run_the_modules_own_function(calls):
+    for module, x in ((packed(nn.GELU()), randn(5, 70)), (norm("layer"), rows("layer"))):
+        expected = module.eval()(x)
+        with torch.no_grad():
+            assert torch.equal(module.train()(x.clone().requires_grad_()), expected)
+    assert torch.equal(packed(nn.GELU())(x), nn.GELU()(x))  # nothing needs a gradient
+    assert not calls
+
+
+def test_modules_in_place_stay_in_place(calls):
+    x = randn(5, 70).requires_grad_() * 1
+    output = packed(nn.SiLU(inplace=True))(x)
+    assert output.data_ptr() == x.data_ptr()
+    assert not calls
+
+
+def test_autocast_leaves_composed_modules_and_norms_alone(calls):
+    x = randn(5, WIDTH, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for module in (packed(copy.deepcopy(ACT2FN["gelu_new"])), norm("llama")):
+            assert torch.equal(module(x), module.eval()(x))
+        assert not calls
+        assert packed(nn.GELU())(x).dtype == torch.bfloat16
+    assert calls == ["activate_and_pack"]
+
+
+def test_a_gated_activation_with_hooks_is_called(calls):
+    model, seen = packed_gated(made("llama"), FUSED, context=False).train(), []
+    x = randn(3, 7, 16).requires_grad_()
+    handle = model.mlp.act_fn.register_forward_hook(lambda *args: seen.append(1))
+    model(x)
+    assert seen
+    assert not calls
+    handle.remove()
+    model(x)
+    assert calls == ["gate_and_pack"]
+
+
+def test_without_kernels_outputs_stay_the_same_to_the_bit(calls, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", "auto")
+    x = rows("layer").requires_grad_()
+    for module in (packed(nn.GELU()), norm("layer")):
+        assert torch.equal(module(x), module.eval()(x))
+    model = packed_gated(made("llama"), FUSED, context=False).train()
+    tokens = randn(3, 7, 16).requires_grad_()
+    assert torch.equal(model(tokens), made("llama").train()(tokens))
+    assert not calls
+
+
+def test_odd_inputs(calls):
+    module = packed(nn.GELU())
+    for shape in ((0, 70), (3, 0), (70,), (2, 0, 5)):
+        x = torch.ones(shape, requires_grad=True)
+        output = module(x)
+        output.sum().backward()
+        assert output.shape == x.grad.shape == shape
+    scalar = torch.tensor(1.0, requires_grad=True)
+    assert torch.equal(module(scalar), nn.GELU()(scalar))
+    view = randn(70, 5).T.requires_grad_()
+    assert ulps(module(view), nn.GELU()(view), 4)
+    assert norm("layer")(torch.ones(0, WIDTH, requires_grad=True)).shape == (0, WIDTH)
+
+
+def test_norms_that_read_one_input_share_its_copy(calls):
+    pair = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+    pair[1].weight.data.fill_(2.0)
+    convert(pair, fused=True, operations="norm")
+    context, saved = pair[0].rmm_context, []
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = pair
+
+        def forward(self, x):
+            return self.pair[0](x), self.pair[1](x)
+
+    model, x = Both(), rows("layer").requires_grad_() * 1
+    context.attach(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        first, second = model(x)
+    stored = {t.data_ptr() for t in saved if t.dtype == torch.uint8}
+    assert len(stored) == 1
+    assert calls == ["normalize_and_pack"]
+    assert ulps(second, 2 * first, 16)
+
+
+def test_a_model_with_padding_has_the_gradients_of_packed_modules(calls):
+    found = []
+    batch = batch_of("roberta")
+    for fused in (False, True):
+        model = tiny_model("roberta", dropout=0.0, layers=1).train()
+        convert(model, fused=fused, operations=["norm", "activation"], activation_bits=8, norm_bits=8)
+        model.zero_grad()
+        torch.manual_seed(4)
+        logits = model(**batch).logits
+        logits.square().mean().backward()
+        found.append((logits.detach(), gradients(model)))
+    assert set(calls) == {"activate_and_pack", "normalize_and_pack"}
+    assert ulps(found[1][0], found[0][0], 64)
+    total = sum(float(one.norm()) for one in found[0][1].values())
+    apart = sum(float((one - found[1][1][name]).norm()) for name, one in found[0][1].items())
+    assert apart < 1e-3 * total  # a code on the edge of a step may fall to the other side
+
+
+def test_compiled_code_is_one_graph_with_the_same_outputs(calls):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.rms = nn.LayerNorm(16), nn.GELU(), LlamaRMSNorm(16)
+            self.mlp = made("llama").mlp
+
+        def forward(self, x):
+            return self.mlp(self.act(self.rms(self.norm(x))))
+
+    model = Block().train()
+    convert(model, fused=True, operations=["norm", "activation"])
+    graphs = Graphs()
+    compiled = graphs.compile(model)
+    for length in (7, 5):
+        x = randn(3, length, 16).requires_grad_()
+        found = compiled(x)
+        assert torch.equal(found, model(x))
+        found.sum().backward()
+    operators = {"normalize_and_pack": 2, "activate_and_pack": 1, "gate_and_pack": 1}
+    assert graphs.counts[0] == {f"rmm_linear.{name}.default": count for name, count in operators.items()}
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
