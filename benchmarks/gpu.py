@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.case import Case
 from benchmarks.parity import run_parity
 from benchmarks.processes import call
 from benchmarks.records import RATIO, Parity, Row, read_rows
-from benchmarks.runner import run_suite
+from benchmarks.runner import has_memory, run_suite
 from benchmarks.suites import SUITES
 from benchmarks.tables import measured
 from rmm_linear._support.files import write_text
@@ -99,14 +100,14 @@ def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -
     cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
     cases.sort(key=lambda case: _MAIN not in case.name)
     rows: list[Row] = []
-    for found in run_suite(
-        path,
-        cases,
-        commit=commit,
-        memory=lambda c: c.suite in ("blocks", "model") or (_MAIN in c.name and c.ratio == RATIO),
-    ):
+    for found in run_suite(path, cases, commit=commit, memory=measures_memory):
         rows += found
     return [f"{r.case}, {r.provider}, {r.dtype}, {r.ratio}: {r.status}" for r in rows if r.status != "ok"]
+
+
+def measures_memory(case: Case) -> bool:
+    """Say whether memory is measured: of blocks, models, and the main layer; a process for each takes its seconds."""
+    return has_memory(case) and (case.suite != "linear" or case.tiny or _MAIN in case.name)
 
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:

@@ -217,6 +217,7 @@ def _dropout(case: Case) -> Operation:
 
 def _attention(case: Case, *, is_causal: bool) -> Operation:
     (query, key, value, y), bits = _tensors(case, 4), (BITS["attention"],) * 3
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes from the layer after
     _, heads, length, width = case.sizes
     scale = width**-0.5
 
