@@ -49,6 +49,11 @@ def test_the_gate_stops_a_wrong_provider(change, reason: str) -> None:
     assert reason in gate.failure(changed(WIDE, "countsketch", change), torch.float32)
 
 
+def test_a_projection_of_many_elements_is_not_off_by_rounding() -> None:
+    ones = torch.full((1 << 24,), 1.1)
+    assert gate.projection([ones], [ones]) == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
 def test_the_gate_stops_gradients_of_another_stand_in(case: Case) -> None:
     """Of the smallest tensors: a wrong factor, a wrong sign, and the gradients of other numbers."""
