@@ -1,4 +1,4 @@
-"""Measure: ``python -m benchmarks run | plot | table | gpu``, each with ``--help``."""
+"""Measure: ``python -m benchmarks run | plot | table | gpu | compile | roofline``, each with ``--help``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, pages
+from benchmarks import compiled, gpu, pages, roofline
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -67,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
     all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
 
+    compiling = commands.add_parser("compile", help="what compilers say of the Triton kernels; needs no accelerator")
+    compiling.set_defaults(command=_compile)
+    compiling.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv file")
+    compiling.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
+
+    bounds = commands.add_parser("roofline", help="bytes, FLOPs and the least times of blocks, from data sheets")
+    bounds.set_defaults(command=_roofline)
+
     for command, out in ((run, RESULTS), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
@@ -100,6 +108,16 @@ def _table(arguments: argparse.Namespace) -> int:
         return 0
     print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
     return 1
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    print(compiled.summary(compiled.compile_all(arguments.out, commit=arguments.commit)))
+    return 0
+
+
+def _roofline(arguments: argparse.Namespace) -> int:
+    print(roofline.tables())
+    return 0
 
 
 def _gpu(arguments: argparse.Namespace) -> int:

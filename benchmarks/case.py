@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +16,19 @@ class Case:
     """One set of sizes that all providers are measured on, side by side.
 
     Attributes:
-        suite: "linear", "model", "kernels" or "growth".
+        suite: "linear", "model", "kernels", "growth", "operators" or "blocks".
         name: Its title, without dtype and ratio.
         device: "cpu" or "cuda".
         dtype: Name of a torch dtype, as "float32".
-        sizes: What the suite needs: linear and growth (N, I, O), model (batch, length), kernels (N, D).
+        sizes: What the suite needs: linear and growth (N, I, O), model (batch, length), kernels (N, D),
+            operators those of the tensors, blocks (batch, length, layers).
         check: Tokens (model: sequences) that the correctness gate looks at.
         ratio: K/N, or for packed sketches bytes kept by bytes of the input.
         rounds: Times that every provider's turn comes.
         tiny: Whether the model is a toy, to try the command.
-        backend: "torch" or "triton", for kernels.
+        backend: "torch" or "triton", for kernels, operators and blocks.
+        dropout: Of blocks.
+        draws: Seeds that the correctness gate looks at.
     """
 
     suite: str
@@ -36,11 +41,25 @@ class Case:
     rounds: int = 5
     tiny: bool = False
     backend: str = "torch"
+    dropout: float = 0.0
+    draws: int = 6
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself."""
         return getattr(torch, self.dtype)
+
+    @contextlib.contextmanager
+    def on_backend(self) -> Iterator[None]:
+        """On a CPU, run the operators of the library in Triton's interpreter, if that is the case's backend."""
+        before = os.environ.get("RMM_BACKEND")
+        if self.backend == "triton" and self.device == "cpu":
+            os.environ["RMM_BACKEND"] = "triton"
+        try:
+            yield
+        finally:
+            os.environ.pop("RMM_BACKEND", None)
+            os.environ.update({} if before is None else {"RMM_BACKEND": before})
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,7 @@ class Setup:
         forward: Its forward pass; the result keeps alive what the backward pass needs.
         moved: Bytes that cannot but be read and written, for kernels.
         tolerance: Relative error that exact parts may have; None is that of the dtype.
+        slack: How far the mean of its estimates may be off, where a small bias is known; None is that of rounding.
     """
 
     run: Callable[[], object]
@@ -77,3 +97,4 @@ class Setup:
     forward: Callable[[], Tensor] | None = None
     moved: int = 0
     tolerance: float | None = None
+    slack: float | None = None

@@ -1,8 +1,16 @@
 """``python -m benchmarks gpu``: everything that a CUDA machine must show, in one call of a few minutes.
 
-Needs torch, Triton and, for the suite ``model``, transformers, from the root of a checkout that is not installed. Every
-section runs in processes of its own, because an illegal access or a hang on a device ends all that shares the process:
-it then costs one section, whose rows so far are kept. Sections get their share of the time that is left.
+Needs torch, Triton and, for the suites ``blocks`` and ``model``, transformers, from the root of a checkout that is not
+installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
+shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
+left, those first that say most.
+
+What the sizes should cost, by arithmetic, as nothing was timed yet: a start of Python with PyTorch, transformers and
+CUDA takes some ten seconds, and the sections start one to six such processes in a row; a compilation takes one to three
+(``python -m benchmarks compile`` makes 190 in about two minutes on one core of a server), and a section has one or two
+dozen. A measurement repeats for a tenth of a second or seven times at least, three to five rounds. The longest pass,
+two blocks of LLaMA-7B, has 4e13 FLOPs of products, 0.1 s at half of an H200's peak: 7 x 5 x 4 of these are 14 s. So
+blocks should take a minute and a half, comparisons in twelve processes at a time a minute, the others less.
 """
 
 from __future__ import annotations
@@ -16,16 +24,17 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.case import Case
 from benchmarks.parity import run_parity
 from benchmarks.processes import call
 from benchmarks.records import RATIO, Parity, Row, read_rows
-from benchmarks.runner import run_suite
+from benchmarks.runner import has_memory, run_suite
 from benchmarks.suites import SUITES
 from benchmarks.tables import measured
 from rmm_linear._support.files import write_text
 
-SECONDS = 450.0
-SHARES = {"parity": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1}
+SECONDS = 500.0  # and what the last processes need to end: under nine minutes
+SHARES = {"parity": 3, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1}
 _MAIN = "16384 x 4096"  # the size that a GPU is judged by
 
 
@@ -91,11 +100,14 @@ def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -
     cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
     cases.sort(key=lambda case: _MAIN not in case.name)
     rows: list[Row] = []
-    for found in run_suite(
-        path, cases, commit=commit, memory=lambda c: c.suite == "model" or (_MAIN in c.name and c.ratio == RATIO)
-    ):
+    for found in run_suite(path, cases, commit=commit, memory=measures_memory):
         rows += found
     return [f"{r.case}, {r.provider}, {r.dtype}, {r.ratio}: {r.status}" for r in rows if r.status != "ok"]
+
+
+def measures_memory(case: Case) -> bool:
+    """Say whether memory is measured: of blocks, models, and the main layer; a process for each takes its seconds."""
+    return has_memory(case) and (case.suite != "linear" or case.tiny or _MAIN in case.name)
 
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:

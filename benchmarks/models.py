@@ -43,8 +43,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     Raises:
         ImportError: If transformers is not installed.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError("The suite model needs transformers: pip install transformers. Or choose others by --suite.")
+    check_transformers("model")
     if tiny:
         sizes = {"roberta": (8, 32), "llama": (4, 32)}
     else:
@@ -64,6 +63,19 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
         )
         for name, (batch, length) in sizes.items()
     ]
+
+
+def check_transformers(suite: str) -> None:
+    """Refuse a suite without transformers.
+
+    Args:
+        suite: Its name.
+
+    Raises:
+        ImportError: If transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError(f"The suite {suite} needs transformers: pip install transformers. Choose others by --suite.")
 
 
 @functools.lru_cache(maxsize=4)
@@ -165,7 +177,7 @@ def _model(case: Case, provider: str) -> nn.Module:
     base = _base(case)[0]
     model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
     if provider.startswith(CHECKPOINT):
-        _checkpoint(model, int(provider.removeprefix(CHECKPOINT).split()[0]))
+        checkpoint(model, int(provider.removeprefix(CHECKPOINT).split()[0]))
     elif provider == SKETCHED:
         convert(model, RMMConfig(operations=("linear",), kind="countsketch", ratio=case.ratio, bits=None))
     elif provider == ALL_SKETCHED:
@@ -179,8 +191,13 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
 
 
-def _checkpoint(model: Any, count: int) -> None:
-    """Recompute the first layers in the backward pass."""
+def checkpoint(model: Any, count: int) -> None:
+    """Recompute the first layers in the backward pass.
+
+    Args:
+        model: One of transformers.
+        count: Of its layers.
+    """
     # Older versions of transformers know it by the second name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

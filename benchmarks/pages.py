@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import compiled, roofline, tables
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -12,6 +12,8 @@ DOCS = ROOT / "docs"
 GENERATED = (
     ("benchmarks.md", "python -m benchmarks table", tables.performance),
     ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
+    ("compiled.md", "python -m benchmarks compile", compiled.tables),
+    ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,19 +27,20 @@ def run_parity(path: Path, device: str, *, tiny: bool, timeout: float, commit: s
         path: The csv file.
         device: "cuda"; "cpu" needs Triton's interpreter.
         tiny: A sixteenth of the comparisons, and none of real sizes.
-        timeout: Seconds for each process.
+        timeout: Seconds for all of them.
         commit: What to write as the commit; "" asks git.
 
     Returns:
         The checks.
     """
+    end = time.monotonic() + timeout
     titles = list(rmm_kernels_parity.comparisons())[:: 16 if tiny else 1]
     parts = [titles[start : start + _SHARE] for start in range(0, len(titles), _SHARE)]
     parts += [] if tiny else [[title] for title in rmm_kernels_parity.real_sizes()]
 
     def part(chosen: list[str]) -> list[Parity]:
         try:
-            return call(compare, device, chosen, timeout=timeout)
+            return call(compare, device, chosen, timeout=max(1.0, end - time.monotonic()))
         except ProcessError as error:
             logger.error("parity: %s", error)
             return [Parity(title, status=str(error).strip().splitlines()[-1]) for title in chosen]

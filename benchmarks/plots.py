@@ -45,7 +45,7 @@ def plot_all(results: Path = RESULTS) -> list[Path]:
     }
     pictures = []
     for suite, make in makers.items():
-        for path in sorted(results.glob(f"{suite}-*.csv")):
+        for path in filter(Path.is_file, (results / f"{suite}-{device}.csv" for device in ("cpu", "cuda"))):
             rows = [row for row in read_rows(path, Row) if row.median is not None]
             if not rows:
                 raise ValueError(f"plot needs times, and {path} has none: every provider failed.")

@@ -19,11 +19,12 @@ from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.memory import peak, track_saved
 
 logger = logging.getLogger("benchmarks")
+COPY = "copy"  # the provider whose bytes per second are 1
 
 
 def has_memory(case: Case) -> bool:
     """Say whether memory is measured: of models, and of layers at the ratio that the tables show."""
-    return case.suite == "model" or (case.suite == "linear" and case.ratio == RATIO)
+    return case.suite in ("model", "blocks") or (case.suite == "linear" and case.ratio == RATIO)
 
 
 def run_suite(
@@ -81,7 +82,7 @@ def run_cases(
         for title in titles:
             try:
                 candidate = make(case, title)
-                status[title] = gate.failure(candidate, case.torch_dtype)
+                status[title] = gate.failure(candidate, case.torch_dtype, case.draws)
                 if not status[title]:
                     candidate.run()
                     ready[title] = candidate
@@ -105,7 +106,8 @@ def run_cases(
         del ready  # the memory that other processes need
         rows = _with_memory(case, rows) if memory(case) else rows
         (base,) = [row for row in rows if row.provider == SUITES[case.suite].REFERENCE]
-        yield [_with_ratio(row, base) for row in rows]
+        copy = next((row for row in rows if row.provider == COPY), None)
+        yield [_with_ratios(row, base, copy) for row in rows]
 
 
 def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, int] | str]:
@@ -164,14 +166,16 @@ def _with_times(row: Row, times: list[float], moved: int) -> Row:
     return dataclasses.replace(row, **found)
 
 
-def _with_ratio(row: Row, base: Row) -> Row:
-    """Add the ratio of medians: of bytes per second where bytes are moved, else of times."""
-    if row.median is None or base.median is None:
+def _with_ratios(row: Row, base: Row, copy: Row | None) -> Row:
+    """Add the ratio of times to the reference's, but to a copy's; and of bytes per second to those of the copy."""
+    if row.median is None:
         return row
-    if row.moved_bytes and base.moved_bytes:
-        share = (row.moved_bytes / row.median) / (base.moved_bytes / base.median)
-        return dataclasses.replace(row, copy_share=share)
-    return dataclasses.replace(row, relative=row.median / base.median)
+    if copy is not None and copy.median and copy.moved_bytes and row.moved_bytes:
+        share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
+        row = dataclasses.replace(row, copy_share=share)
+    if base.median is None or base == copy:
+        return row
+    return dataclasses.replace(row, relative=(row.median or 0.0) / base.median)
 
 
 def _with_memory(case: Case, rows: list[Row]) -> list[Row]:

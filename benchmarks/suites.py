@@ -12,10 +12,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from benchmarks import bandwidth, growth, linear, models
+from benchmarks import bandwidth, block_steps, growth, linear, models, operators
 from benchmarks.case import Case, Setup
 
-SUITES: dict[str, ModuleType] = {"linear": linear, "model": models, "kernels": bandwidth, "growth": growth}
+SUITES: dict[str, ModuleType] = {
+    "linear": linear,
+    "model": models,
+    "kernels": bandwidth,
+    "growth": growth,
+    "operators": operators,
+    "blocks": block_steps,
+}
 
 
 def setup(case: Case, provider: str) -> Setup:

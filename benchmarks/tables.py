@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import growth, linear, models
+from benchmarks import growth, linear, models, operators
 from benchmarks.records import RATIO, Noise, Row, read_rows
 from rmm_linear._support.tables import table
 from rmm_linear.sketches import SAMPLERS
@@ -19,26 +19,33 @@ _TITLES = {
 
 
 def measured(rows: Sequence[Row]) -> str:
-    """Return a table of all that a run found, one line per row."""
-    header = ("case", "dtype", "ratio", "provider", "median, ms", "quartiles", "GB/s", "of reference", "kept", "peak")
+    """Return a table of all that a run found, one line per row: times by the reference's and by checkpointing's."""
+    ratios = ("of reference", "of checkpoint", "of a copy's speed")
+    header = ("case", "dtype", "ratio", "provider", "median, ms", "quartiles", "GB/s", *ratios, "kept", "peak")
+    recomputed = {_key(row): row.median for row in rows if row.provider.startswith(models.CHECKPOINT)}  # the last: all
     lines = []
     for row in rows:
-        share = row.relative if row.relative is not None else row.copy_share
+        base = recomputed.get(_key(row))
+        shares = (row.relative, row.median / base if row.median and base else None, row.copy_share)
         times = ("", "")
         if row.median is not None and row.lower is not None and row.upper is not None:
             times = (f"{row.median * 1e3:.4g}", f"{row.lower * 1e3:.3g}-{row.upper * 1e3:.3g}")
-        of_reference = "" if share is None else f"{share:.3f}"
+        of_others = ("" if share is None else f"{share:.3f}" for share in shares)
         memory = ("" if count is None else f"{count:,}" for count in (row.kept_bytes, row.peak_bytes))
         what = (row.case, row.dtype, f"{row.ratio:g}", row.provider)
-        lines.append((*what, *times, _speed(row), of_reference, *memory, row.status))
+        lines.append((*what, *times, _speed(row), *of_others, *memory, row.status))
     return table((*header, "status"), lines)
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.suite, row.case, row.dtype
 
 
 def performance(results: Path) -> str:
     """Return the tables of all suites and devices that have results in a folder, each below where it comes from."""
     parts = []
     for device in ("cpu", "cuda"):
-        for suite, make in (("linear", _layers), ("model", _steps), ("kernels", _kernels), ("growth", _growth)):
+        for suite, make in _MAKERS.items():
             path = results / f"{suite}-{device}.csv"
             rows = [row for row in read_rows(path, Row) if row.ratio == RATIO] if path.is_file() else []
             if rows:
@@ -73,6 +80,10 @@ def _source(row: Row) -> str:
         "model": "Training step by the exact model's time (8 x 128 is 8 sequences of 128 tokens), and what the whole "
         "model keeps for the backward pass, sketched layers a tenth of their inputs",
         "kernels": "Bytes that must be moved per second, by those of a copy of the same matrix, a tenth kept",
+        "blocks": "Forward and backward pass of blocks by the exact ones' time, and what they keep for the backward "
+        "pass, sketched layers a tenth of their inputs",
+        "operators": "Forward and backward pass by that of PyTorch's own operation; of what makes and reads a "
+        "stand-in, bytes per second by those of a copy, too",
         "growth": "Time of a layer's forward and backward pass per token, by that per token of "
         f"{growth.BASE:,} tokens; a tenth kept",
     }[row.suite]
@@ -151,6 +162,26 @@ def _growth(rows: Sequence[Row]) -> str:
         shares = (found.get((name, tokens)) for name in providers)
         lines.append((f"{tokens:,}", *("failed" if share is None else f"{share:.2f}" for share in shares)))
     return table(("tokens", *providers), lines)
+
+
+def _operators(rows: Sequence[Row]) -> str:
+    def cell(row: Row) -> str:
+        if row.provider in (operators.REFERENCE, operators.COPY):
+            return f"{(row.median or 0) * 1e3:.3g} ms"
+        speed = "" if row.copy_share is None else f" ({row.copy_share:.0%})"
+        return f"{row.relative or 0:.2f}{speed}"
+
+    return _pivot(rows, cell)
+
+
+_MAKERS = {
+    "linear": _layers,
+    "model": _steps,
+    "blocks": _steps,
+    "operators": _operators,
+    "kernels": _kernels,
+    "growth": _growth,
+}
 
 
 def _speed(row: Row) -> str:

@@ -18,6 +18,9 @@ from hypothesis import settings
 
 from rmm_linear.norm_estimators import registry
 
+# Runs are compared to the bit, in processes of their own too: forked ones have one thread, and wait forever for others.
+torch.set_num_threads(1)
+
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 

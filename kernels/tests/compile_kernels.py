@@ -8,20 +8,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_kernels_derivatives import variants as derivatives
 from rmm_kernels_fused import variants as fused
+from rmm_kernels_moved import moved
+from rmm_kernels_resources import resources
 
 from rmm_linear.backends.triton import kernels
 
@@ -168,29 +167,12 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
     return triton.compile(source, target=target, options={"num_warps": 4})
 
 
-def spills(compiled: Any) -> int:
-    """Bytes that ptxas spills, or registers that the AMD backend does."""
-    if "amdgcn" in compiled.asm:
-        return sum(int(count) for count in re.findall(r"_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
-    ptx = compiled.asm["ptx"]
-    arch = re.search(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [get_ptxas(int(arch[1][3:5])).path, "-v", f"--gpu-name={arch[1]}", str(path), "-o", f"{folder}/out"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    if not found:
-        raise RuntimeError(f"ptxas did not say how much it spills: {said}")
-    return sum(map(int, found))
-
-
 def main() -> None:
     """Print one JSON object per variant and target."""
     wanted = [*itertools.product(cases(), TARGETS.items()), *itertools.product(ones(), [("sm_90", TARGETS["sm_90"])])]
     for (name, kernel, dtype, constants), (target_name, target) in wanted:
         compiled = compile_case(kernel, dtype, constants, target)
-        row = {"name": name, "target": target_name, "shared": compiled.metadata.shared, "spills": spills(compiled)}
+        row = {"name": name, "target": target_name, "moved": moved(name, dtype, constants), **resources(compiled)}
         row["wide_loads"] = len(re.findall(r"ld\.global\.\S*(?:v4\.b32|v2\.b64)", compiled.asm.get("ptx", "")))
         print(json.dumps(row), flush=True)
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from benchmark_helpers import KERNELS, LINEAR, LLAMA, ROBERTA
+from benchmark_helpers import BLOCKS, KERNELS, LINEAR, LLAMA, OPERATORS, ROBERTA
 
-from benchmarks import gate
+from benchmarks import gate, operators
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.runner import run_cases
 from benchmarks.suites import SUITES, setup
@@ -16,7 +16,7 @@ from benchmarks.suites import SUITES, setup
 WIDE = dataclasses.replace(LINEAR, sizes=(512, 768, 768))
 
 
-@pytest.mark.parametrize("case", [LINEAR, ROBERTA, LLAMA, KERNELS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [LINEAR, ROBERTA, LLAMA, KERNELS, *OPERATORS, *BLOCKS], ids=lambda case: case.name)
 def test_the_gate_lets_every_provider_through(case: Case) -> None:
     for provider in SUITES[case.suite].providers(case):
         assert gate.failure(setup(case, provider), case.torch_dtype) == ""
@@ -47,6 +47,32 @@ def exact_off(name: str):
 )
 def test_the_gate_stops_a_wrong_provider(change, reason: str) -> None:
     assert reason in gate.failure(changed(WIDE, "countsketch", change), torch.float32)
+
+
+def test_a_projection_of_many_elements_is_not_off_by_rounding() -> None:
+    ones = torch.full((1 << 24,), 1.1)
+    assert gate.projection([ones], [ones]) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+def test_the_gate_stops_gradients_of_another_stand_in(case: Case) -> None:
+    """Of the smallest tensors: a wrong factor, a wrong sign, and the gradients of other numbers."""
+    for change in (lambda g: 0.7 * g, lambda g: -g, lambda g: g.roll(1, -1)):
+        wrong = changed(case, operators.PACKED, lambda found, change=change: Outcome(
+            {name: change(value) for name, value in found.exact.items()}, [change(one) for one in found.random]
+        ))  # fmt: skip
+        assert gate.failure(wrong, case.torch_dtype) != ""
+
+
+def test_a_known_bias_is_let_through_as_far_as_it_is_known() -> None:
+    """At real widths the mean of the estimates varies less than the bias that attention may have."""
+    right = setup(WIDE, "countsketch")
+    for factor, passes in ((1.05, False), (1.002, True)):
+        wrong = changed(WIDE, "countsketch", lambda found, factor=factor: Outcome(
+            found.exact, [found.random[0] * factor * (1 / gate.projection(found.random, right.expected(0).random))]
+        ))  # fmt: skip
+        wrong = dataclasses.replace(wrong, slack=operators.BIAS)
+        assert (gate.failure(wrong, torch.float32) == "") == passes
 
 
 def test_the_gate_stops_a_small_bias_at_real_widths() -> None:

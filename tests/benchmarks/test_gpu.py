@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,30 @@ import pytest
 from benchmarks import gpu, parity
 from benchmarks.processes import ProcessError
 from benchmarks.records import Parity, read_rows
+from benchmarks.suites import SUITES
+
+
+def test_memory_is_that_of_what_keeps_something() -> None:
+    found = {case for name in SUITES for case in SUITES[name].cases("cuda", tiny=False) if gpu.measures_memory(case)}
+    assert {case.suite for case in found} == {"linear", "model", "blocks"}
+    assert {case.name for case in found if case.suite == "linear"} == {"16384 x 4096 -> 4096"}
+
+
+def test_the_comparisons_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts = []
+
+    def slow(function, *arguments, timeout):
+        timeouts.append(timeout)
+        time.sleep(0.2)
+        return []
+
+    monkeypatch.setattr(parity.rmm_kernels_parity, "comparisons", lambda: dict.fromkeys(map(str, range(16 * 12 * 5))))
+    monkeypatch.setattr(parity, "call", slow)
+    monkeypatch.setattr(parity, "write_rows", lambda path, rows: None)
+    parity.run_parity(tmp_path / "parity.csv", "cpu", tiny=True, timeout=3.0, commit="abc")
+    assert len(timeouts) == 5  # two at a time
+    assert 2.8 < timeouts[0] <= 3
+    assert timeouts[-1] < 2.9
 
 
 def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.blocks import BlockRow
+from benchmarks.compiled import CompiledRow
 from benchmarks.left import LeftRow
 from benchmarks.peaks import PeakRow
 from benchmarks.records import RESULTS, Noise, Origin, Parity, Row, origin, read_rows, write_rows
@@ -32,7 +33,7 @@ def test_a_run_replaces_its_file_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.name)
 def test_the_committed_results_are_read_to_the_last_digit(path: Path, tmp_path: Path) -> None:
-    kinds = {"sampling": Noise, "blocks-left": LeftRow, "blocks-peaks": PeakRow}
+    kinds = {"sampling": Noise, "blocks-left": LeftRow, "blocks-peaks": PeakRow, "kernels-compiled": CompiledRow}
     kind = kinds.get(path.stem, BlockRow if path.stem.startswith("blocks-") else Row)
     rows = read_rows(path, kind)
     with path.open(newline="", encoding="utf-8") as file:

@@ -21,7 +21,7 @@ from benchmarks.parity import rmm_kernels_parity
 from benchmarks.plots import plot_all
 from benchmarks.records import Parity, Row, read_rows, write_rows
 from benchmarks.suites import SUITES
-from benchmarks.tables import per_token, performance
+from benchmarks.tables import measured, per_token, performance
 
 ALONE = """
 import sys
@@ -117,6 +117,41 @@ def test_shares_of_bandwidth_are_of_the_copys(results: Path) -> None:
     assert by_name["countsketch 4 bits"] == 96 * 64 * 4 + 10 * (32 + 4)
 
 
+def test_operators_stand_beside_what_they_replace_and_a_copy(results: Path) -> None:
+    rows = {(row.case.split()[0], row.provider): row for row in rows_of(results, "operators")}
+    half, single = 16 * 66, 4 * 16 * 66
+    seed, groups = 16, 16 * 2 * 4  # bytes of a seed as it is padded, and of two groups' scales and offsets
+    # The norm's 2-bit codes and rstd; γ, β, dγ and dβ of 66 elements each.
+    norm = seed + 64 + -(-16 * 17 // 16) * 16 + groups
+    assert rows["layer", "pack"].moved_bytes == single + norm
+    assert rows["layer", "apply"].moved_bytes == norm + 2 * single + 2 * 4 * 66
+    assert rows["gelu", "pack"].moved_bytes == single + seed + half // 2
+    assert rows["swiglu", "apply"].moved_bytes == 3 * single + seed + 2 * (half // 2 + groups)
+    assert rows["dropout", "pack"].moved_bytes == half + 16 * 9
+    for (name, provider), row in rows.items():
+        exact, copy = rows[name, "exact"], rows[name, "copy"]
+        assert row.relative == pytest.approx(row.median / exact.median, rel=1e-4)
+        if provider in ("exact", "packed"):
+            assert row.copy_share is None
+        else:
+            share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
+            assert row.copy_share == pytest.approx(share, rel=1e-4)
+
+
+def test_blocks_have_times_by_the_exact_ones_and_memory(results: Path) -> None:
+    rows = rows_of(results, "blocks")
+    for name in {row.case for row in rows}:
+        found = {row.provider: row for row in rows if row.case == name}
+        exact, recomputed = found["exact"], found["torch checkpoint"]
+        linears, everything = found["countsketch"], found["countsketch, all operations"]
+        assert everything.kept_bytes < linears.kept_bytes < exact.kept_bytes
+        assert recomputed.kept_bytes < exact.kept_bytes / 4
+        assert all(row.peak_bytes > row.kept_bytes for row in found.values())
+        assert all(row.relative == pytest.approx(row.median / exact.median, rel=1e-4) for row in found.values())
+        (line,) = [line for line in measured(list(found.values())).splitlines() if f" {linears.provider} " in line]
+        assert f"{linears.median / recomputed.median:.3f}" in [cell.strip() for cell in line.split("|")]
+
+
 def test_kept_bytes_of_a_layer_are_those_of_the_formula(results: Path) -> None:
     kept = {row.provider: row.kept_bytes for row in run_rows(results)}
     assert kept["nn.Linear"] == 512 * 64 * 4
@@ -174,7 +209,8 @@ def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys:
 
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {f"{name}-cpu.csv" for name in ("parity", "kernels", "linear", "model", "growth")}
+    names = {f"{name}-cpu.csv" for name in gpu.SHARES}
+    assert set(gpu.SHARES) == {"parity", *SUITES}
     assert {path.name for path in results.glob("*.csv")} == names
     assert (results / "failures-cpu.txt").read_text() == ""
     parity_rows = read_rows(results / "parity-cpu.csv", Parity)

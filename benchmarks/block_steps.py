@@ -1,0 +1,212 @@
+"""Suite ``blocks``: forward and backward pass of whole blocks, without embeddings, head and optimizer.
+
+Blocks of RoBERTa-base, with and without dropout, and of LLaMA-7B, in transformers' own classes with random weights. On
+cuda two blocks of each on 16,384 tokens: of LLaMA, 4e13 FLOPs of products both ways, 0.1 s at half of an H200's peak,
+which makes a case some twenty seconds; of RoBERTa, 1.6e12, a few milliseconds. All providers share one set of
+parameters. RoBERTa's blocks come with the norm and the dropout before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.case import Case, Outcome, Setup
+from benchmarks.operators import BIAS
+from rmm_linear import RMMConfig, convert
+
+REFERENCE = "exact"
+CHECKPOINT = models.CHECKPOINT
+LINEARS, ALL = models.SKETCHED, models.ALL_SKETCHED
+_SIZES: dict[str, dict[str, Any]] = {
+    "roberta": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
+}
+_HALF: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+}  # of LLaMA, for CPUs
+_TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases: batch, length and blocks of each.
+
+    Args:
+        device: "cpu" or "cuda".
+        tiny: Toy blocks, to try the command.
+
+    Returns:
+        The cases.
+
+    Raises:
+        ImportError: If transformers is not installed.
+    """
+    models.check_transformers("blocks")
+    half, single = "bfloat16", "float32"
+    if tiny:
+        runs = [("roberta", (2, 8, 1), 0.1, single), ("llama", (2, 8, 1), 0.0, single)]
+    elif device == "cpu":
+        runs = [("roberta", (8, 128, 2), p, single) for p in (0.1, 0.0)] + [("llama", (2, 256, 1), 0.0, single)]
+    else:
+        runs = [("llama", (4, 4096, 2), 0.0, half)]
+        runs += [("roberta", (32, 512, 2), p, dtype) for dtype in (half, single) for p in (0.1, 0.0)]
+    return [
+        Case(
+            "blocks",
+            f"{name} {' x '.join(map(str, sizes))}" + (f", dropout {dropout}" if name == "roberta" else ""),
+            device,
+            dtype,
+            sizes,
+            check=sizes[0],
+            rounds=1 if tiny else 5,
+            tiny=tiny,
+            dropout=dropout,
+            draws=3 if tiny else 6,
+        )
+        for name, sizes, dropout, dtype in runs
+    ]
+
+
+def providers(case: Case) -> list[str]:
+    """Return the titles of the providers, the reference first."""
+    return [REFERENCE, CHECKPOINT, LINEARS, ALL]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make a provider ready to run forward and backward pass."""
+    model, x = _model(case, provider), _input(case)
+
+    def forward() -> Tensor:
+        with case.on_backend():
+            return _loss(model, x)[0]
+
+    def run() -> None:
+        model.zero_grad()
+        x.grad = None
+        loss = forward()
+        with case.on_backend():
+            loss.backward()
+
+    def outcome(seed: int) -> Outcome:
+        with case.on_backend():
+            return _outcome(case, model, provider, seed)
+
+    tolerance = 1e-5 if case.dtype == "float32" else 2e-2  # as for whole models
+    return Setup(
+        run,
+        outcome,
+        lambda seed: _expected(case, provider, seed if case.dropout else 0),
+        model,
+        forward,
+        tolerance=tolerance,
+        slack=BIAS if provider == ALL else None,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _base(case: Case) -> nn.Module:
+    """The model that all providers are copies of."""
+    torch.manual_seed(0)
+    with torch.device(case.device):
+        model = _llama(case) if case.name.startswith("llama") else _roberta(case)
+    model = model.to(case.torch_dtype)
+    model.get_input_embeddings().requires_grad_(False)
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def _roberta(case: Case) -> Any:
+    from transformers import RobertaConfig, RobertaModel
+
+    config = RobertaConfig(
+        **(_TINY if case.tiny else _SIZES["roberta"]),
+        num_hidden_layers=case.sizes[2],
+        vocab_size=32,  # the vocabulary is no part of a block
+        max_position_embeddings=514,
+        hidden_dropout_prob=case.dropout,
+        attention_probs_dropout_prob=case.dropout,
+        use_cache=False,
+    )
+    return RobertaModel(config, add_pooling_layer=False)
+
+
+def _llama(case: Case) -> Any:
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = _TINY if case.tiny else _HALF if case.device == "cpu" else _SIZES["llama"]
+    return LlamaModel(LlamaConfig(**sizes, num_hidden_layers=case.sizes[2], vocab_size=32, use_cache=False))
+
+
+def _model(case: Case, provider: str) -> nn.Module:
+    base = _base(case)
+    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    # Fewer rows than the default keeps at least would be all rows of a toy.
+    options: dict[str, Any] = {"kind": "countsketch", "ratio": case.ratio, "bits": None}
+    options |= {"min_rows": 8} if case.tiny else {}
+    if provider == CHECKPOINT:
+        models.checkpoint(model, case.sizes[2])
+    elif provider == LINEARS:
+        convert(model, RMMConfig(operations=("linear",), **options))
+    elif provider == ALL:
+        convert(model, RMMConfig(**options))
+    return model
+
+
+def _input(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    shape = *case.sizes[:2], int(_base(case).config.hidden_size)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    return torch.randn(shape, generator=generator).to(case.device, case.torch_dtype).requires_grad_()
+
+
+def _loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss, and the output it is made of."""
+    hidden = model(inputs_embeds=x).last_hidden_state
+    # Half of the features: of all, the last norm makes the mean square 1 and the gradient 0.
+    return hidden[..., ::2].float().square().mean(), hidden
+
+
+def _outcome(case: Case, model: nn.Module, provider: str, seed: int) -> Outcome:
+    """Exact: the output; where linear layers alone are sketched, the gradients of input, biases and norms, too."""
+    model.zero_grad()
+    x = _input(case)
+    torch.manual_seed(seed)
+    with _without_dropout_of_scores(model):
+        loss, output = _loss(model, x)
+        loss.backward()
+    found = {"output": output.detach()}
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    if provider == ALL:
+        return Outcome(found, gradients)
+    assert x.grad is not None  # noqa: S101
+    vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
+    found |= {"dX": x.grad, "gradients with respect to biases and norms": vectors}
+    return Outcome(found, [gradient for gradient in gradients if gradient.dim() > 1])
+
+
+@contextlib.contextmanager
+def _without_dropout_of_scores(model: nn.Module) -> Iterator[None]:
+    """Fused kernels draw other numbers for the scores of attention than packed ones: the gate compares without."""
+    found = [module for name, module in model.named_modules() if name.endswith("attention.self.dropout")]
+    before = [module.p for module in found]
+    for module in found:
+        module.p = 0.0  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for module, p in zip(found, before, strict=True):
+            module.p = p
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case, provider: str, seed: int) -> Outcome:
+    return _outcome(case, _model(case, REFERENCE), provider, seed)

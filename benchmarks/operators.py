@@ -1,0 +1,236 @@
+"""Suite ``operators``: what makes and reads the stand-ins of whole blocks, beside the operations of PyTorch.
+
+A case is one operation. ``exact`` is its forward and backward pass in PyTorch, ``packed`` the same with the stand-in:
+the exact forward, packing, and the gradients made of what was packed. The passes that make and read the stand-in are
+timed alone, too, and have the bytes that they read and write, beside a copy in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.case import Case, Outcome, Setup
+from rmm_linear.ops.attention import attention_backward, pack_attention
+from rmm_linear.ops.derivatives import apply_derivative, pack_derivative
+from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.norms import norm_backward, pack_norm
+
+REFERENCE, PACKED, PACK, APPLY, COPY = "exact", "packed", "pack", "apply", "copy"
+DROPOUT, EPS = 0.1, 1e-5
+BITS = {"layer norm": 2, "gelu": 4, "swiglu": 4, "attention": 4, "causal attention": 4}
+BIAS = 0.005  # of attention's gradient, whose queries and keys go through softmax: 0.0012 of 1,024 causal tokens
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation with its stand-in.
+
+    Attributes:
+        inputs: What gets gradients.
+        y: Gradient with respect to the output.
+        exact: PyTorch's own function of the inputs.
+        pack: Makes the stand-in for a seed; None draws one.
+        apply: The gradients with respect to the inputs, from the stand-in.
+        forward: The exact forward pass, and the stand-in of it.
+        right: The exact gradients, where another run of ``exact`` would have other random numbers.
+        read: Bytes that packing reads; None is those of the inputs.
+    """
+
+    inputs: Sequence[Tensor]
+    y: Tensor
+    exact: Callable[..., Tensor]
+    pack: Callable[[int | None], Tensor]
+    apply: Callable[[Tensor], Sequence[Tensor]]
+    forward: Callable[[], Tensor] | None = None
+    right: Callable[[], Sequence[Tensor]] | None = None
+    read: int | None = None
+
+
+def cases(device: str, *, tiny: bool) -> list[Case]:
+    """Return the suite's cases: sizes of RoBERTa-base's and LLaMA-7B's blocks on cuda, smaller ones on the CPU."""
+    if tiny:
+        rows = {"layer norm": (16, 66), "gelu": (16, 66), "swiglu": (16, 66), "dropout": (16, 66)}
+        heads = {"attention": (2, 2, 8, 16)}
+    elif device == "cpu":
+        rows = {"layer norm": (4096, 768), "gelu": (4096, 3072), "swiglu": (2048, 5504), "dropout": (4096, 768)}
+        heads = {"attention": (8, 12, 128, 64), "causal attention": (2, 16, 512, 128)}
+    else:
+        rows = {"layer norm": (16384, 4096), "gelu": (16384, 3072), "swiglu": (16384, 11008), "dropout": (16384, 4096)}
+        heads = {"attention": (32, 12, 512, 64), "causal attention": (4, 32, 4096, 128)}
+    return [
+        Case(
+            "operators",
+            f"{name} {' x '.join(map(str, sizes))}",
+            device,
+            "bfloat16" if device == "cuda" else "float32",
+            sizes,
+            rounds=1 if tiny else 5,
+            tiny=tiny,
+            draws=3 if tiny else 6,
+        )
+        for name, sizes in (rows | heads).items()
+    ]
+
+
+def providers(case: Case) -> list[str]:
+    """Return the titles of what is timed, PyTorch's own operation first."""
+    return [REFERENCE, PACKED, PACK, APPLY, COPY]
+
+
+def setup(case: Case, provider: str) -> Setup:
+    """Make one of the providers ready; the gate compares gradients with PyTorch's."""
+    one = _operation(case)
+    if provider == COPY:
+        return _copy(one)
+    if provider == REFERENCE:
+        return Setup(lambda: _gradients(one), lambda seed: Outcome({}, []), lambda seed: Outcome({}, []))
+
+    def run() -> None:
+        with case.on_backend(), torch.no_grad():
+            actions[provider]()
+
+    def packed() -> Sequence[Tensor]:
+        if one.forward is not None:
+            return one.apply(one.forward())
+        one.exact(*one.inputs)
+        return one.apply(one.pack(None))
+
+    with case.on_backend(), torch.no_grad():
+        stored = one.pack(0)
+        made = one.apply(stored)
+    read = sum(tensor.nbytes for tensor in one.inputs) if one.read is None else one.read
+    moved = {PACKED: 0, PACK: read + stored.nbytes, APPLY: stored.nbytes + sum(t.nbytes for t in (one.y, *made))}
+    actions = {PACKED: packed, PACK: lambda: one.pack(None), APPLY: lambda: one.apply(stored)}
+    slack = BIAS if "attention" in case.name else None
+    return Setup(run, lambda seed: _found(case, seed), lambda seed: _expected(case), moved=moved[provider], slack=slack)
+
+
+@functools.lru_cache(maxsize=1)
+def _operation(case: Case) -> Operation:
+    """The case's operation, one for all of its providers."""
+    name = case.name.rstrip("0123456789 x")
+    makers = {"layer norm": _norm, "gelu": _gelu, "swiglu": _swiglu, "dropout": _dropout}
+    return makers[name](case) if name in makers else _attention(case, is_causal=name.startswith("causal"))
+
+
+@functools.lru_cache(maxsize=8)
+def _found(case: Case, seed: int) -> Outcome:
+    """Gradients from a stand-in: what is packed, applied, and both are judged by."""
+    one = _operation(case)
+    with case.on_backend(), torch.no_grad():
+        return _as_outcome(one, one.apply(one.pack(seed)))
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case) -> Outcome:
+    one = _operation(case)
+    return _as_outcome(one, _gradients(one) if one.right is None else one.right())
+
+
+def _as_outcome(one: Operation, gradients: Sequence[Tensor]) -> Outcome:
+    return Outcome({}, list(gradients)) if one.right is None else Outcome({"gradient": gradients[0]}, [])
+
+
+def _gradients(one: Operation) -> Sequence[Tensor]:
+    return torch.autograd.grad(one.exact(*one.inputs), one.inputs, one.y)
+
+
+def _copy(one: Operation) -> Setup:
+    source = one.inputs[0].detach()
+    target = torch.empty_like(source)
+
+    def outcome(seed: int) -> Outcome:
+        return Outcome({"copy": target.fill_(seed).copy_(source)}, [])
+
+    return Setup(
+        lambda: target.copy_(source), outcome, lambda seed: Outcome({"copy": source}, []), moved=2 * source.nbytes
+    )
+
+
+def _tensors(case: Case, count: int) -> list[Tensor]:
+    """Normal numbers in the case's sizes."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(case.sizes, generator=generator).to(case.device, case.torch_dtype) for _ in range(count)]
+
+
+def _norm(case: Case) -> Operation:
+    (x, y), columns, bits = _tensors(case, 2), case.sizes[1:], BITS["layer norm"]
+    gamma, beta = (torch.full(columns, value, device=case.device, dtype=case.torch_dtype) for value in (1.1, 0.1))
+    return Operation(
+        [tensor.requires_grad_() for tensor in (x, gamma, beta)],
+        y,
+        lambda x, gamma, beta: F.layer_norm(x, columns, gamma, beta, EPS),
+        lambda seed: pack_norm(x.detach(), None, seed, bits, EPS, True),
+        lambda stored: norm_backward(y, stored, gamma.detach(), None, bits, True, x.dtype, True),
+        read=x.nbytes,
+    )
+
+
+def _gelu(case: Case) -> Operation:
+    (x, y), how = _tensors(case, 2), ("gelu", (), BITS["gelu"])
+    return Operation(
+        [x.requires_grad_()],
+        y,
+        F.gelu,
+        lambda seed: pack_derivative(x.detach(), None, seed, *how),
+        lambda stored: [apply_derivative(y, stored, None, *how)],
+    )
+
+
+def _swiglu(case: Case) -> Operation:
+    (a, b, y), bits = _tensors(case, 3), BITS["swiglu"]
+
+    def apply(stored: Tensor) -> list[Tensor]:
+        return [one for one in apply_gated(y, stored, bits, None, True, True) if one is not None]
+
+    return Operation(
+        [a.requires_grad_(), b.requires_grad_()],
+        y,
+        lambda a, b: F.silu(a) * b,
+        lambda seed: keep_gated(a.detach(), b.detach(), "silu", bits, seed, None, True, True),
+        apply,
+    )
+
+
+def _dropout(case: Case) -> Operation:
+    """Exact: one bit for each element. What is packed alone is one mask; whole passes draw theirs."""
+    x, y = _tensors(case, 2)
+    _, mask = torch.native_dropout(x, DROPOUT, True)
+    return Operation(
+        [x.requires_grad_()],
+        y,
+        lambda x: F.dropout(x, DROPOUT),
+        lambda seed: pack_mask(mask, None),
+        lambda stored: [apply_mask(y, stored, 1 / (1 - DROPOUT), None)],
+        lambda: pack_mask(torch.native_dropout(x, DROPOUT, True)[1], None),
+        lambda: [torch.where(mask, y / (1 - DROPOUT), 0.0)],
+        mask.nbytes,
+    )
+
+
+def _attention(case: Case, *, is_causal: bool) -> Operation:
+    (query, key, value, y), bits = _tensors(case, 4), (BITS["attention"],) * 3
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes from the layer after
+    _, heads, length, width = case.sizes
+    scale = width**-0.5
+
+    def apply(stored: Tensor) -> list[Tensor]:
+        found = attention_backward(
+            y.transpose(1, 2), stored, None, None, None, None, length, heads, width, scale, is_causal, 0.0, *bits
+        )
+        return [gradient.transpose(1, 2) for gradient in found]
+
+    return Operation(
+        [tensor.requires_grad_() for tensor in (query, key, value)],
+        y,
+        lambda query, key, value: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal),
+        lambda seed: pack_attention(query.detach(), key.detach(), value.detach(), None, None, seed, *bits),
+        apply,
+    )

@@ -1,0 +1,126 @@
+"""The formulas of bytes per element against the tensors that kernels are launched with."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
+    pytest.skip("Triton has no build for this platform", allow_module_level=True)
+
+from compile_kernels import cases
+from rmm_kernels_moved import COLUMNS, moved, value
+
+from rmm_linear.backends.triton import kernels
+
+ROWS, KEPT = 1920, 192
+
+
+class Launches:
+    """Stands in for a kernel: keeps the tensors of its launches and runs nothing."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: self.tensors.extend(a for a in arguments if isinstance(a, Tensor))
+
+
+def matrix(dtype: torch.dtype) -> Tensor:
+    return torch.zeros(ROWS, COLUMNS, dtype=dtype)
+
+
+SEED = torch.zeros(1, dtype=torch.int64)
+ORDER = {"order": torch.arange(ROWS), "count": torch.tensor([ROWS])}
+SAMPLE = {"index": torch.arange(KEPT, dtype=torch.int32), "scale": torch.ones(KEPT)}
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def _packed(bits: int) -> list[Any]:
+    return [
+        torch.zeros(ROWS, COLUMNS * bits // 8, dtype=torch.uint8),
+        torch.zeros(ROWS, COLUMNS // 64, 2, dtype=torch.bfloat16),
+    ]
+
+
+def _launch(name: str) -> Any:
+    """What calls a kernel as a variant of it was compiled."""
+    make = kernels()
+    rstd, gamma = torch.zeros(ROWS), torch.zeros(COLUMNS)
+    return {
+        "sparse_sketch masked *bf16": lambda: make.sparse_sketch(matrix(HALF), SEED, KEPT, **ORDER),
+        "sparse_sketch packed": lambda: make.sparse_sketch(matrix(HALF), SEED, KEPT, bits=4),
+        "dense_sketch 1 0 *fp32": lambda: make.dense_sketch(matrix(SINGLE), SEED, "rademacher", ROWS, KEPT),
+        "dense_sketch 0 4 *fp32 masked": lambda: make.dense_sketch(
+            matrix(SINGLE), SEED, "gaussian", ROWS, KEPT, bits=4, **ORDER
+        ),
+        "row_norms": lambda: make.row_norms(matrix(HALF)),
+        "pack 4": lambda: make.pack(matrix(SINGLE), 4, SEED),
+        "unpack 4": lambda: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
+        "unrotate": lambda: make.unrotate(matrix(HALF), SEED),
+        "random_keys": lambda: make.random_keys(SEED, ROWS),
+        "pack_norm 4": lambda: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
+        "pack_norm 2": lambda: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),
+        "norm_backward 4": lambda: make.norm_gradients(matrix(SINGLE), *_packed(4), rstd, 4, SEED, sums=False),
+        "norm_backward 2": lambda: make.norm_gradients(
+            matrix(HALF), *_packed(2), rstd, 2, SEED, gamma, index=torch.arange(ROWS)
+        ),
+        "pack_derivative mish 2 *bf16": lambda: make.pack_derivative(
+            matrix(HALF), _packed(2)[0], "mish", (), (0.0, 1.0), 2, SEED
+        ),
+        "apply_derivative elu 1 *bf16": lambda: make.apply_derivative(
+            matrix(HALF), _packed(1)[0], "elu", (1.0,), (0.0, 1.0), 1, SEED
+        ),
+        "pack_mask *u8": lambda: make.pack_mask(matrix(HALF) > 0),
+        "apply_mask *bf16": lambda: make.apply_mask(matrix(HALF), _packed(1)[0], 2.0),
+        "pack_gated 2 4 *bf16": lambda: make.pack_gated(matrix(HALF), matrix(HALF), SEED, "silu", 4),
+        "apply_gated 2 4 *bf16": lambda: make.apply_gated(matrix(HALF), SEED, [_packed(4), _packed(4)], 4),
+    }[name]
+
+
+VARIANTS = {name: (kernel, dtype, constants) for name, kernel, dtype, constants in cases()}
+LAUNCHED = (
+    "sparse_sketch masked *bf16", "sparse_sketch packed", "dense_sketch 1 0 *fp32", "dense_sketch 0 4 *fp32 masked",
+    "row_norms", "pack 4", "unpack 4", "unrotate", "random_keys", "pack_norm 4", "pack_norm 2", "norm_backward 4",
+    "norm_backward 2", "pack_derivative mish 2 *bf16", "apply_derivative elu 1 *bf16", "pack_mask *u8",
+    "apply_mask *bf16", "pack_gated 2 4 *bf16", "apply_gated 2 4 *bf16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, dtype, constants = VARIANTS[name]
+    launches = Launches()
+    holder = sys.modules[f"rmm_linear.kernels.{_module(name)}"]
+    (attribute,) = [key for key, found in vars(holder).items() if found is kernel]
+    monkeypatch.setattr(holder, attribute, launches)
+    _launch(name)()
+    found = sum(tensor.nbytes for tensor in launches.tensors) / (ROWS * COLUMNS)
+    # What is read once for a whole matrix is not in the formula: some kilobytes of these 8 million elements.
+    assert found == pytest.approx(value(moved(name, dtype, constants)), rel=0.002)
+
+
+def _module(name: str) -> str:
+    kernel = name.split()[0]
+    holders = {"pack": "packing", "unpack": "packing", "unrotate": "packing", "pack_norm": "norms"}
+    holders |= {"norm_backward": "norms", "pack_derivative": "derivatives", "apply_derivative": "derivatives"}
+    holders |= {"pack_mask": "masks", "apply_mask": "masks", "pack_gated": "gated", "apply_gated": "gated"}
+    return holders.get(kernel, kernel)
+
+
+def test_gathered_rows_are_read_alone() -> None:
+    """Of a launch the whole matrix is an argument; the formula has the rows of the index, in and out."""
+    _, dtype, constants = VARIANTS["sparse_sketch gathered *bf16"]
+    rows = 0.1 * (2 + 2) + 0.1 * (SAMPLE["index"].element_size() + SAMPLE["scale"].element_size()) / COLUMNS
+    assert value(moved("sparse_sketch gathered *bf16", dtype, constants)) == pytest.approx(rows)
+
+
+def test_every_variant_has_a_formula_and_another_kernel_is_refused() -> None:
+    for name, (_, dtype, constants) in VARIANTS.items():
+        assert 0 < value(moved(name, dtype, constants)) < 20, name
+    with pytest.raises(ValueError, match=r"must have a formula in .*, got 'new'\. Add its line"):
+        moved("new kernel", "*bf16", {})

@@ -1,0 +1,187 @@
+"""Bytes and FLOPs of the bounds are those that the library declares; the bounds follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rmm_kernels_moved
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import roofline, work
+from benchmarks.__main__ import main
+from benchmarks.roofline import ALL, BLOCKS, EXACT, MACHINES, WAYS, Block, Way, works
+from rmm_linear import RMMConfig
+from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
+from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
+from rmm_linear.ops.gated import _parts as gated_parts
+from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.norms import norm_backward, norm_bytes, pack_norm
+from rmm_linear.ops.save import save_input
+from rmm_linear.ops.stored import stored_bytes
+from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.spec import SaveSpec
+
+N, C = 256, 4096
+
+
+def counted(run: Callable[..., Any], *arguments: Any) -> int:
+    """FLOPs that PyTorch counts of an operator of the library."""
+    with FlopCounterMode(display=False) as counter:
+        run(*arguments)
+    return counter.get_total_flops()
+
+
+def one(found: list[work.Work], name: str) -> work.Work:
+    (same,) = [item for item in found if item.operator == name]
+    return same
+
+
+def flops(*found: work.Work) -> float:
+    return sum(item.flops + item.precise for item in found)
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return torch.randn(N, C)
+
+
+def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
+    norm, gated, gelu = work.norm(N, C, 2), work.gated(N, C, 4), work.activation(N, C, 4)
+    dropout = work.dropout(N, C, is_packed=True)
+    copy, pair = pack_norm(x, None, 0, 2, 1e-5, True), keep_gated(x, x, "silu", 4, 0, None, True, True)
+    codes, bits = pack_derivative(x, None, 0, "gelu", (), 4), pack_mask(x > 0, None)
+    for found, name, declared in (
+        (norm, "norm copy", counted(pack_norm, x, None, 0, 2, 1e-5, True)),
+        (norm, "norm gradients", counted(norm_backward, x, copy, None, None, 2, True, x.dtype, True)),
+        (gated, "gated, pack", counted(keep_gated, x, x, "silu", 4, 0, None, True, True)),
+        (gated, "gated, apply", counted(apply_gated, x, pair, 4, None, True, True)),
+        (gelu, "derivative, pack", counted(pack_derivative, x, None, 0, "gelu", (), 4)),
+        (gelu, "derivative, apply", counted(apply_derivative, x, codes, None, "gelu", (), 4)),
+        (dropout, "mask, pack", counted(pack_mask, x > 0, None)),
+        (dropout, "mask, apply", counted(apply_mask, x, bits, 1.0, None)),
+    ):
+        assert flops(one(found, name)) == declared > 0, name
+
+
+def test_flops_of_attention_are_those_that_its_operators_declare() -> None:
+    heads, length, width = 4, 32, 64
+    query = torch.randn(2, heads, length, width)
+    found = work.attention(2 * length, length, heads * width, 4, is_causal=False)
+    assert flops(one(found, "attention, pack")) == counted(pack_attention, *[query] * 3, None, None, 0, 4, 4, 4)
+    stored = pack_attention(query, query, query, None, None, 0, 4, 4, 4)
+    shape = length, heads, width, width**-0.5, False, 0.0, 4, 4, 4
+    declared = counted(attention_backward, query.transpose(1, 2), stored, None, None, None, None, *shape)
+    backward = [item for item in found if item.operator == "attention" and not item.is_forward]
+    # The fused kernels run the forward pass again, which other implementations do not and the operator does not count.
+    assert flops(one(found, "attention, unpack"), *backward) == declared
+    (forward,) = [item for item in found if item.operator == "attention" and item.is_forward]
+    assert one(found, "attention, forward again").flops == forward.flops
+    halved = work.attention(2 * length, length, heads * width, 4, is_causal=True)
+    assert 2 * halved[-1].flops == backward[0].flops
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_flops_of_a_sketched_layer_are_those_that_its_operators_declare(bits: int | None, x: torch.Tensor) -> None:
+    rows, outputs = 100, 48
+    spec, y = SaveSpec("countsketch", rows, bits=bits), torch.randn(N, outputs)
+    saving = work.sketch(N, C, rows, bits, is_forward=True, is_stored=True)
+    assert flops(saving) == counted(save_input, x, spec, None, 0)
+    saved = save_input(x, spec, None, 0)
+    declared = counted(weight_gradient, y, saved, spec, C, None)
+    expected = [
+        work.sketch(N, outputs, rows, None, is_forward=False, is_stored=False),
+        work.product(outputs, rows, C, is_forward=False),
+    ]
+    expected += [] if bits is None else [work.unpack(rows, C, bits), work.unrotate(outputs, C)]
+    assert flops(*expected) == declared
+
+
+def test_bytes_stored_are_those_that_the_library_stores() -> None:
+    for rows, columns in ((256, 768), (37, 130)):
+        for bits in (2, 4, 8):
+            assert work.packed(rows, columns, bits) == packed_bytes(rows, columns, bits)
+            assert one(work.norm(rows, columns, bits), "norm copy").stored == norm_bytes(rows, columns, bits)
+            pair = one(work.gated(rows, columns, bits), "gated, pack").stored
+            assert pair == stored_bytes(gated_parts(rows, columns, bits, 2))
+            derivative = one(work.activation(rows, columns, bits), "derivative, pack").stored
+            assert derivative == stored_bytes(stored_parts(Pointwise("gelu"), bits, rows, columns))
+            attention = one(work.attention(rows, rows, columns, bits, is_causal=False), "attention, pack").stored
+            assert attention == stored_bytes(attention_parts(rows, rows, (columns,) * 3, (bits,) * 3))
+        mask = one(work.dropout(rows, columns, is_packed=True), "mask, pack").stored
+        assert mask == pack_mask(torch.ones(rows, columns), None).nbytes
+    for block in BLOCKS:
+        for bits in (None, 4):
+            config = RMMConfig(ratio=0.1, bits=None) if bits is None else RMMConfig(memory=0.1, bits=bits)
+            spec = config.spec(block.tokens, block.width, itemsize=2)
+            assert roofline.rows_kept(block.tokens, bits) == pytest.approx(spec.rows, abs=1)
+            sketch = work.sketch(block.tokens, block.width, spec.rows, bits, is_forward=True, is_stored=True)
+            assert sketch.stored == spec.bytes(block.tokens, block.width, 2)
+
+
+def test_bytes_moved_are_those_of_the_kernels_contracts() -> None:
+    """Per element of 4096 columns, as in the table of compiled kernels."""
+    half = {"HAS_INDEX": False, "B_K": work.TILE}
+    sums, elements = 8 / work.TILE, N * C
+    for found, formula, constants, more in (
+        (work.pack(N, C, 4), "pack", {"BITS": 4}, 0),
+        (work.unpack(N, C, 4), "unpack", {"BITS": 4}, 0),
+        (work.unrotate(N, C), "unrotate", {}, 0),
+        (one(work.norm(N, C, 2), "norm copy"), "pack_norm", {"BITS": 2}, 0),
+        # The sums of dγ and dβ are read again, by another kernel.
+        (one(work.norm(N, C, 2), "norm gradients"), "norm_backward", {"BITS": 2, "SUMS": True}, sums),
+        (one(work.activation(N, C, 4), "derivative, pack"), "pack_derivative", {"BITS": 4}, 0),
+        (one(work.activation(N, C, 4), "derivative, apply"), "apply_derivative", {"BITS": 4}, 0),
+        (one(work.gated(N, C, 4), "gated, pack"), "pack_gated", {"BITS": 4}, 0),
+        (one(work.gated(N, C, 4), "gated, apply"), "apply_gated", {"BITS": 4}, 0),
+        (one(work.dropout(N, C, is_packed=True), "mask, apply"), "apply_mask", {}, 0),
+    ):
+        contract = rmm_kernels_moved.value(rmm_kernels_moved.moved(formula, "*bf16", half | constants))
+        assert found.bytes / elements == pytest.approx(contract + more, rel=1e-3), formula
+    mask = one(work.dropout(N, C, is_packed=True), "mask, pack")
+    assert mask.bytes / elements == rmm_kernels_moved.value(rmm_kernels_moved.moved("pack_mask", "*u8", half))
+    rows = round(N / 10)
+    sketch = work.sketch(N, C, rows, None, is_forward=True, is_stored=True)
+    contract = rmm_kernels_moved.moved("sparse_sketch", "*bf16", {"HASHED": True, "BITS": 0})
+    assert sketch.bytes / elements == pytest.approx(rmm_kernels_moved.value(contract), rel=3e-3)
+
+
+def test_a_bound_is_the_larger_of_bytes_and_flops() -> None:
+    machine = roofline.Machine("m", 1e12, 1e14, 1e13)
+    assert machine.seconds(work.Work("a", True, bytes=2e12, flops=1e14)) == 2
+    assert machine.seconds(work.Work("a", True, bytes=2e12, flops=1e14, precise=2e13)) == 3
+
+
+def test_blocks_differ_by_what_has_stand_ins() -> None:
+    llama = BLOCKS[1]
+    totals = {way.name: flops(*works(llama, way)) for way in WAYS}
+    exact, parameters = totals["exact"], 4 * llama.width**2 + 3 * llama.width * llama.inner
+    scores = llama.tokens * llama.length * llama.width / 2
+    assert exact == pytest.approx(6 * llama.tokens * parameters + 14 * scores, rel=1e-3)
+    forward = 2 * llama.tokens * parameters + 4 * scores
+    assert totals["checkpointing"] - exact == pytest.approx(forward, rel=1e-3)
+    saved = 0.9 * 2 * llama.tokens * parameters  # nine tenths of a third of the products
+    assert exact - totals["linears sketched"] == pytest.approx(saved, rel=1e-3)
+    stored = {way.name: sum(item.stored for item in works(llama, way)) for way in (EXACT, ALL)}
+    assert stored["all operations"] < stored["exact"] / 5
+    # RoBERTa's block saves 16 units without dropout and half of one for each of two masks, see docs/design.md.
+    roberta = BLOCKS[0]
+    unit = work.SIZE * roberta.tokens * roberta.width
+    assert sum(item.stored for item in works(roberta, EXACT)) / unit == 17
+
+
+def test_the_command_prints_what_the_page_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roofline"]) == 0
+    out = capsys.readouterr().out
+    assert out.strip() == roofline.tables()
+    for block in BLOCKS:
+        assert f"### {block.name}" in out
+    machine, exact = MACHINES[2], works(BLOCKS[1], EXACT)
+    assert f"{sum(map(machine.seconds, exact)) * 1e3:.2f} ms (1.00)" in out
+    small = Block("small", 1, 64, 64, 128, is_gated=False)
+    assert f"{sum(item.bytes for item in works(small, Way('exact'))) / 1e9:.2f}" in roofline._ways(small)
