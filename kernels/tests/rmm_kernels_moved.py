@@ -37,7 +37,7 @@ def moved(name: str, dtype: str, constants: dict[str, Any]) -> str:
         raise ValueError(f"A kernel must have a formula in rmm_kernels_moved.FORMULAS, got {kernel!r}. Add its line.")
     read, made = (_SIZES[one] for one in (dtype.split() * 2)[:2])
     terms = FORMULAS[kernel](read, made, constants)
-    if constants.get("HAS_INDEX"):
+    if constants.get("HAS_INDEX") or constants.get("HAS_PLACE"):
         terms.append(_ROW["index"])
     if constants.get("MASKED") and kernel != "random_keys":
         terms.append(_ROW["index"])  # the order of all rows
@@ -104,4 +104,8 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "apply_mask": lambda read, made, c: [read, "1/8", made],
     "pack_gated": lambda read, made, c: [read, read, *_packed(c["BITS"]) * 2],
     "apply_gated": lambda read, made, c: [read, *_packed(c["BITS"]) * 2, made, made],
+    "activate": lambda read, made, c: [read, made, f"{c['BITS']}/8"],
+    "square": lambda read, made, c: [read, made, *_packed(c["BITS"])],
+    "gate": lambda read, made, c: [read, read, made, *_packed(c["BITS"]) * 2],
+    "normalize": lambda read, made, c: [read, made, *_packed(c["BITS"]), _ROW["rstd"]],
 }

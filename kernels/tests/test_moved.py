@@ -79,6 +79,14 @@ def _launch(name: str) -> Any:
         "apply_mask *bf16": lambda: make.apply_mask(matrix(HALF), _packed(1)[0], 2.0),
         "pack_gated 2 4 *bf16": lambda: make.pack_gated(matrix(HALF), matrix(HALF), SEED, "silu", 4),
         "apply_gated 2 4 *bf16": lambda: make.apply_gated(matrix(HALF), SEED, [_packed(4), _packed(4)], 4),
+        "activate silu 4 *bf16": lambda: make.activate_and_pack(
+            matrix(HALF), _packed(4)[0], "silu", (), (0.0, 1.0), 4, SEED
+        ),
+        "square 4 *bf16": lambda: make.square_and_pack(matrix(HALF), 4, SEED),
+        "normalize 2 *bf16 True": lambda: make.normalize_and_pack(
+            matrix(HALF), gamma, gamma, (SINGLE, HALF), 2, SEED, 1e-5, index=torch.arange(ROWS)
+        ),
+        "gate 2 4 *bf16": lambda: make.gate_and_pack(matrix(HALF), matrix(HALF), SEED, "silu", 4),
     }[name]
 
 
@@ -87,7 +95,8 @@ LAUNCHED = (
     "sparse_sketch masked *bf16", "sparse_sketch packed", "dense_sketch 1 0 *fp32", "dense_sketch 0 4 *fp32 masked",
     "row_norms", "pack 4", "unpack 4", "unrotate", "random_keys", "pack_norm 4", "pack_norm 2", "norm_backward 4",
     "norm_backward 2", "pack_derivative mish 2 *bf16", "apply_derivative elu 1 *bf16", "pack_mask *u8",
-    "apply_mask *bf16", "pack_gated 2 4 *bf16", "apply_gated 2 4 *bf16",
+    "apply_mask *bf16", "pack_gated 2 4 *bf16", "apply_gated 2 4 *bf16", "activate silu 4 *bf16", "square 4 *bf16",
+    "normalize 2 *bf16 True", "gate 2 4 *bf16",
 )  # fmt: skip
 
 
@@ -109,6 +118,7 @@ def _module(name: str) -> str:
     holders = {"pack": "packing", "unpack": "packing", "unrotate": "packing", "pack_norm": "norms"}
     holders |= {"norm_backward": "norms", "pack_derivative": "derivatives", "apply_derivative": "derivatives"}
     holders |= {"pack_mask": "masks", "apply_mask": "masks", "pack_gated": "gated", "apply_gated": "gated"}
+    holders |= {"activate": "activate", "square": "activate", "normalize": "norms", "gate": "gated"}
     return holders.get(kernel, kernel)
 
 
