@@ -43,11 +43,12 @@ def adapted(cell: Any, state: Any, x: Tensor) -> tuple[Any, Any]:
     if state is None:
         zeros = torch.zeros(*x.shape[:-1], cell.hidden_size, dtype=x.dtype, device=x.device)
         state = (zeros, zeros.clone()) if is_lstm else zeros
+    state = tuple(state) if is_lstm else state
     return functools.partial(_lstm_step if is_lstm else _rnn_step, cell), state
 
 
 def _lstm_step(cell: nn.LSTMCell, x: Tensor, state: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    h, c = cell(x, tuple(state))
+    h, c = cell(x, state)
     return h, (h, c)
 
 

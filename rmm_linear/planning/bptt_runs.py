@@ -105,7 +105,8 @@ class Run:
         self._inside(work)
         read.read()  # raises if the cell changed its inputs
         self.is_random = generator_states(self.devices, self.begin) is not self.begin
-        last = self.frames[-1].read()
+        # Tensors of their own: what is put out refers to the graph, which refers to the frames.
+        last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].read()]
         self.inputs, self.frames[0] = [], Frame(0, [])  # saved for backward instead
         return outputs.leaves or [], last
 

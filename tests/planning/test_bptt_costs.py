@@ -14,8 +14,8 @@ from rmm_linear.planning.bptt_costs import Envelope, Table
 def fewest(slots, steps, cost):
     """The fewest forward steps by a search over all that can be done, in any order (Dijkstra).
 
-    A situation is what is stored (states, and states with the graph of the step before), the state at hand, and how many
-    steps are not reversed yet. One can go back to what is stored, store what is at hand, forget, run a step, and run a
+    A situation is what is stored (states, and states with the graph of the step before), the state at hand, and how
+    many steps are not reversed yet. One can go back to what is stored, store what is at hand, forget, run a step, and run a
     step for its backward pass, which comes at once or later, when it is the step's turn.
     """
     start = (frozenset(), 0, steps)
@@ -107,7 +107,9 @@ def fewest_states(slots, steps):
     return int(states_table().cost[slots, steps])
 
 
-@pytest.mark.parametrize(("l", "s", "advances"), [(10, 3, 15), (20, 3, 45), (50, 5, 122), (100, 5, 316), (100, 10, 222)])
+@pytest.mark.parametrize(
+    ("l", "s", "advances"), [(10, 3, 15), (20, 3, 45), (50, 5, 122), (100, 5, 316), (100, 10, 222)]
+)
 def test_published_counts_of_revolve(l, s, advances):  # noqa: E741
     assert Envelope(l, s - 1, None).least(s - 1, l) == l + advances
 

@@ -8,7 +8,17 @@ import pytest
 from rmm_linear.planning import BPTTPlan, StepBytes, plan_bptt
 
 matplotlib.use("agg")
-PLANS = [(1, 0, None), (1, 5, 2), (2, 0, 1), (7, 0, 4), (12, 3, None), (40, 4, 1), (40, 9, 3), (40, 10**6, 3), (97, 11, 4)]
+PLANS = [
+    (1, 0, None),
+    (1, 5, 2),
+    (2, 0, 1),
+    (7, 0, 4),
+    (12, 3, None),
+    (40, 4, 1),
+    (40, 9, 3),
+    (40, 10**6, 3),
+    (97, 11, 4),
+]
 
 
 @pytest.mark.parametrize(("steps", "slots", "cost"), PLANS)
