@@ -1,4 +1,4 @@
-"""Measure: ``python -m benchmarks run | plot | table | gpu``, each with ``--help``."""
+"""Measure: ``python -m benchmarks run | plot | table | chains | gpu``, each with ``--help``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, pages
+from benchmarks import chains, gpu, pages
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -67,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
     all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
 
-    for command, out in ((run, RESULTS), (all_of_it, None)):
+    planned = commands.add_parser("chains", help="chains of steps in little memory: steps, bytes, pictures")
+    planned.set_defaults(command=_chains)
+    planned.add_argument(
+        "--parts", choices=tuple(chains.PARTS), nargs="+", default=list(chains.PARTS), help="all by default"
+    )
+
+    for command, out in ((run, RESULTS), (planned, RESULTS), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
         command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
@@ -100,6 +106,12 @@ def _table(arguments: argparse.Namespace) -> int:
         return 0
     print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
     return 1
+
+
+def _chains(arguments: argparse.Namespace) -> int:
+    for text in chains.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
+        print(text, end="\n\n", flush=True)
+    return 0
 
 
 def _gpu(arguments: argparse.Namespace) -> int:

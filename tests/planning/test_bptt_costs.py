@@ -15,8 +15,8 @@ def fewest(slots, steps, cost):
     """The fewest forward steps by a search over all that can be done, in any order (Dijkstra).
 
     A situation is what is stored (states, and states with the graph of the step before), the state at hand, and how
-    many steps are not reversed yet. One can go back to what is stored, store what is at hand, forget, run a step, and run a
-    step for its backward pass, which comes at once or later, when it is the step's turn.
+    many steps are not reversed yet. One can go back to what is stored, store what is at hand, forget, run a step, and
+    run a step for its backward pass, which comes at once or later, when it is the step's turn.
     """
     start = (frozenset(), 0, steps)
     queue, done, number = [(0, 0, start)], set(), 0

@@ -74,7 +74,7 @@ def test_a_module_that_reaches_for_parameters_that_are_not_its_own_is_noticed():
     with pytest.raises(ValueError, match=r"got a tensor of shape \(8,?.* none of Reaching's.*lambda x, state"):
         bptt(Reaching(), inputs(), torch.zeros(B, H), slots=4)
     cell = Reaching()
-    outputs, last = bptt(lambda x, s: cell(x, s), inputs(), torch.zeros(B, H), slots=4)
+    _, last = bptt(lambda x, s: cell(x, s), inputs(), torch.zeros(B, H), slots=4)
     last.sum().backward()
     assert other.weight.grad.abs().sum() > 0
 
