@@ -36,8 +36,8 @@ class Run(Origin):
         counted_steps: Steps that ran, without two trial steps.
         time_ratio: (planned_steps / T + 2) / 3.
         planned_bytes: What the plan says is kept.
-        peak_bytes: Peak of tensors made in the run.
-        recurrent_bytes: The same without outputs and the gradient of the inputs.
+        peak_bytes: Peak of tensors made in the run, outputs and the gradient of the inputs among them.
+        recurrent_bytes: The same where there are neither: the loss takes the last state alone, and inputs need no gradient.
         share: recurrent_bytes by those of the plain loop.
         gradients: "equal" to the plain loop's to the bit, or the largest difference by the largest gradient.
         seed: Of everything.
@@ -74,6 +74,20 @@ class Dropping(nn.Module):
         """Run one step."""
         h, c = self.cell(nn.functional.dropout(x, 0.1), state)
         return h, (h, c)
+
+
+class Quiet(nn.Module):
+    """A cell that puts out nothing but its last state."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        """Wrap a cell."""
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor, state: Any) -> tuple[None, Any]:
+        """Run one step."""
+        step, state = adapted(self.cell, state, x)
+        return None, step(x, state)[1]
 
 
 def run(out: Path, about: dict[str, Any], tiny: bool) -> str:
@@ -129,7 +143,8 @@ def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], 
     found: list[Run] = []
     expected: list[Tensor] = []
     for policy, budget, options in asked:
-        plan = measured.plan(steps, **({"slots": 10 * steps, "internal": "only"} if policy == "plain" else options))
+        plan = measured.plan(steps, **({"slots": steps, "internal": "only"} if policy == "plain" else options))
+        forward, kept = plan.forward_steps, plan.bytes  # makes the table of splits, which is none of a run's tensors
         for leaf in (x, *cell.parameters()):
             leaf.grad = None
         calls.clear()
@@ -137,16 +152,32 @@ def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], 
         with peak("cpu") as made:
             outputs = _loop(cell, x, state) if policy == "plain" else bptt(cell, x, state, **options)[0]
             outputs.sum().backward()
+        count = len(calls)
         grads = [leaf.grad for leaf in (x, *cell.parameters()) if leaf.grad is not None]
         expected = expected or grads
         trials = 2 if policy == "both" else 0
-        recurrent = made.bytes - outputs.nbytes - x.nbytes
+        del outputs
+        recurrent = _recurrent(cell, x.detach(), state, options)
         share = recurrent / (found[0].recurrent_bytes if found else recurrent)
-        numbers = (plan.forward_steps, len(calls) - trials, plan.time_ratio, plan.bytes, made.bytes, recurrent, share)
+        numbers = (forward, count - trials, plan.time_ratio, kept, made.bytes, recurrent, share)
         fixed = (name, *shape, policy, budget, plan.slots, plan.internal_cost)
         found.append(Run(*fixed, *numbers, _difference(expected, grads), **about))
-        del outputs
     return found
+
+
+def _recurrent(cell: nn.Module, x: Tensor, state: Any, options: dict[str, Any]) -> int:
+    """Peak of a run without outputs and without a gradient of the inputs."""
+    quiet = Quiet(cell)
+    quiet.zero_grad()
+    with peak("cpu") as made:
+        if options:
+            last = bptt(quiet, x, state, **options)[1]
+        else:
+            last = state
+            for x_t in x.unbind(0):
+                last = quiet(x_t, last)[1]
+        (last if isinstance(last, Tensor) else last[0]).sum().backward()
+    return made.bytes
 
 
 def _loop(cell: nn.Module, x: Tensor, state: Any) -> Tensor:

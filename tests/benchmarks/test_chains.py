@@ -33,7 +33,9 @@ def test_steps_are_those_of_the_plan_and_gradients_those_of_the_loop(folder, sma
     assert {row.policy for row in rows} == {"plain", "states", "graphs", "both"}
     for row in rows:
         assert row.counted_steps == row.planned_steps, row
-        assert row.gradients == "equal" if "LSTM" in row.cell else float(row.gradients or 0) < 1e-4 or "equal"
+        if row.gradients != "equal":  # a GRU's parts of a gradient add up in another order
+            assert row.cell == "GRU"
+            assert float(row.gradients) < 1e-5
 
 
 @pytest.mark.parametrize("folder", ["small", "committed"])
@@ -56,7 +58,8 @@ def test_subsets_save_what_they_predict(folder, small):
     assert len(run) == 2
     for row in run:
         assert row.is_equal == "equal"
-        assert row.measured == pytest.approx(row.peak, rel=0.25 if folder == "small" else 0.05)
+        # On top come what a module makes before its result, and a number per element of the loss.
+        assert 0 < row.measured - row.peak <= 1.2 * 256 * 1024 * 4
 
 
 def test_committed_figures_show_a_third_more_time_for_a_twentieth_of_the_memory():
