@@ -111,6 +111,8 @@ def _table(arguments: argparse.Namespace) -> int:
 def _chains(arguments: argparse.Namespace) -> int:
     for text in chains.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
         print(text, end="\n\n", flush=True)
+    if arguments.out == RESULTS:
+        pages.update()
     return 0
 
 

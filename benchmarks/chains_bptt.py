@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.records import Origin, write_rows
+from benchmarks.records import Origin, read_rows, write_rows
 from rmm_linear._support.tables import table
 from rmm_linear.memory import peak
 from rmm_linear.planning import bptt, step_bytes
 from rmm_linear.planning.bptt_cells import adapted
 
 SEED = 0
+CSV = "chains-bptt.csv"
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,15 @@ class Run(Origin):
         policy: "plain", "states", "graphs" or "both".
         budget: What was asked for.
         slots: Slots of the plan.
-        internal_cost: Slots of a graph, or None.
         planned_steps: Forward steps of the plan.
         counted_steps: Steps that ran, without two trial steps.
         time_ratio: (planned_steps / T + 2) / 3.
         planned_bytes: What the plan says is kept.
         peak_bytes: Peak of tensors made in the run, outputs and the gradient of the inputs among them.
-        recurrent_bytes: The same where there are neither: the loss takes the last state alone, and inputs need no gradient.
+        recurrent_bytes: The same where there are neither: the loss takes the last state alone, inputs need no gradient.
         share: recurrent_bytes by those of the plain loop.
         gradients: "equal" to the plain loop's to the bit, or the largest difference by the largest gradient.
+        internal_cost: Slots of a graph; None where graphs are not kept.
         seed: Of everything.
     """
 
@@ -50,7 +51,6 @@ class Run(Origin):
     policy: str
     budget: str
     slots: int
-    internal_cost: int | None
     planned_steps: int
     counted_steps: int
     time_ratio: float
@@ -59,6 +59,7 @@ class Run(Origin):
     recurrent_bytes: int
     share: float
     gradients: str
+    internal_cost: int | None = None
     seed: int = SEED
 
 
@@ -109,7 +110,29 @@ def run(out: Path, about: dict[str, Any], tiny: bool) -> str:
         ("GRU", lambda: nn.GRUCell(hidden, hidden)),
     ):
         rows += runs(name, make, (steps, batch, hidden), about)
-    write_rows(out / "chains-bptt.csv", rows)
+    write_rows(out / CSV, rows)
+    return _table(rows)
+
+
+def page(results: Path) -> str:
+    """Return the table of the results in a folder, below where they come from.
+
+    Args:
+        results: Folder of the csv file.
+
+    Returns:
+        The text.
+    """
+    path = results / CSV
+    rows = read_rows(path, Run) if path.is_file() else []
+    if not rows:
+        return "Nothing is measured yet: run `python -m benchmarks chains`."
+    about = rows[0]
+    shape = f"{about.steps:,} steps of {about.batch} sequences, {about.hidden} wide"
+    return f"{shape}, PyTorch {about.torch}, commit `{about.commit[:12]}`:\n\n{_table(rows)}"
+
+
+def _table(rows: Sequence[Run]) -> str:
     header = ("cell", "policy", "asked for", "steps: plan", "counted", "time", "recurrent", "of plain", "gradients")
     return table(
         header,
@@ -160,8 +183,8 @@ def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], 
         recurrent = _recurrent(cell, x.detach(), state, options)
         share = recurrent / (found[0].recurrent_bytes if found else recurrent)
         numbers = (forward, count - trials, plan.time_ratio, kept, made.bytes, recurrent, share)
-        fixed = (name, *shape, policy, budget, plan.slots, plan.internal_cost)
-        found.append(Run(*fixed, *numbers, _difference(expected, grads), **about))
+        fixed = (name, *shape, policy, budget, plan.slots)
+        found.append(Run(*fixed, *numbers, _difference(expected, grads), plan.internal_cost, **about))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import chains_bptt, tables
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -12,6 +12,7 @@ DOCS = ROOT / "docs"
 GENERATED = (
     ("benchmarks.md", "python -m benchmarks table", tables.performance),
     ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
+    ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
 )
 
 

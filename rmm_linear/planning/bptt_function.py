@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from rmm_linear._support.sizes import read_bytes
 from rmm_linear.planning.bptt_cells import Cell, Step, adapted, module_of
 from rmm_linear.planning.bptt_frames import open_store
 from rmm_linear.planning.bptt_plans import StepBytes
@@ -76,8 +75,7 @@ def bptt(
     is_measured = module is None or memory is not None or internal is True
     trial = try_step(step, [leaf[0] for leaf in leaves], initial) if is_measured else None
     measured = StepBytes(1, 1, 1) if trial is None else trial.bytes
-    budget = None if memory is None else read_bytes("memory", memory)
-    plan = measured.plan(steps, memory=budget, slots=slots, internal=internal)
+    plan = measured.plan(steps, memory=memory, slots=slots, internal=internal)
     run = Run(step, plan, None if module is not None or trial is None else trial.parameters, store)
     tensors = [leaf for leaf in initial if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in (*leaves, *tensors, *run.parameters)):

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from rmm_linear._support.saved_settings import SavedSettings
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import read_bytes, show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear._version import __version__
@@ -211,7 +211,7 @@ class StepBytes:
         self,
         steps: int,
         *,
-        memory: int | None = None,
+        memory: int | str | None = None,
         slots: int | None = None,
         internal: bool | Literal["only"] = True,
     ) -> BPTTPlan:
@@ -219,7 +219,8 @@ class StepBytes:
 
         Args:
             steps: T.
-            memory: Bytes for what is kept: stored states, and graphs with that of the step whose backward pass runs.
+            memory: Bytes, or a text such as "64MB", for what is kept: stored states, and graphs with that of the step
+                whose backward pass runs.
             slots: Number of states instead; with ``internal="only"``, of graphs.
             internal: Which of the paper's three policies: False stores states alone, "only" graphs of recorded steps
                 alone, True either, whatever costs fewer steps.
@@ -236,12 +237,13 @@ class StepBytes:
         if slots is None:
             if memory is None:
                 raise ValueError("A plan needs memory or slots, got neither.")
-            if memory < self.graph:
+            budget = read_bytes("memory", memory)
+            if budget < self.graph:
                 raise ValueError(
-                    f"memory must be at least {self.graph:,} bytes, the graph of one recorded step, got {memory:,}. "
+                    f"memory must be at least {self.graph:,} bytes, the graph of one recorded step, got {budget:,}. "
                     f"{self.graph + self.state:,} bytes store one state too; make the batch smaller to need less."
                 )
-            slots = (memory - self.graph) // slot
+            slots = (budget - self.graph) // slot
         cost = 1 if internal == "only" else self.internal_cost if internal else None
         return BPTTPlan(steps, slots, cost, slot, self.graph or None, self.plain or None)
 

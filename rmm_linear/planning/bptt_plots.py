@@ -61,6 +61,6 @@ def plot_plan(plan: BPTTPlan, ax: Axes | None = None) -> Axes:
     ax.set_ylabel("forward steps so far")
     ax.set_xlim(-0.5, plan.steps + 0.5)
     ax.invert_yaxis()
-    ax.legend(loc="lower left", fontsize=8)
+    ax.legend(loc="upper right", fontsize=8)
     ax.set_title(f"{plan.steps:,} steps, {plan.slots:,} slots: {plan.forward_steps:,} forward steps", fontsize=10)
     return ax

@@ -9,7 +9,7 @@ from benchmarks.__main__ import main
 from benchmarks.chains_bptt import Run
 from benchmarks.chains_costs import Cost, revolve
 from benchmarks.chains_subsets import Subset
-from benchmarks.records import RESULTS, read_rows
+from benchmarks.records import RESULTS, ROOT, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,15 @@ def test_committed_figures_show_a_third_more_time_for_a_twentieth_of_the_memory(
     assert (row.steps, row.batch, row.hidden, row.planned_steps) == (1000, 16, 64, 1949)
     assert round(row.time_ratio, 2) == round((1.949 + 2) / 3, 2) == 1.32
     assert all(one.share <= 0.075 for one in rows.values() if one.policy != "plain" and one.cell.startswith("LSTM"))
+
+
+def test_figures_of_subsets_on_the_page_are_those_of_the_csv():
+    rows = {(row.chain, row.outputs): row for row in read_rows(RESULTS / "chains-subsets.csv", Subset)}
+    run, million = rows["linear and tanh", 201], rows["equal", 10**6]
+    page = " ".join((ROOT / "docs" / "planning" / "chains.md").read_text(encoding="utf-8").split())
+    share = f"{100 * run.measured / run.measured_everything:.0f} %"
+    assert f"{run.kept} outputs of 201 are kept, and the peak is {share} of that" in page
+    assert f"it would be {100 * million.peak / million.everything:.2f} %" in page
 
 
 def test_every_committed_row_says_where_it_comes_from():
