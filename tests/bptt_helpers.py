@@ -41,7 +41,11 @@ def outcome(run, cell, inputs, state, parameters, seed=0, weighting=1):
     generator = torch.get_rng_state()
     found = [leaf for leaf in (*tree_leaves(outputs), *tree_leaves(last)) if isinstance(leaf, torch.Tensor)]
     draw = torch.Generator().manual_seed(weighting)
-    loss = sum((leaf * torch.randn(leaf.shape, generator=draw)).sum() for leaf in found if leaf.is_floating_point())
+    loss = sum(
+        (leaf * torch.randn(leaf.shape, generator=draw).to(leaf.device)).sum()
+        for leaf in found
+        if leaf.is_floating_point()
+    )
     loss.backward()
     grads = [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return found, grads, generator

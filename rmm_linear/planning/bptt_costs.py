@@ -86,6 +86,7 @@ class Table:
     def __init__(self, steps: int, slots: int, internal_cost: int) -> None:
         """Fill the table up to ``steps`` and ``slots``."""
         self.internal_cost, a = internal_cost, internal_cost
+        self._found: dict[tuple[int, int], int] = {}
         dtype = torch.int32 if steps < 60_000 else torch.int64
         shape = {"dtype": dtype, "device": "cpu"}
         cost = torch.zeros(slots + 1, steps + 1, **shape)
@@ -107,6 +108,12 @@ class Table:
 
     def split(self, slots: int, steps: int) -> int:
         """See :class:`Splits`."""
+        if (slots, steps) not in self._found:
+            self._found[slots, steps] = self._search(slots, steps)
+        return self._found[slots, steps]
+
+    def _search(self, slots: int, steps: int) -> int:
+        """A split that has the steps of the table; one that keeps a graph, where there is one."""
         a, t = self.internal_cost, steps
         least = int(self.cost[slots, t])
         y = torch.arange(t + 1, device="cpu")

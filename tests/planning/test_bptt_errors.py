@@ -32,6 +32,8 @@ def refused(cell, given=None, state=None, **options):
             "memory must be at least 864 bytes",
         ),
         (lambda: refused(nn.LSTMCell(H, H), slots=None, memory="much"), ValueError, "memory must be a size"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None, memory=1e6), TypeError, "memory must be a number of bytes"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None, memory=0), ValueError, "memory must be at least one byte"),
         (lambda: refused(nn.LSTMCell(H, H), slots=-1), ValueError, "slots must not be negative"),
         (lambda: refused(nn.LSTMCell(H, H), internal="all"), ValueError, "internal must be"),
         (lambda: refused(nn.LSTMCell(H, H), store="cpu"), TypeError, "store must be an object with put"),
