@@ -8,7 +8,7 @@ C(0, t) = t(t + 1)/2: the steps up to the last one, then those up to the one bef
                     y + C(m, y-1) + C(m-a, t-y) }     1 ≤ y ≤ t    run y - 1 steps, record the y-th and keep its graph
 
 (Gruslys et al. 2016: hidden states alone, internal states alone where a = 1, both in the mixed case). `Table` is this
-recurrence for all m and t. It takes m·t²/2 additions, about 5·10⁹ in a second.
+recurrence for all m and t. It takes about m·t² additions.
 
 `Envelope` takes O(m) instead. Let G(m, λ) = max_t [λt - C(m, t)]. An infimal convolution turns into a sum, a minimum
 into a maximum:

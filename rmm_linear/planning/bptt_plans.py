@@ -231,7 +231,7 @@ class StepBytes:
         Raises:
             ValueError: If ``memory`` is too small, or ``internal`` none of the three.
         """
-        if internal not in (True, False, "only"):
+        if not isinstance(internal, bool) and internal != "only":
             raise ValueError(f'internal must be True, False or "only", got {internal!r}.')
         slot = self.graph if internal == "only" else max(self.state, 1)
         if slots is None:
