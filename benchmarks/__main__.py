@@ -1,4 +1,4 @@
-"""Measure: ``python -m benchmarks run | plot | table | gpu | compile | roofline``, each with ``--help``."""
+"""Measure: ``python -m benchmarks run | plot | table | chains | gpu | compile | roofline``, each with ``--help``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compiled, gpu, pages, roofline
+from benchmarks import chains, compiled, gpu, pages, roofline
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -75,7 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     bounds = commands.add_parser("roofline", help="bytes, FLOPs and the least times of blocks, from data sheets")
     bounds.set_defaults(command=_roofline)
 
-    for command, out in ((run, RESULTS), (all_of_it, None)):
+    planned = commands.add_parser("chains", help="chains of steps in little memory: steps, bytes, pictures")
+    planned.set_defaults(command=_chains)
+    planned.add_argument(
+        "--parts", choices=tuple(chains.PARTS), nargs="+", default=list(chains.PARTS), help="all by default"
+    )
+
+    for command, out in ((run, RESULTS), (planned, RESULTS), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
         command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
@@ -117,6 +123,14 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 def _roofline(arguments: argparse.Namespace) -> int:
     print(roofline.tables())
+    return 0
+
+
+def _chains(arguments: argparse.Namespace) -> int:
+    for text in chains.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
+        print(text, end="\n\n", flush=True)
+    if arguments.out == RESULTS:
+        pages.update()
     return 0
 
 

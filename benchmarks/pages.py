@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import compiled, roofline, tables
+from benchmarks import chains_bptt, compiled, roofline, tables
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -14,6 +14,7 @@ GENERATED = (
     ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
     ("compiled.md", "python -m benchmarks compile", compiled.tables),
     ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
+    ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
 )
 
 

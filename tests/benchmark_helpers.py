@@ -17,5 +17,6 @@ def empty_pages(folder: Path) -> Path:
     """A folder for docs/ whose pages have markers and nothing between them."""
     for name, command, _ in pages.GENERATED:
         lines = ("before", f"<!-- {command}: begin -->", f"<!-- {command}: end -->", "after")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(f"{line}\n" for line in lines))
     return folder

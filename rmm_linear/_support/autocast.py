@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -73,3 +73,42 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
+
+
+def autocast_now(devices: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the state of autocast, to enter it again later.
+
+    Args:
+        devices: Types of devices.
+
+    Returns:
+        Arguments of :class:`torch.autocast`, for each type.
+    """
+    return [
+        {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for device in devices
+    ]
+
+
+@contextmanager
+def autocast_as(states: Iterable[dict[str, Any]], *, cached: bool = True) -> Iterator[None]:
+    """Enter autocast as it was.
+
+    Args:
+        states: See :func:`autocast_now`. Where autocast was off, it is off inside the block.
+        cached: False casts parameters anew for each use. What is cast without gradients must not stay in the cache:
+            some versions of PyTorch take it later where gradients are needed, and there would be none.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        for state in states:
+            if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):
+                stack.enter_context(torch.autocast(**{**state, "cache_enabled": cached and state["cache_enabled"]}))
+        yield

@@ -166,6 +166,21 @@ def check_training_stack(names, out, place):
     assert sum(bits in (2, 4, 8) for bits in chosen) == 12  # of the layers that see tokens
 
 
+def check_chains(names, out, place):
+    first, last = (float(number) for number in re.findall(r"step +\d+: (\d+\.\d+) nats per character", out)[::9])
+    assert 3.5 < first < 5
+    assert last < 0.8 * first
+    plan = names["plan"]
+    assert plan.steps == 200
+    assert plan.bytes <= 200_000 < 0.06 * 200 * plan.plain_bytes
+    assert f"{plan.forward_steps:,}" in out
+    assert "| memory " in out
+    assert (place / "plan.png").stat().st_size > 1000
+    chain = names["chain_plan"]
+    assert f"keeps {len(chain.kept)} of 41 outputs" in out
+    assert names["measured"].bytes < 1.2 * chain.peak < 0.5 * sum(names["sizes"])
+
+
 CHECKS = {
     "README.md": check_readme,
     "docs/blocks.md": check_blocks,
@@ -173,6 +188,7 @@ CHECKS = {
     "docs/index.md": check_index,
     "docs/kinds.md": check_kinds,
     "docs/noise.md": check_noise,
+    "docs/planning/chains.md": check_chains,
     "docs/training-stack.md": check_training_stack,
 }
 

@@ -1,0 +1,206 @@
+"""What backpropagation through t steps costs in m slots, in forward steps, and where to split.
+
+The state at the beginning is at hand, and one step at a time can be recorded for its backward pass. A slot holds one
+more state; the graph of a recorded step, which lasts until its backward pass, takes a slots. With nothing stored,
+C(0, t) = t(t + 1)/2: the steps up to the last one, then those up to the one before. Else
+
+    C(m, t) = min { y + C(m, y) + C(m-1, t-y),        1 ≤ y < t    run y steps and store the state
+                    y + C(m, y-1) + C(m-a, t-y) }     1 ≤ y ≤ t    run y - 1 steps, record the y-th and keep its graph
+
+(Gruslys et al. 2016: hidden states alone, internal states alone where a = 1, both in the mixed case). `Table` is this
+recurrence for all m and t. It takes about m·t² additions.
+
+`Envelope` takes O(m) instead. Let G(m, λ) = max_t [λt - C(m, t)]. An infimal convolution turns into a sum, a minimum
+into a maximum:
+
+    G(m, λ) = max { G(m, λ-1) + G(m-1, λ),   λ - 1 + G(m, λ-1) + G(m-a, λ) },        G(0, λ) = λ(λ - 1)/2
+
+and C(m, t) ≥ max_λ [λt - G(m, λ)] for whole λ, the number of times that the last steps run. With hidden states alone,
+or a = 1, C is convex in t with whole slopes, and the bound is C itself (Revolve's binomials). In the mixed case C lies
+above it where both kinds of slots meet; a split in the middle of where the bound is attained is then a good one, not
+always the best one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+TABLE_LIMIT = 2 * 10**10  # m·t² of a table: some seconds
+
+
+class Splits(Protocol):
+    """Where to split steps."""
+
+    def split(self, slots: int, steps: int) -> int:
+        """Say what to do first with steps and slots.
+
+        Args:
+            slots: Free slots, m.
+            steps: Steps to be reversed, t, at least one.
+
+        Returns:
+            y > 0: store the state after y steps. y < 0: record the step -y and keep its graph. 0: record the last step.
+        """
+        ...
+
+
+def splits(steps: int, slots: int, internal_cost: int | None) -> Splits:
+    """Choose where to split.
+
+    Args:
+        steps: The most steps that will be asked for.
+        slots: The most slots that will be asked for.
+        internal_cost: Slots of a recorded step's graph, a; None stores no graph.
+
+    Returns:
+        The splits: with the least forward steps where a state and a graph differ in size only if a table is affordable.
+    """
+    if _is_bound_attained(steps, slots, internal_cost) or slots * steps * steps > TABLE_LIMIT:
+        return Envelope.of(steps, slots, internal_cost)
+    return Table.of(steps, slots, internal_cost or 1)
+
+
+def is_exact(steps: int, slots: int, internal_cost: int | None) -> bool:
+    """Say whether :func:`splits` has the least forward steps of all plans, by proof or by search."""
+    return _is_bound_attained(steps, slots, internal_cost) or slots * steps * steps <= TABLE_LIMIT
+
+
+def _is_bound_attained(steps: int, slots: int, internal_cost: int | None) -> bool:
+    """Whether the envelope is C itself: one kind of slots, or room for all graphs."""
+    return internal_cost in (None, 1) or slots >= internal_cost * (steps - 1)
+
+
+class Table:
+    """C(m, t) for all m and t in question, with both kinds of slots."""
+
+    @classmethod
+    @functools.lru_cache(maxsize=2)
+    def of(cls, steps: int, slots: int, internal_cost: int) -> Table:
+        """Make a table, or take one of the last two."""
+        return cls(steps, slots, internal_cost)
+
+    def __init__(self, steps: int, slots: int, internal_cost: int) -> None:
+        """Fill the table up to ``steps`` and ``slots``."""
+        self.internal_cost, a = internal_cost, internal_cost
+        self._found: dict[tuple[int, int], int] = {}
+        dtype = torch.int32 if steps < 60_000 else torch.int64
+        shape = {"dtype": dtype, "device": "cpu"}
+        cost = torch.zeros(slots + 1, steps + 1, **shape)
+        # C(m, y) + y, and C(m, steps - t): read from left to right, as the sums over y run.
+        ahead, reverse = torch.zeros_like(cost), torch.zeros_like(cost)
+        room = torch.empty((slots + 1) * (steps + 1), **shape)
+        for t in range(1, steps + 1):
+            least = torch.full((slots + 1,), t * (t + 1) // 2, **shape)
+            if t > 1 and slots:
+                sums = room[: slots * (t - 1)].view(slots, t - 1)
+                torch.add(ahead[1:, 1:t], reverse[:-1, steps - t + 1 : steps], out=sums)
+                least[1:] = torch.minimum(least[1:], sums.amin(1))
+            if slots >= a:
+                sums = room[: (slots + 1 - a) * t].view(slots + 1 - a, t)
+                torch.add(ahead[a:, :t], reverse[: slots + 1 - a, steps - t + 1 :], out=sums)
+                least[a:] = torch.minimum(least[a:], sums.amin(1) + 1)
+            cost[:, t], ahead[:, t], reverse[:, steps - t] = least, least + t, least
+        self.cost = cost
+
+    def split(self, slots: int, steps: int) -> int:
+        """See :class:`Splits`."""
+        if (slots, steps) not in self._found:
+            self._found[slots, steps] = self._search(slots, steps)
+        return self._found[slots, steps]
+
+    def _search(self, slots: int, steps: int) -> int:
+        """A split that has the steps of the table; one that keeps a graph, where there is one."""
+        a, t = self.internal_cost, steps
+        least = int(self.cost[slots, t])
+        y = torch.arange(t + 1, device="cpu")
+        if slots >= a:
+            internal = y[1:] + self.cost[slots, :t] + self.cost[slots - a, :t].flip(0)
+            if int(internal.min()) == least:
+                return -1 - int(internal.argmin())
+        if slots and t > 1:
+            hidden = y[1:t] + self.cost[slots, 1:t] + self.cost[slots - 1, 1:t].flip(0)
+            if int(hidden.min()) == least:
+                return 1 + int(hidden.argmin())
+        return 0
+
+
+class Envelope:
+    """The bound max_λ [λt - G(m, λ)], and splits by it."""
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)
+    def of(cls, steps: int, slots: int, internal_cost: int | None) -> Envelope:
+        """Make the bound, or take one of the last eight."""
+        return cls(steps, slots, internal_cost)
+
+    def __init__(self, steps: int, slots: int, internal_cost: int | None) -> None:
+        """Compute G(m, λ) for all ``slots``, and for λ until ``steps`` are reached."""
+        self.internal_cost, a = internal_cost, internal_cost
+        self._found: dict[tuple[int, int], int] = {}
+        most = int((2 * steps) ** 0.5) + 3  # slopes of C(1, t), the steepest one but C(0, t)
+        self.rows = [[level * (level - 1) // 2 for level in range(most + 2)]]
+        for m in range(1, slots + 1):
+            below, inside = self.rows[m - 1], self.rows[m - a] if a is not None and m >= a else None
+            row = [0]
+            while len(row) < len(below):
+                level = len(row)
+                value = row[-1] + below[level]
+                if inside is not None:
+                    value = max(value, level - 1 + row[-1] + inside[level])
+                row.append(value)
+                if row[-1] - row[-2] >= steps:  # the steps that run at most level - 1 times
+                    break
+            self.rows.append(row)
+
+    def least(self, slots: int, steps: int) -> int:
+        """Return the bound.
+
+        Args:
+            slots: Free slots, m.
+            steps: Steps to be reversed, t.
+
+        Returns:
+            Forward steps that no plan has fewer of.
+        """
+        if slots == 0:
+            return steps * (steps + 1) // 2
+        return int(self._bounds(slots, torch.tensor([steps], device="cpu")))
+
+    def split(self, slots: int, steps: int) -> int:
+        """See :class:`Splits`."""
+        if (slots, steps) not in self._found:
+            self._found[slots, steps] = self._search(slots, steps)
+        return self._found[slots, steps]
+
+    def _search(self, slots: int, steps: int) -> int:
+        """The split with the least sum of the bounds of both sides; of several, the one in the middle."""
+        a, t = self.internal_cost, steps
+        y = torch.arange(t + 1, device="cpu")
+        choices = [(t * (t + 1) // 2, 0)]
+        if a is not None and slots >= a:
+            internal = y[1:] + self._bounds(slots, y[:t]) + self._bounds(slots - a, t - y[1:])
+            least = internal.min()
+            choices.append((int(least), -1 - _middle(internal == least)))
+        if slots and t > 1:
+            hidden = y[1:t] + self._bounds(slots, y[1:t]) + self._bounds(slots - 1, t - y[1:t])
+            least = hidden.min()
+            choices.append((int(least), 1 + _middle(hidden == least)))
+        return min(choices)[1]
+
+    def _bounds(self, slots: int, steps: Tensor) -> Tensor:
+        """The bound for many t at once."""
+        if slots == 0:
+            return steps * (steps + 1) // 2
+        row = torch.tensor(self.rows[slots], device="cpu")
+        level = torch.searchsorted(row.diff(), steps).clamp_(max=len(row) - 1)
+        return level * steps - row[level]
+
+
+def _middle(found: Tensor) -> int:
+    """The middle one of the places that are true."""
+    places = found.nonzero()
+    return int(places[len(places) // 2])

@@ -1,0 +1,90 @@
+"""What bptt refuses, with the remedy, and what it notices."""
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear.planning import bptt
+
+T, B, H = 40, 3, 8
+
+
+def inputs():
+    torch.manual_seed(3)
+    return torch.randn(T, B, H, requires_grad=True)
+
+
+def refused(cell, given=None, state=None, **options):
+    return bptt(cell, inputs() if given is None else given, state, **({"slots": 3} | options))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: refused(nn.LSTM(H, H)), TypeError, r"got nn\.LSTM, which runs all .* Use nn\.LSTMCell"),
+        (lambda: refused(nn.GRU(H, H)), TypeError, r"Use nn\.GRUCell"),
+        (lambda: refused(3), TypeError, "cell must be callable as"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None), ValueError, "needs memory or slots"),
+        (lambda: refused(nn.LSTMCell(H, H), memory=3), ValueError, "and not both"),
+        (
+            lambda: refused(nn.LSTMCell(H, H), slots=None, memory="0.8KB"),
+            ValueError,
+            "memory must be at least 864 bytes",
+        ),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None, memory="much"), ValueError, "memory must be a size"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None, memory=1e6), TypeError, "memory must be a number of bytes"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=None, memory=0), ValueError, "memory must be at least one byte"),
+        (lambda: refused(nn.LSTMCell(H, H), slots=-1), ValueError, "slots must not be negative"),
+        (lambda: refused(nn.LSTMCell(H, H), internal="all"), ValueError, "internal must be"),
+        (lambda: refused(nn.LSTMCell(H, H), internal=1), ValueError, "internal must be True, False or"),
+        (lambda: refused(nn.LSTMCell(H, H), store="cpu"), TypeError, "store must be an object with put"),
+        (lambda: refused(nn.LSTMCell(H, H), torch.ones(0, B, H)), ValueError, "at least one step, got none"),
+        (lambda: refused(nn.LSTMCell(H, H), (torch.ones(3, H), torch.ones(2, H))), ValueError, "all of one length"),
+        (lambda: refused(nn.LSTMCell(H, H), torch.tensor(1.0)), ValueError, "time first"),
+        (lambda: refused(lambda x, s: s, state=torch.ones(1)), TypeError, r"must return \(output, state\), got Tensor"),
+        (lambda: refused(lambda x, s: (x, [s, s]), state=torch.ones(1)), ValueError, "a state of one structure"),
+        (lambda: refused(lambda x, s: ("a", s), state=torch.ones(1)), TypeError, "must put out tensors, or None"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_remedy(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_outputs_of_several_shapes_are_refused():
+    lengths = iter(range(1, 100))
+    with pytest.raises(ValueError, match="of one shape and dtype"):
+        refused(lambda x, s: (x.sum() * torch.ones(next(lengths)), s), state=torch.ones(1))
+
+
+def test_a_cell_that_changes_its_state_in_place_is_noticed():
+    def run(x, state):
+        with torch.no_grad():
+            state.detach().mul_(2)
+        return x + state, state + x.mean()
+
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        bptt(run, inputs(), torch.ones(B, H), slots=4, internal=False)[0].sum().backward()
+
+
+def test_a_module_that_reaches_for_parameters_that_are_not_its_own_is_noticed():
+    other = nn.Linear(H, H)
+
+    class Reaching(nn.Module):
+        def forward(self, x, state):
+            return x, torch.tanh(other(x) + state)
+
+    with pytest.raises(ValueError, match=r"got a tensor of shape \(8,?.* none of Reaching's.*lambda x, state"):
+        bptt(Reaching(), inputs(), torch.zeros(B, H), slots=4)
+    cell = Reaching()
+    _, last = bptt(lambda x, s: cell(x, s), inputs(), torch.zeros(B, H), slots=4)
+    last.sum().backward()
+    assert other.weight.grad.abs().sum() > 0
+
+
+def test_hooks_on_parameters_of_a_function_are_refused():
+    cell = nn.LSTMCell(H, H)
+    cell.weight_hh.register_hook(lambda grad: grad)
+    state = (torch.zeros(B, H), torch.zeros(B, H))
+    with pytest.raises(ValueError, match=r"must have no hooks.*Give an nn\.Module"):
+        bptt(lambda x, s: (None, cell(x, s)), inputs(), state, slots=4)
