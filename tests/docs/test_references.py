@@ -20,7 +20,7 @@ from rmm_linear.sketches import KINDS
 LONGEST_README = 250
 RESULTS = ROOT / "benchmarks" / "results"
 WITH_COMMANDS = [page for page in [*PAGES, *RULES] if commands(page)]
-API = "rmm_linear", "rmm_linear.memory", "rmm_linear.variance", "rmm_linear.estimators"
+API = "rmm_linear", "rmm_linear.memory", "rmm_linear.planning", "rmm_linear.variance", "rmm_linear.estimators"
 NO_OBJECTS = {"__version__", "MEMORIES"}  # values, which have no docstring
 
 
