@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     def run() -> int:
-        open_store(tmp_path).put("sweep-1", TENSORS)
+        store = open_store(tmp_path)
+        store.put("sweep-1", TENSORS)
         kill()
         return 0
 
@@ -194,9 +197,6 @@ def test_a_forked_process_does_not_remove_its_parents_files(tmp_path: Path) -> N
 
 def test_a_process_that_ends_with_an_error_leaves_nothing(tmp_path: Path) -> None:
     """The store is alive when the interpreter ends."""
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch\n"
         "from rmm_linear.planning import open_store, sweep\n"
