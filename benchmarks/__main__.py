@@ -1,4 +1,4 @@
-"""Measure: ``python -m benchmarks run | plot | table | gpu``, each with ``--help``."""
+"""Measure: ``python -m benchmarks run | plot | table | chains | gpu``, each with ``--help``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, pages
+from benchmarks import chains, gpu, pages
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -62,12 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     tables.set_defaults(command=_table)
     tables.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
 
+    long = commands.add_parser(
+        "chains", help="long chains of steps: print the tables, and write csv files and pictures"
+    )
+    long.set_defaults(command=_chains)
+    long.add_argument("--section", choices=tuple(chains.SECTIONS), nargs="+", default=list(chains.SECTIONS))
+
     all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, not installed")
     all_of_it.set_defaults(command=_gpu)
     all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
     all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
 
-    for command, out in ((run, RESULTS), (all_of_it, None)):
+    for command, out in ((run, RESULTS), (long, RESULTS), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
         command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
@@ -100,6 +106,11 @@ def _table(arguments: argparse.Namespace) -> int:
         return 0
     print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
     return 1
+
+
+def _chains(arguments: argparse.Namespace) -> int:
+    chains.run(arguments.out, sections=tuple(arguments.section), tiny=arguments.tiny, commit=arguments.commit)
+    return 0
 
 
 def _gpu(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,6 @@ from rmm_linear.planning.sweep_steps import Stepper
 State = TypeVar("State")
 
 
-@torch.compiler.disable  # it decides by what it finds as it runs
 def sweep(
     step: Callable[[int, State], State],
     state: State,
@@ -83,16 +82,22 @@ def sweep(
         >>> _ = torch.autograd.grad(final.sum(), u)  # of 1000 states, 6 were kept at any time
     """
     settings = Settings.read(steps, slots, store, interval, length, levels)
+    return _uncompiled(step, state, steps, settings, report if report is not None else SweepReport())
+
+
+def _run(step: Any, state: Any, steps: Any, settings: Settings, report: SweepReport) -> Any:
     leaves, structure = flatten(state, "the initial state")
-    stepper, length_of = Stepper(step, structure), Length(steps, structure)
-    report = report if report is not None else SweepReport()
-    if not length_of.has(0, leaves):
+    stepper, length = Stepper(step, structure), Length(steps, structure)
+    if not length.has(0, leaves):
         return state
     if torch.is_grad_enabled():
-        leaves = differentiable_run(stepper, leaves, length_of, settings, report)
+        leaves = differentiable_run(stepper, leaves, length, settings, report)
     else:
         number = 0
-        while length_of.has(number, leaves):
+        while length.has(number, leaves):
             leaves, number = stepper.run(number, leaves), number + 1
         report.steps, report.forward_steps = number, stepper.count
     return tree_unflatten(leaves, structure)
+
+
+_uncompiled: Any = torch.compiler.disable(_run)  # it decides by what it finds as it runs

@@ -179,7 +179,7 @@ SIZE = 1 << 16  # elements of a state
     ids=str,
 )
 def test_no_more_states_live_than_there_are_slots(options: dict[str, Any], states: int, tmp_path: Any) -> None:
-    """Beside them: the final state and its gradient; a step's result, derivative and two gradients; on the thread, two."""
+    """Beside them: the final state, its gradient; a step's result, derivative, two gradients; on the thread, two."""
     u = torch.ones(SIZE, requires_grad=True)
     store = {"store": tmp_path} if "interval" in options else {}
     with peak("cpu") as measured:

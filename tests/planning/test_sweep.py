@@ -195,7 +195,7 @@ def test_sparse_gradients_of_an_embedding() -> None:
 
 @pytest.mark.parametrize("name", ["Revolve", "files", "H-Revolve"])
 def test_states_of_other_shapes_strides_and_dtypes(name: str, tmp_path: Any) -> None:
-    """A slice keeps a larger tensor alive, a transposed matrix multiplies in another order, an expanded one has one row."""
+    """A slice keeps a larger tensor alive, a transposed matrix may round otherwise, an expanded one has one row."""
     torch.manual_seed(2)
     weight = torch.randn(6, 6, requires_grad=True)
     u = torch.randn(6, 8, requires_grad=True)

@@ -69,12 +69,12 @@ def test_arguments_that_make_no_sense(steps: Any, options: dict[str, Any], error
 
 @pytest.mark.parametrize("state", [3.0, (), {"u": torch.ones(1), "t": 0.5}, torch.ones(2).to_sparse()], ids=str)
 def test_a_state_that_is_no_tensor(state: Any) -> None:
-    with pytest.raises(TypeError, match="A state must .* in the initial state"):
+    with pytest.raises(TypeError, match=r"A state must .* in the initial state"):
         sweep(lambda i, state: state, state, 3, slots=1)
 
 
 def test_a_step_that_returns_another_structure() -> None:
-    with pytest.raises(TypeError, match="structure that it got, .* but step 2 returned"):
+    with pytest.raises(TypeError, match=r"structure that it got, .* but step 2 returned"):
         sweep(lambda i, u: u * 2 if i < 2 else (u * 2,), initial(), 5, slots=1)
     with pytest.raises(TypeError, match="in what step 0 returned"):
         sweep(lambda i, u: None, initial(), 5, slots=1)
@@ -87,7 +87,7 @@ def test_a_step_that_changes_its_state_in_place(number: int) -> None:
 
     with pytest.raises(RuntimeError, match=f"step {number} changed the old one in place.* trailing underscore"):
         sweep(step, torch.ones(3), 5, slots=2)
-    with pytest.raises(RuntimeError, match="in.place"):
+    with pytest.raises(RuntimeError, match=r"in.place"):
         sweep(step, initial(), 5, slots=2)
 
 
