@@ -67,14 +67,13 @@ class Waits(Origin):
     seed: int = 0
 
 
-def run(out: Path, *, tiny: bool = False, commit: str = "", timed: bool = True) -> None:
+def run(out: Path, *, tiny: bool = False, commit: str = "") -> None:
     """Print and write all tables of this section.
 
     Args:
         out: Folder of the csv files and the picture.
         tiny: Whether to take small sizes, to try the command.
         commit: What to write as the commit; "" asks git.
-        timed: Whether to measure times too.
     """
     about = origin("cpu", commit) | {
         "checkpoint_schedules": provenance.versions("checkpoint-schedules").get("checkpoint-schedules", "")
@@ -82,11 +81,10 @@ def run(out: Path, *, tiny: bool = False, commit: str = "", timed: bool = True) 
     counted = [dataclasses.replace(row, **about) for row in counts(tiny=tiny)]
     write_rows(out / "chains-sweep-steps.csv", counted)
     print(tables(counted), flush=True)
-    if timed:
-        rows = [dataclasses.replace(row, **about) for row in waits(tiny=tiny)]
-        write_rows(out / "chains-sweep-waits.csv", rows)
-        print(waits_table(rows), flush=True)
-        plot(rows).savefig(out / "chains-sweep-waits.png", dpi=150)
+    rows = [dataclasses.replace(row, **about) for row in waits(tiny=tiny)]
+    write_rows(out / "chains-sweep-waits.csv", rows)
+    print(waits_table(rows), flush=True)
+    plot(rows).savefig(out / "chains-sweep-waits.png", dpi=150)
 
 
 def waits(*, tiny: bool) -> list[Waits]:
@@ -175,7 +173,7 @@ def waits_table(rows: Sequence[Waits]) -> str:
 def plot(rows: Sequence[Waits]) -> Any:
     """Plot the share of the time that was waited, and the time by Revolve's, against a step's time, as a figure."""
     figure, (left, right) = figure_of(1, 2)
-    x = [row.step_seconds * 1e3 for row in rows]
+    x = [row.milliseconds for row in rows]
     left.plot(x, [100 * row.waited_forward / row.seconds for row in rows], marker="o", color="#0072b2", label="forward")
     left.plot(
         x,
@@ -185,11 +183,11 @@ def plot(rows: Sequence[Waits]) -> Any:
         color="#d55e00",
         label="backward",
     )
-    left.set(xscale="log", xlabel="time of a step, ms", ylabel="waited for the store, % of the run", ylim=(0, None))
+    left.set(xscale="log", xlabel="a step, ms", ylabel="waited for the store, % of the run", ylim=(0, None))
     right.plot(x, [row.of_revolve for row in rows], marker="o", color="#0072b2", label="measured")
     right.plot(x, [row.expected for row in rows], marker="s", ls="--", color="#d55e00", label="from the counts")
     right.axhline(1, color="black", linewidth=1)
-    right.set(xscale="log", xlabel="time of a step, ms", ylabel="time by that of Revolve alone", ylim=(0, None))
+    right.set(xscale="log", xlabel="a step, ms", ylabel="time by that of Revolve alone", ylim=(0, None))
     for axis in (left, right):
         axis.set_xticks(x, [f"{value:.3g}" for value in x])
         axis.set_xticks([], minor=True)

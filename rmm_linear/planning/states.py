@@ -42,6 +42,11 @@ def differentiable(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
+def versions(leaves: Sequence[Tensor]) -> list[int]:
+    """Return the version counters of tensors; those of inference mode have none."""
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
+
+
 def accelerators(tensors: Sequence[Tensor]) -> list[torch.device]:
     """Return the devices of tensors other than the CPU, in a fixed order."""
     return sorted({tensor.device for tensor in tensors if tensor.device.type not in {"cpu", "meta"}}, key=str)
@@ -79,7 +84,7 @@ class Snapshot:
     def of(cls, leaves: Sequence[Tensor], generators: list[Tensor]) -> Snapshot:
         """Take a snapshot of a state; a tensor is copied only where it is a small part of a larger storage."""
         kept = [_compact(leaf) for leaf in leaves]
-        return cls(kept, [leaf.stride() for leaf in leaves], generators, [leaf._version for leaf in kept])
+        return cls(kept, [leaf.stride() for leaf in leaves], generators, versions(kept))
 
     def restored(self, number: int) -> list[Tensor]:
         """Return the tensors as the step saw them.
@@ -93,7 +98,7 @@ class Snapshot:
         Raises:
             RuntimeError: If somebody changed one in place.
         """
-        if self.versions is not None and self.versions != [leaf._version for leaf in self.leaves]:
+        if self.versions is not None and self.versions != versions(self.leaves):
             raise RuntimeError(
                 f"The state before step {number} must stay as it was until the backward pass, but one of its tensors "
                 "was changed in place. Clone what sweep returned, or what a step hands out, before changing it."

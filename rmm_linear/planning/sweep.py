@@ -46,7 +46,8 @@ def sweep(
     goes on, and the backward pass fetches the one before while it works on an interval: the work per step does not grow
     with the number of steps.
 
-    Memory: ``slots`` states, the graph of one step, the initial state, and with a store up to 4 states on their way.
+    Memory: ``slots`` states, the graph of one step, the initial state, and with a store up to 2 states on their way;
+    ``levels`` take one more.
 
     ``step`` must be a function of its arguments, its parameters and the global random generators, which are set anew
     for every repetition, and it must return a new state. Under ``torch.no_grad`` this is the plain loop.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from rmm_linear.planning.states import differentiable, flatten
+from rmm_linear.planning.states import differentiable, flatten, versions
 
 Step = Callable[[int, Any], Any]
 
@@ -53,9 +53,9 @@ class Stepper:
             RuntimeError: If step changes the state in place.
         """
         self.count += 1
-        versions = [leaf._version for leaf in leaves]
+        before = versions(leaves)
         state = self.step(number, tree_unflatten(list(leaves), self.structure))
-        if versions != [leaf._version for leaf in leaves]:
+        if before != versions(leaves):
             raise RuntimeError(
                 f"step must return a new state, but step {number} changed the old one in place, which is needed to run "
                 "it again. Use operations without a trailing underscore, or clone what is changed."

@@ -70,10 +70,11 @@ def test_no_steps_return_the_state_itself() -> None:
     assert sweep(Reaction(), state, lambda number, state: False, slots=1, store="cpu") is state
 
 
-def test_without_gradients_it_is_the_plain_loop() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_is_the_plain_loop(mode: Any) -> None:
     store, report = Recording(), SweepReport()
     step, state = Reaction().eval(), start()
-    with torch.no_grad():
+    with mode():
         torch.manual_seed(1)
         expected = plain(step, state, 9)["moving"][0]
         torch.manual_seed(1)

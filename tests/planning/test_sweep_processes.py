@@ -124,7 +124,11 @@ def test_no_more_states_are_on_their_way_than_two() -> None:
 
     runner = threading.Thread(target=lambda: run(initial(), Stuck(), advance))
     runner.start()
-    time.sleep(0.5)
+    for _ in range(1000):
+        if len(reached) >= (IN_FLIGHT + 1) * INTERVAL:
+            break
+        time.sleep(0.01)
+    time.sleep(0.2)
     assert max(reached) == (IN_FLIGHT + 1) * INTERVAL - 1  # the next state has to wait
     gate.set()
     runner.join(20)
