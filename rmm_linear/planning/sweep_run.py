@@ -198,9 +198,9 @@ class Run:
             raise RuntimeError(f"A schedule must record every step before it reverses it, got {action}.")
         recorded, self._recorded = self._recorded, None
         found = go_back(recorded, gradients, self._parameters, totals)
-        # Nothing from this step on is asked for again; not every schedule says so.
-        for number in [number for number in self._ram if number >= action.n0]:
-            del self._ram[number]
+        # Nothing from this step on is asked for again; not every schedule says so. The last one kept is the highest.
+        while self._ram and next(reversed(self._ram)) >= action.n0:
+            self._ram.popitem()
         if self._transfers is not None:
             self._transfers.drop_from(action.n0)
         return found

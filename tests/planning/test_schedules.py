@@ -58,6 +58,29 @@ def test_forward_steps_with_six_slots(steps: int, revolve: float) -> None:
     assert (round(two, 2), round(alone, 2)) == (4.28, revolve)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 7, 20, 61])
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+def test_states_in_fast_memory_are_a_stack_no_higher_than_the_slots(steps: int, slots: int) -> None:
+    """So the last one that was kept is the first that is not needed any more."""
+    made = schedules.package()
+    chosen = [schedules.in_memory(steps, slots), *(schedules.two_level(interval, slots) for interval in (1, 4, 9))]
+    chosen += [schedules.hierarchical(steps, slots, disk, cost, cost) for disk in (1, 3, 8) for cost in (0, 0.5, 3)]
+    for schedule in chosen:
+        kept: list[int] = []
+        for action in schedule:
+            if isinstance(action, made.EndReverse):
+                break
+            if isinstance(action, made.Forward):
+                if action.write_ics and action.storage == made.StorageType.RAM:
+                    kept = [*(number for number in kept if number != action.n0), action.n0]
+                if schedule.max_n is None and action.n1 >= steps:
+                    schedule.finalize(steps)
+            elif isinstance(action, made.Reverse):
+                kept = [number for number in kept if number < action.n0]
+            assert kept == sorted(kept)
+            assert len(kept) <= slots
+
+
 def halve(number: int, u: Tensor) -> Tensor:
     return u * 0.5
 
