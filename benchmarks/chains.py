@@ -1,7 +1,7 @@
 """Chains of steps in little memory: ``python -m benchmarks chains``.
 
 Each part measures, writes a csv file and pictures into a folder, and returns what is printed. Steps and bytes are
-counted, not timed, so that the machine does not matter.
+counted, so that the machine does not matter; how long sweeps wait for their store is timed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chains_bptt, chains_costs, chains_subsets
+from benchmarks import chains_bptt, chains_costs, chains_subsets, chains_sweep
 from benchmarks.records import origin
 
 # Title to a function of the folder, where rows come from (fields of Origin), and whether sizes are small.
@@ -18,6 +18,7 @@ PARTS: dict[str, Callable[[Path, dict[str, Any], bool], str]] = {
     "subsets": chains_subsets.run,
     "costs": chains_costs.run,
     "bptt": chains_bptt.run,
+    "sweep": chains_sweep.run,
 }
 
 

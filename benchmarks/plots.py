@@ -62,7 +62,7 @@ def plot_linear(rows: Sequence[Row]) -> Any:
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure, axes = _figure(down, across)
+    figure, axes = figure_of(down, across)
     points = {(row.provider, row.ratio) for row in rows if row.provider != "nn.Linear"}
     # What was measured at one ratio only stands in the table.
     lines = Counter(provider for provider, _ in points)
@@ -90,7 +90,7 @@ def plot_linear(rows: Sequence[Row]) -> Any:
 def plot_model(rows: Sequence[Row]) -> Any:
     """Plot the bytes kept for the backward pass against the time of a training step, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
-    figure, axes = _figure(1, len(panels), width=6.4, height=4.6)
+    figure, axes = figure_of(1, len(panels), width=6.4, height=4.6)
     for (dtype, case), axis in zip(panels, axes, strict=False):
         here = [r for r in rows if (r.dtype, r.case) == (dtype, case) and r.kept_bytes is not None and r.median]
         base = next((r.median for r in here if r.provider == "exact"), None) or 1.0
@@ -117,7 +117,7 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
     """Plot every kernel's bytes per second against the size of its matrix, with the copy's, as a figure."""
     panels = list(dict.fromkeys((row.dtype, row.case.split(" x ")[1]) for row in rows))
     panels = [p for p in panels if len({r.case for r in rows if (r.dtype, r.case.split(" x ")[1]) == p}) > 1] or panels
-    figure, axes = _figure(1, len(panels), width=5.4, height=4.4)
+    figure, axes = figure_of(1, len(panels), width=5.4, height=4.4)
     providers = [p for p in dict.fromkeys(row.provider for row in rows) if p != "copy"]
     styles = {provider: _style(number) for number, provider in enumerate(providers)}
     for (dtype, columns), axis in zip(panels, axes, strict=False):
@@ -141,7 +141,7 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
 
 def plot_growth(rows: Sequence[Row]) -> Any:
     """Plot the time per token against the number of tokens, by that of the base case, as a figure."""
-    figure, (axis,) = _figure(1, 1, width=6.4, height=4.2)
+    figure, (axis,) = figure_of(1, 1, width=6.4, height=4.2)
     found = per_token(rows)
     providers = list(dict.fromkeys(name for name, _ in found))
     styles = {provider: _style(number) for number, provider in enumerate(providers)}
@@ -158,7 +158,8 @@ def plot_growth(rows: Sequence[Row]) -> Any:
     return _finished(figure, rows, _handles(styles, {"within a tenth": band}), "Growth with the number of tokens")
 
 
-def _figure(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:
+def figure_of(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, row after row."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -15,6 +15,7 @@ from transformers import RobertaForSequenceClassification
 
 from rmm_linear import RMMConfig, RMMLinear, sketch_state
 from rmm_linear.memory import track_saved
+from rmm_linear.planning.schedules import recomputed
 from rmm_linear.variance import sketch_variance
 
 WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
@@ -149,6 +150,19 @@ def check_estimators(names, out, place):
     assert isinstance(dense.rmm_estimator, names["Decaying"])
 
 
+def check_sweep(names, out, place):
+    """The initial state is found as well as heat lets one: what it smooths away in 200 steps is lost."""
+    error, fixed, adaptive = out.splitlines()
+    assert float(error.partition(" ")[2]) < 0.05
+    forward_steps = 200 + recomputed(200, 6)
+    assert fixed.startswith(f"sweep: steps=200 forward_steps={forward_steps} (4.40 per step) interval=None ")
+    found = re.match(r"sweep: steps=(\d+) forward_steps=\d+ \((\S+) per step\) interval=20 stored=(\d+) ", adaptive)
+    assert 100 < int(found[1]) < 200
+    assert int(found[3]) == (int(found[1]) - 1) // 20
+    assert float(found[2]) < 3.8
+    assert list((place / "states").iterdir()) == []
+
+
 def check_training_stack(names, out, place):
     # Adapters of two query and two value layers.
     assert re.match(r"rmm_linear: converted=22 .* skipped=0 frozen=14 ", out)
@@ -189,6 +203,7 @@ CHECKS = {
     "docs/kinds.md": check_kinds,
     "docs/noise.md": check_noise,
     "docs/planning/chains.md": check_chains,
+    "docs/planning/sweep.md": check_sweep,
     "docs/training-stack.md": check_training_stack,
 }
 

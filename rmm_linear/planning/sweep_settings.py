@@ -1,0 +1,108 @@
+"""What the user says about a sweep, checked: which schedule, and which store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+from rmm_linear._support.validation import check_integer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a sweep.
+
+    Attributes:
+        slots: States in fast memory.
+        store: The store, as the user named it, or None.
+        interval: A number, or "auto".
+        disk: States in the store under ``levels``; None otherwise.
+        costs: Time of a write and of a read under ``levels``, in forward steps; None to measure it.
+    """
+
+    slots: int
+    store: Any
+    interval: int | str
+    disk: int | None = None
+    costs: tuple[float, float] | None = None
+
+    @classmethod
+    def read(cls, steps: Any, slots: Any, store: Any, interval: Any, length: Any, levels: Any) -> Settings:
+        """Check a sweep's arguments.
+
+        Args:
+            steps: A number or a condition.
+            slots: A number, or None with ``levels``.
+            store: A store or None.
+            interval: A number, "auto" or "sqrt".
+            length: A number, or None.
+            levels: None, or two tuples.
+
+        Returns:
+            The settings.
+
+        Raises:
+            TypeError: If an argument is of another kind.
+            ValueError: If one is out of range, or two contradict each other.
+        """
+        if not callable(steps) and (isinstance(steps, bool) or not isinstance(steps, int)):
+            raise TypeError(
+                f"steps must be a number, or a condition steps(i, state) that says whether to go on, got {steps!r}."
+            )
+        if isinstance(steps, int) and steps < 0:
+            raise ValueError(f"steps must be at least 0, got {steps}.")
+        check_integer("length", length, optional=True)
+        if length is not None and not callable(steps):
+            raise ValueError(f"length is for a condition, got steps={steps} and length={length}. Leave length out.")
+        if callable(steps) and (store is None or levels is not None):
+            got = "no store" if store is None else "levels"
+            raise ValueError(
+                f"A chain whose length is not known needs a store and slots, got {got}. Give a store, for example "
+                'store="cpu", and slots, or the number of steps.'
+            )
+        if levels is not None:
+            return cls._of_levels(levels, slots, store, interval)
+        check_integer("slots", slots)
+        if interval == "sqrt":
+            number = length if callable(steps) else steps
+            if number is None:
+                raise ValueError(
+                    'interval="sqrt" needs to know about how many steps there are, got a condition. Give length=.'
+                )
+            interval = isqrt(max(number - 1, 0)) + 1  # the root, rounded up
+        elif interval != "auto":
+            if not isinstance(interval, int):
+                raise ValueError(f'interval must be a number, "auto" or "sqrt", got {interval!r}.')
+            check_integer("interval", interval)
+        if interval != "auto" and store is None:
+            raise ValueError("interval is how often a state goes to the store, got store=None. Give a store.")
+        return cls(slots, store, interval)
+
+    @classmethod
+    def _of_levels(cls, levels: Any, slots: Any, store: Any, interval: Any) -> Settings:
+        if slots is not None or interval != "auto":
+            raise ValueError(
+                f"levels has the slots of each level, and its schedule has no interval, got slots={slots!r} and "
+                f"interval={interval!r}. Leave them out."
+            )
+        if store is None:
+            raise ValueError('levels needs a store for its second level, got store=None. Give a folder or "cpu".')
+        if not _are_levels(levels):
+            raise ValueError(
+                'levels must be [("ram", slots), ("disk", slots, write, read)], with times in forward steps, or '
+                f'[("ram", slots), ("disk", slots)] to measure them, got {levels!r}.'
+            )
+        (_, ram), (_, disk, *costs) = levels
+        check_integer("the slots of level ram", ram)
+        check_integer("the slots of level disk", disk)
+        if any(isinstance(cost, bool) or not isinstance(cost, int | float) or cost < 0 for cost in costs):
+            raise ValueError(f"write and read must be times in forward steps, at least 0, got {costs}.")
+        return cls(ram, store, "auto", disk, (costs[0], costs[1]) if costs else None)
+
+
+def _are_levels(levels: Any) -> bool:
+    if not isinstance(levels, Sequence) or not all(isinstance(level, Sequence) and level for level in levels):
+        return False
+    return [(level[0], len(level)) for level in levels] in ([("ram", 2), ("disk", n)] for n in (2, 4))
