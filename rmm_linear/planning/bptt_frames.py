@@ -83,26 +83,6 @@ def next_run() -> int:
     return next(_number)
 
 
-def open_store(store: Any) -> Any:
-    """Check that an object is a store.
-
-    Args:
-        store: None, or an object with ``put(key, tensors)``, ``get(key)`` and ``drop(key)``.
-
-    Returns:
-        The same.
-
-    Raises:
-        TypeError: If it is neither.
-    """
-    if store is None or all(callable(getattr(store, name, None)) for name in ("put", "get", "drop")):
-        return store
-    raise TypeError(
-        f"store must be an object with put(key, tensors), get(key) and drop(key), got {store!r}. "
-        "Leave it out to keep states in memory."
-    )
-
-
 def compact(leaves: Sequence[Any], lasting: set[StorageKey]) -> list[Any]:
     """Copy tensors that are a part of a larger storage, which would stay in memory as a whole.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -9,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from rmm_linear.planning.bptt_cells import Cell, Step, adapted, module_of
-from rmm_linear.planning.bptt_frames import open_store
 from rmm_linear.planning.bptt_plans import StepBytes
 from rmm_linear.planning.bptt_runs import Outputs, Run
 from rmm_linear.planning.bptt_trial import try_step
+from rmm_linear.planning.store import open_store
 
 
 def bptt(
@@ -49,8 +51,9 @@ def bptt(
         slots: Number of states that may be stored, in place of ``memory``; graphs count as many as they measure.
         internal: Which of the paper's policies: False stores states alone, "only" graphs of recorded steps alone (then
             ``slots`` counts graphs), True whatever costs fewer steps.
-        store: Where stored states go, an object with ``put(key, tensors)``, ``get(key)`` and ``drop(key)``; None keeps
-            them in memory. Graphs of recorded steps stay in memory: ``internal=False`` keeps none.
+        store: Where stored states go: a folder, "cpu", or an object with ``put(key, tensors)``, ``get(key)`` and
+            ``drop(key)``, see :func:`rmm_linear.planning.open_store`; None keeps them where they are. Graphs of
+            recorded steps stay in memory: ``internal=False`` keeps none.
 
     Returns:
         The outputs, a tree with time first, and the last state.
@@ -67,7 +70,24 @@ def bptt(
     """
     if (memory is None) == (slots is None):
         raise ValueError(f"bptt needs memory or slots, and not both, got memory={memory!r} and slots={slots!r}.")
-    store = open_store(store)
+    with contextlib.ExitStack() as opened:
+        used = None if store is None else open_store(store)
+        if used is not store:
+            opened.callback(used.close)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return _run(cell, inputs, state, memory, slots, internal, used, opened)
+
+
+def _run(
+    cell: Any,
+    inputs: Any,
+    state: Any,
+    memory: int | str | None,
+    slots: int | None,
+    internal: bool | Literal["only"],
+    store: Any,
+    opened: contextlib.ExitStack,
+) -> tuple[Any, Any]:
+    """As :func:`bptt`; ``opened`` closes the store, once the run needs it no more."""
     step, leaves, initial, steps = _prepared(cell, inputs, state)
     if not torch.is_grad_enabled():
         return _loop(step, leaves, initial, steps)
@@ -85,6 +105,7 @@ def bptt(
             "The parameters of a cell that is a function must have no hooks, which would see the gradients of single "
             "steps. Give an nn.Module, whose parameters' hooks see the sum."
         )
+    weakref.finalize(run, opened.pop_all().close)
     found = _Through.apply(run, initial, len(leaves), *leaves, *tensors, *run.parameters)
     results = iter(found)
     outputs = [None if leaf is None else next(results) for leaf in run.output_leaves]

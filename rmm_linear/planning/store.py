@@ -59,7 +59,7 @@ class MemoryStore:
 
     def drop(self, key: str) -> None:
         """Forget them."""
-        del self._kept[key]
+        self._kept.pop(key, None)
 
     def close(self) -> None:
         """Forget all of them."""

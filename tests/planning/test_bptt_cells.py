@@ -1,6 +1,7 @@
 """Cells of users: trees of inputs, state and outputs, functions that capture, random numbers, masks, stores."""
 
 import functools
+import gc
 import weakref
 
 import pytest
@@ -240,6 +241,24 @@ def test_states_go_to_a_store_and_leave_it():
     assert len(store.held) == 5  # no backward pass: they go with the graph
     two.sum().backward()
     assert store.held == {}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "folder"])
+def test_a_folder_has_the_states_for_as_long_as_the_graph_lives(kind, tmp_path):
+    cell, state = Dropping(), {**zeros("h", "c"), "count": torch.tensor(0)}
+    given = cell, inputs(), state, list(cell.parameters())
+    store = "cpu" if kind == "cpu" else tmp_path / "states"
+    expected = outcome(loop, *given)
+    found = outcome(planned(slots=5, internal=False, store=store), *given)
+    assert all(torch.equal(old, new) for old, new in zip(expected[1][1:], found[1][1:], strict=True) if old is not None)
+    outputs = bptt(cell, inputs(), state, slots=5, internal=False, store=store)[0]
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (0 if kind == "cpu" else 5)
+    del outputs, found, expected
+    gc.collect()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with torch.no_grad():
+        bptt(cell, inputs(), state, slots=5, internal=False, store=store)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 @pytest.mark.parametrize("options", [{"slots": 9, "internal": False}, {"slots": 9}])

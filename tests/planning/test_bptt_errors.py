@@ -37,7 +37,7 @@ def refused(cell, given=None, state=None, **options):
         (lambda: refused(nn.LSTMCell(H, H), slots=-1), ValueError, "slots must not be negative"),
         (lambda: refused(nn.LSTMCell(H, H), internal="all"), ValueError, "internal must be"),
         (lambda: refused(nn.LSTMCell(H, H), internal=1), ValueError, "internal must be True, False or"),
-        (lambda: refused(nn.LSTMCell(H, H), store="cpu"), TypeError, "store must be an object with put"),
+        (lambda: refused(nn.LSTMCell(H, H), store=7), TypeError, "store must be a folder, .* or an object with put"),
         (lambda: refused(nn.LSTMCell(H, H), torch.ones(0, B, H)), ValueError, "at least one step, got none"),
         (lambda: refused(nn.LSTMCell(H, H), (torch.ones(3, H), torch.ones(2, H))), ValueError, "all of one length"),
         (lambda: refused(nn.LSTMCell(H, H), torch.tensor(1.0)), ValueError, "time first"),
