@@ -47,23 +47,6 @@ def versions(leaves: Sequence[Tensor]) -> list[int]:
     return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
-def accelerators(tensors: Sequence[Tensor]) -> list[torch.device]:
-    """Return the devices of tensors other than the CPU, in a fixed order."""
-    return sorted({tensor.device for tensor in tensors if tensor.device.type not in {"cpu", "meta"}}, key=str)
-
-
-def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return the state of the CPU's global generator, then of the devices' ones: 5 KB, and some bytes each."""
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
-
-
-def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
-    """Set what :func:`generator_states` returned."""
-    torch.set_rng_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """What a chain needs to start again before one of its steps.

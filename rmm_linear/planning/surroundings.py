@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.planning.states import accelerators, generator_states, set_generator_states
+from rmm_linear.planning.generators import accelerators, forked, generator_states, set_generator_states
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,6 @@ class Surroundings:
         """Set what :meth:`generators` returned."""
         set_generator_states(states, self.devices)
 
-    @contextlib.contextmanager
-    def generators_kept(self) -> Iterator[None]:
+    def generators_kept(self) -> contextlib.AbstractContextManager[None]:
         """Leave the generators as they were."""
-        before = self.generators()
-        try:
-            yield
-        finally:
-            self.set_generators(before)
+        return forked(self.devices)
