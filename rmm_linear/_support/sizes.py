@@ -1,0 +1,58 @@
+"""Sizes in bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_HINT = 'Use bytes as an integer, or a text such as "64MB" (10⁶ bytes) or "1.5GiB" (2³⁰ bytes).'
+
+
+def read_bytes(name: str, value: object) -> int:
+    """Read a number of bytes.
+
+    Args:
+        name: Of the argument, for errors.
+        value: A number of bytes, or a text: a number and a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB,
+            TiB (powers of 1024).
+
+    Returns:
+        The bytes, rounded down.
+
+    Raises:
+        TypeError: If it is neither an integer nor a text.
+        ValueError: If it is not positive, or the text is no size.
+
+    Example:
+        >>> read_bytes("memory", "64MB"), read_bytes("memory", "1.5 GiB")
+        (64000000, 1610612736)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name} must be a number of bytes or a text, got {value!r}. {_HINT}")
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+|\d*\.\d+)([KMGT]I?|)B?", value.replace(" ", "").upper())
+        if not match:
+            raise ValueError(f"{name} must be a size, got {value!r}. {_HINT}")
+        value = int(float(match[1]) * _UNITS[match[2]])
+    if value < 1:
+        raise ValueError(f"{name} must be at least one byte, got {value}. {_HINT}")
+    return value
+
+
+def show_bytes(count: int) -> str:
+    """Write a number of bytes with a unit, to three digits.
+
+    Args:
+        count: The bytes.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> show_bytes(28672), show_bytes(64_000_000)
+        ('28.0 KiB', '61.0 MiB')
+    """
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{count} bytes" if units[0] == "bytes" else f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {units[0]}"
