@@ -41,7 +41,7 @@ class LiveTensors(TorchDispatchMode):
         """Count into a result.
 
         Args:
-            result: It always has the peak so far.
+            result: It has the peak so far at any time.
         """
         super().__init__()
         self.result = result

@@ -114,7 +114,13 @@ class FollowedTensors(LiveTensors):
         super().__init__(result)
         self.place = place
         self.events: list[Event] = []
+        self.random: set[str] = set()  # modules that draw random numbers
         self._open = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(self.place.now[1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -9,7 +9,7 @@ from torch import nn
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.follow import Event, FollowedTensors, followed
-from rmm_linear.planning.step import as_in_training, fake_step
+from rmm_linear.planning.step import as_in_training, fake_step, run_step
 
 if TYPE_CHECKING:
     from rmm_linear.planning.block_plan import BlockPlan
@@ -23,7 +23,7 @@ def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
     and are not counted, nor is the workspace inside of an operator (convolutions have some), which only the allocator
     sees. The model, its gradients and the random number generators stay as they are. It takes about as long as a step
     of a small model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks
-    nothing is simulated with the mask.
+    nothing is simulated with the mask. What a converted model saves depends on values, so its step runs on real tensors.
 
     Args:
         model: The model, planned or not; or a plan made for one.
@@ -54,13 +54,22 @@ def simulate_events(model: nn.Module | BlockPlan, example: Any) -> tuple[Peak, l
     if not isinstance(model, nn.Module):
         with model.applied() as planned:
             return simulate_events(planned, example)
+    if _needs_values(model):
+        peak = Peak()
+        with as_in_training(model):
+            return peak, _watch(model, peak, lambda: run_step(model, example)).events
     peak = Peak(measure="simulated live tensors")
     with as_in_training(model), fake_step(model, example) as step:
-        return peak, _watch(model, peak, step)
+        return peak, _watch(model, peak, step).events
 
 
-def _watch(model: nn.Module, peak: Peak, step: Callable[[], None]) -> list[Event]:
+def _needs_values(model: nn.Module) -> bool:
+    """Whether this library's modules are in a model: which rows they save depends on masks and norms."""
+    return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
+
+
+def _watch(model: nn.Module, peak: Peak, step: Callable[[], None]) -> FollowedTensors:
     with followed(model) as place, FollowedTensors(peak, place) as live:
         step()
         live.finish()
-    return live.events
+    return live
