@@ -55,7 +55,7 @@ class Place:
     @property
     def now(self) -> tuple[str, str]:
         """The pass, and the innermost module."""
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1 and (self.modules or not self.backward):
             return FORWARD, self.modules[-1] if self.modules else ""
         return (RECOMPUTATION, self.modules[-1]) if self.modules else (BACKWARD, self.backward)
 

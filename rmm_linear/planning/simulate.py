@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.follow import Event, FollowedTensors, followed
-from rmm_linear.planning.step import as_in_training, fake_step, run_step
+from rmm_linear.planning.follow import FollowedTensors, followed
+from rmm_linear.planning.step import needs_values, prepared
 
 if TYPE_CHECKING:
     from rmm_linear.planning.block_plan import BlockPlan
@@ -38,38 +39,54 @@ def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
         >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
         'backward of 1'
     """
-    return simulate_events(model, example)[0]
+    if not isinstance(model, nn.Module):
+        with model.applied() as planned:
+            return simulate(planned, example)
+    return watch(model, example)[0]
 
 
-def simulate_events(model: nn.Module | BlockPlan, example: Any) -> tuple[Peak, list[Event]]:
-    """Predict the peak, and return all allocations and releases too.
+def watch(model: nn.Module, example: Any) -> tuple[Peak, FollowedTensors]:
+    """Run a step and follow its tensors.
 
     Args:
-        model: The model, planned or not; or a plan made for one.
+        model: The model.
         example: A training batch, as for :func:`simulate`.
 
     Returns:
-        The peak and the events.
+        The peak, and all that was followed.
     """
-    if not isinstance(model, nn.Module):
-        with model.applied() as planned:
-            return simulate_events(planned, example)
-    if _needs_values(model):
-        peak = Peak()
-        with as_in_training(model):
-            return peak, _watch(model, peak, lambda: run_step(model, example)).events
-    peak = Peak(measure="simulated live tensors")
-    with as_in_training(model), fake_step(model, example) as step:
-        return peak, _watch(model, peak, step).events
-
-
-def _needs_values(model: nn.Module) -> bool:
-    """Whether this library's modules are in a model: which rows they save depends on masks and norms."""
-    return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
-
-
-def _watch(model: nn.Module, peak: Peak, step: Callable[[], None]) -> FollowedTensors:
-    with followed(model) as place, FollowedTensors(peak, place) as live:
+    peak = Peak() if needs_values(model) else Peak(measure="simulated live tensors")
+    with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place) as live:
         step()
         live.finish()
-    return live
+    return peak, live
+
+
+def count_flops(model: nn.Module, example: Any) -> int:
+    """Count the floating-point operations of a step, recomputation included.
+
+    Args:
+        model: The model, planned or not.
+        example: A training batch, as for :func:`simulate`.
+
+    Returns:
+        The operations of matrix products, convolutions and attention.
+    """
+    # By itself: with live bytes counted at once, gradients of fake tensors appear twice.
+    with prepared(model, example) as step, flop_counter() as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return a counter that knows the CPU's fused attention too."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return FlopCounterMode(display=False, custom_mapping={attention: forward_flops, backward: backward_flops})

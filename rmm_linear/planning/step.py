@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rmm_linear.memory.inputs import call_with, restored
+
+Run = Callable[[nn.Module, Any], Any]
 
 
 def run_step(model: nn.Module, example: Any) -> None:
@@ -90,35 +92,54 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
 class _Step(nn.Module):
     """A step as one call, because parameters are replaced for the time of a call, and the backward pass needs them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, run: Run) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.run = model, run
 
     def forward(self, example: Any) -> None:
-        run_step(self.model, example)
+        self.run(self.model, example)
+
+
+def needs_values(model: nn.Module) -> bool:
+    """Say whether this library's modules are in a model: which rows they save depends on masks and norms.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Whether its step cannot run on fake tensors.
+    """
+    return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
 
 
 @contextmanager
-def fake_step(model: nn.Module, example: Any) -> Iterator[Any]:
-    """Prepare a step on fake tensors in the place of parameters, buffers and the batch.
+def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Callable[[], None]]:
+    """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
+
+    A converted model runs on the real ones.
 
     Args:
         model: The model.
         example: A training batch.
+        run: What to run on the model and the batch.
 
     Yields:
-        A function that runs the step; it is called in the mode of the fake tensors.
+        A function that runs it, inside of the block.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with as_in_training(model):
+        if needs_values(model):
+            yield lambda: run(model, example)
+            return
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake(tensor: Tensor) -> Tensor:
-        made = mode.from_tensor(tensor, static_shapes=True)
-        made.grad = None
-        return made
+        def fake(tensor: Tensor) -> Tensor:
+            made = mode.from_tensor(tensor, static_shapes=True)
+            made.grad = None
+            return made
 
-    step = _Step(model)
-    tensors = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
-    fakes = {name: fake(tensor) for name, tensor in tensors.items()}
-    batch = example if callable(example) else tree_map_only(Tensor, fake, example)
-    with mode:
-        yield lambda: functional_call(step, fakes, (batch,))
+        step = _Step(model, run)
+        tensors = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+        fakes = {name: fake(tensor) for name, tensor in tensors.items()}
+        batch = example if callable(example) else tree_map_only(Tensor, fake, example)
+        with mode:
+            yield lambda: functional_call(step, fakes, (batch,))
