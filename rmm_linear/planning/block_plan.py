@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -20,7 +19,6 @@ from rmm_linear.planning.recompute import Recomputed
 
 KEEP, RECOMPUTE, SELECTIVE, NESTED = "keep", "recompute", "selective", "nested"
 CHOICES = (KEEP, RECOMPUTE, SELECTIVE, NESTED)
-_FORMAT = "rmm_linear block plan 1"
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,8 @@ class BlockPlan:
         moment: When the peak is.
         flops: Operations of a step, by those of a step without the plan.
     """
+
+    FORMAT: ClassVar[str] = "rmm_linear block plan 1"
 
     blocks: list[PlannedBlock]
     memory: int = 0
@@ -156,7 +156,7 @@ class BlockPlan:
             Its fields.
         """
         shown = ("memory", "predicted", "plain", "moment", "flops")
-        return {"format": _FORMAT, **{name: getattr(self, name) for name in shown}, "blocks": [*map(asdict, self.blocks)]}
+        return {"format": self.FORMAT, **{name: getattr(self, name) for name in shown}, "blocks": [*map(asdict, self.blocks)]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan.
@@ -166,26 +166,21 @@ class BlockPlan:
         """
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> BlockPlan:
+        """Make a plan of what :meth:`to_dict` returned, the format left out.
 
-def load_plan(path: str | os.PathLike[str]) -> BlockPlan:
-    """Read a plan that :meth:`BlockPlan.save` wrote.
+        Args:
+            fields: Plain JSON types.
 
-    Args:
-        path: The file.
+        Returns:
+            The plan.
 
-    Returns:
-        The plan, to be applied to a model.
-
-    Raises:
-        ValueError: If the file is no plan.
-    """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if found.pop("format") != _FORMAT:
-            raise ValueError("another format")
-        blocks = [PlannedBlock(**{**block, "inner": tuple(block["inner"])}) for block in found.pop("blocks")]
-        if any(block.choice not in CHOICES for block in blocks):
-            raise ValueError(f"a choice is none of {', '.join(CHOICES)}")
-        return BlockPlan(blocks=blocks, **found)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no plan for blocks ({error}). Write one with plan.save().") from error
+        Raises:
+            ValueError: If a choice is unknown.
+        """
+        blocks = [PlannedBlock(**{**block, "inner": tuple(block["inner"])}) for block in fields.pop("blocks")]
+        unknown = {block.choice for block in blocks} - {*CHOICES}
+        if unknown:
+            raise ValueError(f"choices must be of {', '.join(CHOICES)}, got {', '.join(sorted(unknown))}")
+        return cls(blocks=blocks, **fields)

@@ -141,7 +141,8 @@ class _Plans:
             chosen = choose(self.options, max(target, low))
             if chosen is None:
                 break
-            made = judged.get(tuple(chosen)) or judged.setdefault(tuple(chosen), self.judge(chosen))
+            is_known = tuple(chosen) in judged
+            made = judged[tuple(chosen)] if is_known else judged.setdefault(tuple(chosen), self.judge(chosen))
             excess = made.predicted - self.budget
             if excess <= 0:
                 if best is None or made.seconds < best.seconds:
@@ -152,7 +153,8 @@ class _Plans:
                 break
             else:
                 high = target
-                target = (low + high) // 2 if best is not None else max(target - excess, low)
+                halve = is_known or best is not None
+                target = (low + high) // 2 if halve else max(target - excess, low)
         return best
 
     def smallest(self) -> BlockPlan:

@@ -1,0 +1,236 @@
+"""Recomputation by lower sets of a graph: Kusumoto et al. 2019 (arXiv 1905.11722), and segments by Chen et al. 2016.
+
+A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them keeps its
+boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds the
+sequence with the least recomputation whose stages fit:
+
+    kept before the stage + 2 m(V) + m(nodes that read L) + m(what those read beside L)  ≤  budget
+
+Sets are bit masks of nodes. "exact" uses all lower sets, otherwise those of the nodes that reach one node.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rmm_linear.planning.graph_costs import GraphCosts
+
+MOST_SETS = 3000
+_STATES = 100
+
+
+@dataclass(frozen=True)
+class _State:
+    kept: int
+    cached: float  # time of what is cached, which is not recomputed
+    before: _State | None
+    reached: int
+
+
+@dataclass(frozen=True)
+class _Set:
+    nodes: int
+    bytes: int
+    boundary: int
+    behind: int  # bytes of nodes that read it, and of what those read beside it
+
+
+class LowerSets:
+    """The lower sets of a graph, and sequences of them."""
+
+    def __init__(self, costs: GraphCosts, *, exact: bool = False) -> None:
+        """Find the lower sets.
+
+        Args:
+            costs: Of the graph.
+            exact: Whether all lower sets are used.
+
+        Raises:
+            ValueError: If there are too many.
+        """
+        self.count = costs.count
+        self.full = (1 << costs.count) - 1
+        outputs = {key for place, read in enumerate(costs.read) for key in read}
+        self.bytes = [0] * costs.count
+        for key, place in costs.made.items():
+            if key in outputs or costs.last[key] == costs.count:
+                self.bytes[place] += costs.size[key]
+        self.seconds = costs.seconds
+        self.before, self.after = _edges(costs)
+        groups = [sum(1 << place for place in group) for group in costs.groups]
+        self.sets = self._describe(self._all(groups) if exact else self._ancestors(groups))
+
+    def solve(self, budget: int) -> list[int] | None:
+        """Find the sequence of lower sets with the least recomputation.
+
+        Args:
+            budget: Bytes, in the terms of the paper: results of nodes, each with a gradient.
+
+        Returns:
+            The stages, as bit masks; None if nothing fits.
+        """
+        states: dict[int, list[_State]] = defaultdict(list, {0: [_State(0, 0.0, None, 0)]})
+        for place, begin in enumerate(self.sets):
+            front = _unbeaten(states.get(begin.nodes, []))
+            if not front:
+                continue
+            for end in self.sets[place + 1 :]:
+                if begin.nodes & ~end.nodes:
+                    continue
+                needed = 2 * (end.bytes - begin.bytes) + end.behind
+                if front[0].kept + needed > budget:
+                    continue
+                new = end.boundary & ~begin.nodes
+                kept, cached = self._sum(new, self.bytes), self._sum(new, self.seconds)
+                for state in front:
+                    if state.kept + needed > budget:
+                        break
+                    states[end.nodes].append(_State(state.kept + kept, state.cached + cached, state, end.nodes))
+        if not states[self.full]:
+            return None
+        state, stages = max(states[self.full], key=lambda one: one.cached), list[int]()
+        while state.before is not None:
+            stages.append(state.reached & ~state.before.reached)
+            state = state.before
+        return stages[::-1]
+
+    def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
+        """Say which part each node belongs to, and which parts are recomputed.
+
+        Args:
+            stages: The stages.
+
+        Returns:
+            By node: its part; and the parts that are recomputed, which are all but those that keep everything and the
+            last, whose recomputation frees nothing.
+        """
+        part, recomputed = [0] * self.count, set[int]()
+        for number, stage in enumerate(stages):
+            kept = all(self.after[place] & ~stage for place in _bits(stage))
+            if number < len(stages) - 1 and not kept:
+                recomputed.add(number)
+            for place in _bits(stage):
+                part[place] = number
+        return part, recomputed
+
+    def _ancestors(self, groups: Sequence[int]) -> set[int]:
+        found, reaching = {0, self.full}, [0] * self.count
+        for place in range(self.count):
+            reaching[place] = 1 << place
+            for other in _bits(self.before[place]):
+                reaching[place] |= reaching[other]
+        for place in range(self.count):
+            found.add(self._closed(reaching[place], reaching, groups))
+        return found
+
+    def _closed(self, nodes: int, reaching: Sequence[int], groups: Sequence[int]) -> int:
+        """The least lower set around nodes that divides no group."""
+        while True:
+            larger = nodes
+            for group in groups:
+                if larger & group:
+                    larger |= group
+            for place in _bits(larger & ~nodes):
+                larger |= reaching[place] or 1 << place
+                for other in _bits(self.before[place]):
+                    larger |= 1 << other | reaching[other]
+            if larger == nodes:
+                return nodes
+            nodes = larger
+
+    def _all(self, groups: Sequence[int]) -> set[int]:
+        found, todo = {0}, [0]
+        while todo:
+            nodes = todo.pop()
+            for place in _bits(self.full & ~nodes):
+                larger = nodes | 1 << place
+                if not self.before[place] & ~nodes and larger not in found:
+                    found.add(larger)
+                    todo.append(larger)
+            if len(found) > 100 * MOST_SETS:
+                break
+        legal = {nodes for nodes in found if all(nodes & group in (0, group) for group in groups)}
+        if len(legal) > MOST_SETS or todo:
+            number = f"more than {len(found):,}" if todo else f"{len(legal):,}"
+            raise ValueError(
+                f'method="kusumoto-exact" needs all lower sets of the graph, at most {MOST_SETS:,}; it has {number}. '
+                'Use method="kusumoto" or "cuts".'
+            )
+        return legal
+
+    def _describe(self, found: set[int]) -> list[_Set]:
+        described = []
+        for nodes in sorted(found, key=lambda one: (one.bit_count(), one)):
+            boundary = behind = beside = 0
+            for place in _bits(nodes):
+                if self.after[place] & ~nodes:
+                    boundary |= 1 << place
+                    behind |= self.after[place] & ~nodes
+            for place in _bits(behind):
+                beside |= self.before[place] & ~nodes
+            size = self._sum(behind, self.bytes) + self._sum(beside, self.bytes)
+            described.append(_Set(nodes, self._sum(nodes, self.bytes), boundary, size))
+        return described
+
+    @staticmethod
+    def _sum(nodes: int, values: Sequence[float]) -> int:
+        return sum(values[place] for place in _bits(nodes))  # type: ignore[return-value]
+
+
+def chen_segments(costs: GraphCosts, limit: int) -> list[tuple[int, int]]:
+    """Divide a graph into segments of about the same bytes, between nodes where one tensor alone crosses.
+
+    Args:
+        costs: Of the graph.
+        limit: Bytes that a segment makes before it is closed.
+
+    Returns:
+        Begins and ends.
+    """
+    crossing, made = [0] * (costs.count + 1), [0] * costs.count
+    for key, place in costs.made.items():
+        made[place] += costs.size[key]
+        if key in costs.differentiable:
+            for cut in range(place + 1, min(costs.last[key], costs.count) + 1):
+                crossing[cut] += 1
+    segments, begin, last = list[tuple[int, int]](), 0, 0
+    for cut in [*(cut for cut in costs.legal_cuts() if crossing[cut] == 1), costs.count]:
+        if last > begin and sum(made[begin:cut]) > limit:
+            segments.append((begin, last))
+            begin = last
+        last = cut
+    return [*segments, (begin, costs.count)]
+
+
+def _edges(costs: GraphCosts) -> tuple[list[int], list[int]]:
+    """By node: those that it reads and those that read it; random nodes follow each other, to draw the same numbers."""
+    place_of = {node: place for place, node in enumerate(costs.nodes)}
+    before, after = [0] * costs.count, [0] * costs.count
+    drawing = [place for place, drawn in enumerate(costs.random) if drawn]
+    edges = [(first, second) for first, second in zip(drawing, drawing[1:], strict=False)]
+    for node, place in place_of.items():
+        edges += [(place_of[each], place) for each in node.all_input_nodes if each in place_of]
+    for first, second in edges:
+        before[second] |= 1 << first
+        after[first] |= 1 << second
+    return before, after
+
+
+def _bits(nodes: int) -> Iterator[int]:
+    while nodes:
+        low = nodes & -nodes
+        yield low.bit_length() - 1
+        nodes ^= low
+
+
+def _unbeaten(states: list[_State]) -> list[_State]:
+    """States that keep less than all that cache more."""
+    found: list[_State] = []
+    for state in sorted(states, key=lambda one: (one.kept, -one.cached)):
+        if not found or state.cached > found[-1].cached:
+            found.append(state)
+    if len(found) <= _STATES:
+        return found
+    return [found[index * (len(found) - 1) // (_STATES - 1)] for index in range(_STATES)]
