@@ -59,7 +59,7 @@ _MODULES = {
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.functional",
 }
-_FOLDERS = ("estimators", "integrations", "losses", "memory", "ops", "variance")
+_FOLDERS = ("estimators", "integrations", "losses", "memory", "ops", "planning", "variance")
 
 
 def __getattr__(name: str) -> Any:

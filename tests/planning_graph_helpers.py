@@ -32,7 +32,11 @@ def roberta(layers=4):
 
 def llama(layers=4):
     config = LlamaConfig(
-        vocab_size=300, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=128,
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=128,
         tie_word_embeddings=True,
         use_cache=False,
     )

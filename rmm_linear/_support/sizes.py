@@ -55,4 +55,8 @@ def show_bytes(count: int) -> str:
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
-    return f"{count} bytes" if units[0] == "bytes" else f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {units[0]}"
+    return (
+        f"{count} bytes"
+        if units[0] == "bytes"
+        else f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {units[0]}"
+    )

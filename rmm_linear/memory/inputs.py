@@ -195,8 +195,8 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
     Args:
         model: The model.
-        batch: A mapping of keyword arguments, a sequence of arguments, or one argument; or a function that runs the model
-            on one.
+        batch: A mapping of keyword arguments, a sequence of arguments, or one argument; or a function that runs the
+            model on one.
 
     Returns:
         What it returns.

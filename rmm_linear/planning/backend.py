@@ -45,8 +45,8 @@ class Backend:
             _logger.info("%s", self.plans[key].summary())
             if len(self.plans) == 2:
                 _logger.warning(
-                    "The model has several graphs or shapes; each is planned for the whole budget. Where a graph breaks, "
-                    "planning.plan_blocks() plans the whole model."
+                    "The model has several graphs or shapes; each is planned for the whole budget. Where a graph "
+                    "breaks, planning.plan_blocks() plans the whole model."
                 )
         return self.plans[key].run(graph, inputs)
 
@@ -55,7 +55,7 @@ def backend(memory: int | float | str, method: str = "cuts") -> Backend:
     """Return a backend for torch.compile that keeps a training step within a memory budget.
 
     Args:
-        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain step's peak in (0, 1].
+        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain peak in (0, 1].
         method: As for :func:`rmm_linear.planning.plan_graph`.
 
     Returns:

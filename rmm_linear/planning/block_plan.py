@@ -27,8 +27,8 @@ class PlannedBlock:
 
     Attributes:
         name: The block.
-        choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested": recomputed, and
-            its parts again one by one.
+        choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested":
+            recomputed, and its parts again one by one.
         kept: Bytes that live after its forward pass, by the model that the plan was solved with.
         worst: Bytes at its worst moment, without what blocks before it keep.
         seconds: Time that is added to a step.
@@ -112,7 +112,9 @@ class BlockPlan:
         names = [name for block in self.blocks for name in (block.name, *block.inner)]
         for name in names:
             if name not in modules:
-                raise ValueError(f"The model has no module {name!r}. Plan this model itself.{did_you_mean(name, modules)}")
+                raise ValueError(
+                    f"The model has no module {name!r}. Plan this model itself.{did_you_mean(name, modules)}"
+                )
         chosen = [name for block in self.blocks if block.choice != KEEP for name in (block.name, *block.inner)]
         for name in chosen:
             if isinstance(modules[name].__dict__.get("forward"), Recomputed):
@@ -156,7 +158,11 @@ class BlockPlan:
             Its fields.
         """
         shown = ("memory", "predicted", "plain", "moment", "flops")
-        return {"format": self.FORMAT, **{name: getattr(self, name) for name in shown}, "blocks": [*map(asdict, self.blocks)]}
+        return {
+            "format": self.FORMAT,
+            **{name: getattr(self, name) for name in shown},
+            "blocks": [*map(asdict, self.blocks)],
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan.

@@ -11,8 +11,8 @@ from torch import nn
 def find_blocks(model: nn.Module) -> list[str]:
     """Find the blocks of a model.
 
-    A block is an entry of a list of like modules, as a transformer's layers are, that is in no other; or a module beside
-    such lists, as embeddings and heads are. A model without such a list has its children as blocks.
+    A block is an entry of a list of like modules, as a transformer's layers are, that is in no other; or a module
+    beside such lists, as embeddings and heads are. A model without such a list has its children as blocks.
 
     Args:
         model: The model.

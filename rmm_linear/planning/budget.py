@@ -25,7 +25,7 @@ def read_budget(memory: object, plain: int) -> int:
     if isinstance(memory, float):
         if not 0 < memory <= 1:
             raise ValueError(
-                f"memory as a share must be in (0, 1], got {memory}. Use an integer or a text such as \"2GB\" for bytes."
+                f'memory as a share must be in (0, 1], got {memory}. Use an integer or a text such as "2GB" for bytes.'
             )
         return int(memory * plain)
     return read_bytes("memory", memory)

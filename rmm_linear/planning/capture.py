@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.step import as_in_training, needs_values
@@ -38,13 +39,14 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
         found.append((graph, list(inputs)))
         return graph.forward
 
+    compiled: Any = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
     torch._dynamo.reset()
     try:
         with as_in_training(model):
-            call_with(torch.compile(model, backend=record, fullgraph=True, dynamic=False), example)
-    except torch._dynamo.exc.TorchDynamoException as error:
+            call_with(compiled, example)
+    except TorchDynamoException as error:
         raise CaptureError(
-            f"The model cannot be captured as one graph: {_where(error)}. Use planning.plan_blocks(), which needs no graph."
+            f"The model cannot be captured as one graph: {_where(error)}. Use planning.plan_blocks(), which needs none."
         ) from error
     finally:
         torch._dynamo.reset()

@@ -44,6 +44,7 @@ class GraphCosts:
         random: By node: whether it draws random numbers.
         groups: Nodes that belong in one piece, because one of them changes in place what another made.
         written: Names of inputs that a node changes.
+        contexts: Nodes that switch gradients or autocast on or off: none may change places with them.
     """
 
     graph: fx.GraphModule
@@ -63,6 +64,7 @@ class GraphCosts:
     random: list[bool] = field(default_factory=list)
     groups: list[set[int]] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
+    contexts: list[int] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -197,9 +199,13 @@ class _Runner(fx.Interpreter):
     def _note_changes(self, node: fx.Node, place: int) -> None:
         target = node.target
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if "set_grad_enabled" in name or name in ("_enter_autocast", "_exit_autocast"):
+            self.costs.contexts.append(place)
         if "batch_norm" in name or "instance_norm" in name:
             statistics = [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-            self.costs.written |= {one.name for one in statistics if isinstance(one, fx.Node) and one.op == "placeholder"}
+            self.costs.written |= {
+                one.name for one in statistics if isinstance(one, fx.Node) and one.op == "placeholder"
+            }
         is_inplace = (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
         if (is_inplace or target in _INPLACE or target is operator.setitem) and node.all_input_nodes:
             first = node.all_input_nodes[0]
@@ -215,5 +221,8 @@ class _Runner(fx.Interpreter):
             until = self.changed.get(key)
             if until is not None and until > place:
                 costs.groups.append({place, *(user for user in self.users[key] if user <= until)})
+        if costs.contexts:  # they come in pairs; what is between stays together
+            pairs = zip(costs.contexts[::2], costs.contexts[1::2], strict=False)
+            costs.groups += [set(range(first, last + 1)) for first, last in pairs]
         for place in range(costs.count - 1, -1, -1):
             costs.saver.update(dict.fromkeys(costs.saved[place], place))

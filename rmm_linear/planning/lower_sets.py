@@ -1,7 +1,7 @@
 """Recomputation by lower sets of a graph: Kusumoto et al. 2019 (arXiv 1905.11722), and segments by Chen et al. 2016.
 
-A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them keeps its
-boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds the
+A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them
+keeps its boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds the
 sequence with the least recomputation whose stages fit:
 
     kept before the stage + 2 m(V) + m(nodes that read L) + m(what those read beside L)  ≤  budget
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rmm_linear.planning.graph_costs import GraphCosts
 
@@ -209,7 +210,10 @@ def _edges(costs: GraphCosts) -> tuple[list[int], list[int]]:
     place_of = {node: place for place, node in enumerate(costs.nodes)}
     before, after = [0] * costs.count, [0] * costs.count
     drawing = [place for place, drawn in enumerate(costs.random) if drawn]
-    edges = [(first, second) for first, second in zip(drawing, drawing[1:], strict=False)]
+    edges = [*pairwise(drawing)]
+    for switch in costs.contexts:
+        edges += [(place, switch) for place in range(switch)]
+        edges += [(switch, place) for place in range(switch + 1, costs.count)]
     for node, place in place_of.items():
         edges += [(place_of[each], place) for each in node.all_input_nodes if each in place_of]
     for first, second in edges:

@@ -92,7 +92,9 @@ def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) 
     for node in list(split.graph.nodes):
         number = int(node.target.split("_")[1]) if node.op == "call_module" else -1
         if number in recomputed:
-            written = [i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and each.name in costs.written]
+            written = [
+                i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and each.name in costs.written
+            ]
             random = any(drawn for place, drawn in enumerate(costs.random) if part[place] == number)
             setattr(split, node.target, RecomputedPiece(split.get_submodule(node.target), written, random))
     split.recompile()

@@ -134,7 +134,7 @@ class _Plans:
         return made
 
     def search(self) -> BlockPlan | None:
-        """The fastest plan found that fits: the solver's budget falls by the excess of its plan, or rises into the rest."""
+        """The fastest plan found that fits: the solver's budget falls by its plan's excess, or rises into the rest."""
         low, high, target = least(self.options), None, self.budget
         best, judged = None, dict[tuple[int, ...], BlockPlan]()
         for _ in range(_TRIES):
@@ -163,7 +163,6 @@ class _Plans:
         for choice in {option.name for block in self.options for option in block} - {KEEP}:
             tried.append([self._place(block, choice) for block in self.options])
         return min((self.judge(chosen) for chosen in tried), key=lambda plan: plan.predicted)
-
 
     @staticmethod
     def _place(block: Sequence[Option], choice: str) -> int:

@@ -18,7 +18,7 @@ from rmm_linear.planning.lower_sets import LowerSets, chen_segments
 from rmm_linear.planning.pieces import graph_flops, run_in_pieces, simulate_graph
 
 METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
-_TRIES = 8
+_BISECTIONS, _POINTS, _BETWEEN = 6, 6, 4  # budgets that are tried
 _SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24)
 
 Parts = tuple[list[int], set[int]]
@@ -27,14 +27,14 @@ Parts = tuple[list[int], set[int]]
 def plan_graph(model: nn.Module, example: Any, memory: int | float | str, *, method: str = "cuts") -> GraphPlan:
     """Plan which pieces of a model's graph are recomputed, so that a step fits into a memory budget.
 
-    The graph is captured by torch.compile's front end; nothing is compiled. Loss, gradients and buffers stay those of the
-    model to the bit. Pieces may begin and end between any two operators, so networks without a list of like blocks,
+    The graph is captured by torch.compile's front end; nothing is compiled. Loss, gradients and buffers stay those of
+    the model to the bit. Pieces may begin and end between any two operators, so networks without a list of like blocks,
     convolutional ones above all, save more than with :func:`rmm_linear.planning.plan_blocks`.
 
     Args:
         model: The model, in training mode.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. The graph must be a single one.
-        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain step's peak in (0, 1].
+        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain peak in (0, 1].
         method: "cuts": ours, over cuts of the order of execution, or the best of the others where they are better;
             "chen": segments of about the same size, all but the last recomputed; "kusumoto": the dynamic program over
             the lower sets of every node; "kusumoto-exact": over all lower sets, which suits small graphs.
@@ -43,8 +43,8 @@ def plan_graph(model: nn.Module, example: Any, memory: int | float | str, *, met
         The plan; ``plan.apply()`` returns the model to train.
 
     Raises:
-        ValueError: If nothing fits, with the least budget that was found; if the method is unknown; or if the model is no
-            single graph, with the line.
+        ValueError: If nothing fits, with the least budget that was found; if the method is unknown; or if the model is
+            no single graph, with the line.
 
     Example:
         >>> import torch
@@ -137,25 +137,24 @@ class _Search:
         self.descend(method, lambda target: sets.parts(stages) if (stages := sets.solve(target)) else None, scale=2.0)
 
     def descend(self, method: str, solve: Callable[[int], Parts | None], scale: float = 1.0) -> None:
-        """Lower the method's own budget until its plan fits, then look for the largest that does."""
-        low, high, target = 0, None, int(scale * self.budget)
-        for _ in range(_TRIES):
+        """Try the method's own budgets from the least possible on, then between the last that fits and the next."""
+        low = _least(solve, int(scale * self.budget))
+        high = max(int(scale * self.budget), low)
+        fits, exceeds = 0, 0
+        for step in range(_POINTS):
+            target = int(low * (high / low) ** (step / (_POINTS - 1)))
             parts = solve(target)
-            if parts is None:
-                low = target
-                if high is None:
-                    target = 2 * target
-                    continue
+            if parts is not None and self.judge(parts, method) <= self.budget:
+                fits = target
+            elif fits and not exceeds:
+                exceeds = target
+        for _ in range(_BETWEEN if fits and exceeds else 0):
+            target = (fits + exceeds) // 2
+            parts = solve(target)
+            if parts is not None and self.judge(parts, method) <= self.budget:
+                fits = target
             else:
-                excess = self.judge(parts, method) - self.budget
-                if excess > 0:
-                    high = target
-                    target = target - excess if low == 0 and excess < target // 2 else (low + target) // 2
-                    continue
-                low = target
-            if high is None:
-                break
-            target = (low + high) // 2
+                exceeds = target
 
     def judge(self, parts: Parts, method: str) -> int:
         """Simulate a proposal."""
@@ -182,6 +181,17 @@ class _Search:
         for number, (begin, end) in enumerate(segments):
             part[begin:end] = [number] * (end - begin)
         return part, set(range(len(segments) - 1))
+
+
+def _least(solve: Callable[[int], Parts | None], high: int) -> int:
+    """A budget near the least for which a method finds something."""
+    low = 0
+    while solve(high) is None:
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) // 2
+        low, high = (middle, high) if solve(middle) is None else (low, middle)
+    return high
 
 
 def _of_pieces(count: int, pieces: Sequence[Any] | None) -> Parts | None:

@@ -24,13 +24,14 @@ def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
     and are not counted, nor is the workspace inside of an operator (convolutions have some), which only the allocator
     sees. The model, its gradients and the random number generators stay as they are. It takes about as long as a step
     of a small model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks
-    nothing is simulated with the mask. What a converted model saves depends on values, so its step runs on real tensors.
+    nothing is simulated with the mask. What a converted model saves depends on values, so its step runs on real
+    tensors.
 
     Args:
         model: The model, planned or not; or a plan made for one.
-        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a function
-            that runs the model on one and returns its output or loss. Without a loss, the sum of all outputs is
-            differentiated.
+        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
+            function that runs the model on one and returns its output or loss. Without a loss, the sum of all outputs
+            is differentiated.
 
     Returns:
         Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time.

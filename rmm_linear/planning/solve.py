@@ -15,7 +15,8 @@ class Option:
     Attributes:
         name: Of the option.
         kept: Bytes that live after the block's forward pass.
-        worst: Bytes at the worst moment of its forward, recomputation or backward pass, without what blocks before keep.
+        worst: Bytes at the worst moment of its forward, recomputation or backward pass, without what blocks before it
+            keep.
         seconds: Time that is added.
     """
 
