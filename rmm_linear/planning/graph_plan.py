@@ -85,6 +85,11 @@ class GraphPlan:
             f"operations × {self.flops:.3f}"
         )
 
+    @property
+    def seconds(self) -> float:
+        """A rough time that is added to a step."""
+        return sum(piece.seconds for piece in self.pieces if piece.choice == "recompute")
+
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         """Return a captured graph in the plan's pieces.
 

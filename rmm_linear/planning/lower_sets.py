@@ -1,8 +1,8 @@
 """Recomputation by lower sets of a graph: Kusumoto et al. 2019 (arXiv 1905.11722), and segments by Chen et al. 2016.
 
-A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them
-keeps its boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds the
-sequence with the least recomputation whose stages fit:
+A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them keeps
+its boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds
+the sequence with the least recomputation whose stages fit:
 
     kept before the stage + 2 m(V) + m(nodes that read L) + m(what those read beside L)  ≤  budget
 

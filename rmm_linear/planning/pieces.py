@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) 
     if not recomputed:
         return costs.graph
     where = {node.name: part[place] for place, node in enumerate(costs.nodes)}
-    split = split_module(costs.graph, costs.graph, lambda node: where.get(node.name, 0))  # type: ignore[arg-type]
+    ordered = _in_order_of_parts(costs, part)
+    split = split_module(ordered, ordered, lambda node: where.get(node.name, 0))  # type: ignore[arg-type]
     for node in list(split.graph.nodes):
         number = int(node.target.split("_")[1]) if node.op == "call_module" else -1
         if number in recomputed:
@@ -99,6 +101,20 @@ def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) 
             setattr(split, node.target, RecomputedPiece(split.get_submodule(node.target), written, random))
     split.recompile()
     return split
+
+
+def _in_order_of_parts(costs: GraphCosts, part: Sequence[int]) -> fx.GraphModule:
+    """The graph with the nodes of each part one after another, as they will run."""
+    if all(first <= second for first, second in pairwise(part)):
+        return costs.graph
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    order = sorted(range(costs.count), key=lambda place: part[place])
+    known = set(costs.nodes)
+    others = [node for node in costs.graph.graph.nodes if node not in known]
+    end = [node for node in others if node.op == "output"]
+    for node in [*(n for n in others if n.op != "output"), *(costs.nodes[place] for place in order), *end]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(costs.graph, graph)
 
 
 def simulate_graph(costs: GraphCosts, run: Callable[..., Any]) -> Peak:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rmm_linear.context.repeated_seeds import RepeatedSeeds
+
 _aten = torch.ops.aten
 # Products: most of the time and little of the memory. Selective recomputation keeps their results.
 PRODUCTS = {
@@ -73,19 +75,20 @@ class Recomputed:
         """
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        buffers = _Buffers(self.module)
+        buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            first, again = nullcontext(), buffers.as_before()
+            again = _all(buffers.as_before(), seeds.again())
             if not self.selective:
-                return first, again
+                return nullcontext(), again
             saved, cached = create_selective_checkpoint_contexts(_keep_products)
-            return saved, _both(cached, again)
+            return saved, _all(again, cached)
 
         output = checkpoint(
             self.inner, *args, use_reentrant=False, preserve_rng_state=self.random, context_fn=contexts, **kwargs
         )
         buffers.keep_written()
+        seeds.finish()
         return output
 
 
@@ -123,8 +126,8 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _all(*managers: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(second)
-        stack.enter_context(first)
+        for manager in managers:
+            stack.enter_context(manager)
         yield

@@ -157,7 +157,8 @@ def test_a_block_that_overwrites_its_input_is_kept():
 
 def test_a_converted_model_keeps_its_sketches():
     model, example = network("roberta")
-    rmm_linear.convert(model, RMMConfig(checkpointed="packed", min_rows=8))
+    example = {name: torch.cat([value] * 8) for name, value in example.items()}
+    rmm_linear.convert(model, RMMConfig(checkpointed="packed", min_rows=8, bits=4))
     expected = gradients(model, lambda: run_step(model, example))
     plan = BlockPlan([PlannedBlock(f"roberta.encoder.layer.{place}", "recompute") for place in (0, 1)])
     plan.apply(model)
