@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rmm_linear.planning.graph_costs import GraphCosts
 
@@ -36,8 +37,7 @@ class Piece:
     recomputed: bool
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     kept: int
     seconds: float
     before: _State | None = None

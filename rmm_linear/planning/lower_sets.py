@@ -15,15 +15,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
+
+import torch
 
 from rmm_linear.planning.graph_costs import GraphCosts
 
 MOST_SETS = 3000
-_STATES = 100
+_STATES = 30
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     kept: int
     cached: float  # time of what is cached, which is not recomputed
     before: _State | None
@@ -73,22 +75,27 @@ class LowerSets:
             The stages, as bit masks; None if nothing fits.
         """
         states: dict[int, list[_State]] = defaultdict(list, {0: [_State(0, 0.0, None, 0)]})
+        boundaries = torch.tensor([self._row(one.boundary) for one in self.sets], dtype=torch.float64)
+        values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64).T
         for place, begin in enumerate(self.sets):
             front = _unbeaten(states.get(begin.nodes, []))
             if not front:
                 continue
-            for end in self.sets[place + 1 :]:
+            outside = 1 - torch.tensor(self._row(begin.nodes), dtype=torch.float64)
+            added: list[list[float]] = (boundaries[place + 1 :] @ (outside[:, None] * values)).tolist()
+            for end, (kept, cached) in zip(self.sets[place + 1 :], added, strict=True):
                 if begin.nodes & ~end.nodes:
                     continue
                 needed = 2 * (end.bytes - begin.bytes) + end.behind
                 if front[0].kept + needed > budget:
                     continue
-                new = end.boundary & ~begin.nodes
-                kept, cached = self._sum(new, self.bytes), self._sum(new, self.seconds)
+                reached = states[end.nodes]
                 for state in front:
                     if state.kept + needed > budget:
                         break
-                    states[end.nodes].append(_State(state.kept + kept, state.cached + cached, state, end.nodes))
+                    reached.append(_State(state.kept + int(kept), state.cached + cached, state, end.nodes))
+                if len(reached) > 20 * _STATES:
+                    reached[:] = _unbeaten(reached)
         if not states[self.full]:
             return None
         state, stages = max(states[self.full], key=lambda one: one.cached), list[int]()
@@ -174,6 +181,9 @@ class LowerSets:
             size = self._sum(behind, self.bytes) + self._sum(beside, self.bytes)
             described.append(_Set(nodes, self._sum(nodes, self.bytes), boundary, size))
         return described
+
+    def _row(self, nodes: int) -> list[float]:
+        return [float(nodes >> place & 1) for place in range(self.count)]
 
     @staticmethod
     def _sum(nodes: int, values: Sequence[float]) -> int:

@@ -18,7 +18,7 @@ from rmm_linear.planning.lower_sets import LowerSets, chen_segments
 from rmm_linear.planning.pieces import graph_flops, run_in_pieces, simulate_graph
 
 METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
-_BISECTIONS, _POINTS, _BETWEEN = 6, 6, 4  # budgets that are tried
+_BISECTIONS, _POINTS, _BETWEEN = 5, 6, 3  # budgets that are tried
 _SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24)
 
 Parts = tuple[list[int], set[int]]
@@ -140,10 +140,11 @@ class _Search:
         """Try the method's own budgets from the least possible on, then between the last that fits and the next."""
         low = _least(solve, int(scale * self.budget))
         high = max(int(scale * self.budget), low)
+        points = [int(low * (high / low) ** (step / (_POINTS - 1))) for step in range(_POINTS)]
+        ends = solve(low), solve(high)
         fits, exceeds = 0, 0
-        for step in range(_POINTS):
-            target = int(low * (high / low) ** (step / (_POINTS - 1)))
-            parts = solve(target)
+        for target in points if ends[0] != ends[1] else points[:1]:
+            parts = solve(target) if target not in (low, high) else ends[target == high]
             if parts is not None and self.judge(parts, method) <= self.budget:
                 fits = target
             elif fits and not exceeds:

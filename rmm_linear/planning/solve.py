@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _MOST = 400  # states that are carried from block to block; more than enough for blocks that are alike
 
@@ -26,8 +27,7 @@ class Option:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     kept: int
     seconds: float
     chosen: tuple[_State, int] | None

@@ -81,7 +81,7 @@ def test_other_methods_change_no_bit_and_are_not_better(name, method):
 def test_all_lower_sets_of_a_small_graph_are_used_and_those_of_a_large_one_refused():
     torch.manual_seed(0)
     model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(16, 16), nn.Tanh())))
-    plan = plan_graph(model, torch.ones(500, 16), memory=0.75, method="kusumoto-exact")
+    plan = plan_graph(model, torch.ones(500, 16), memory=0.8, method="kusumoto-exact")
     assert plan.predicted <= plan.memory
     wide, example = network("llama")
     with pytest.raises(ValueError, match=r"at most 3,000; it has (more than )?[\d,]+"):
