@@ -11,25 +11,17 @@ Sets are bit masks of nodes. "exact" uses all lower sets, otherwise those of the
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rmm_linear.planning.graph_costs import GraphCosts
 
 MOST_SETS = 3000
-_STATES = 30
-
-
-class _State(NamedTuple):
-    kept: int
-    cached: float  # time of what is cached, which is not recomputed
-    before: _State | None
-    reached: int
+_STATES = 100
 
 
 @dataclass(frozen=True)
@@ -74,34 +66,36 @@ class LowerSets:
         Returns:
             The stages, as bit masks; None if nothing fits.
         """
-        states: dict[int, list[_State]] = defaultdict(list, {0: [_State(0, 0.0, None, 0)]})
-        boundaries = torch.tensor([self._row(one.boundary) for one in self.sets], dtype=torch.float64)
-        values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64).T
-        for place, begin in enumerate(self.sets):
-            front = _unbeaten(states.get(begin.nodes, []))
-            if not front:
-                continue
-            outside = 1 - torch.tensor(self._row(begin.nodes), dtype=torch.float64)
-            added: list[list[float]] = (boundaries[place + 1 :] @ (outside[:, None] * values)).tolist()
-            for end, (kept, cached) in zip(self.sets[place + 1 :], added, strict=True):
-                if begin.nodes & ~end.nodes:
-                    continue
-                needed = 2 * (end.bytes - begin.bytes) + end.behind
-                if front[0].kept + needed > budget:
-                    continue
-                reached = states[end.nodes]
-                for state in front:
-                    if state.kept + needed > budget:
-                        break
-                    reached.append(_State(state.kept + int(kept), state.cached + cached, state, end.nodes))
-                if len(reached) > 20 * _STATES:
-                    reached[:] = _unbeaten(reached)
-        if not states[self.full]:
+        count, last = len(self.sets), len(self.sets) - 1
+        kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
+        cached = torch.zeros((count, _STATES), dtype=torch.float64)
+        origins = torch.zeros((count, _STATES), dtype=torch.int64)
+        kept[0, 0] = 0
+        sizes = torch.tensor([float(one.bytes) for one in self.sets], dtype=torch.float64)
+        values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64)
+        members = torch.tensor([self._row(one.nodes) for one in self.sets], dtype=torch.float64)
+        for place in range(1, count):
+            end, inside = self.sets[place], members[place]
+            begins = members[:place]
+            is_subset = (begins * (1 - inside)).sum(1) == 0
+            new = (1 - begins) @ (torch.tensor(self._row(end.boundary), dtype=torch.float64) * values).T
+            needed = 2 * (inside @ values[0] - sizes[:place]) + end.behind
+            fits = (kept[:place] + needed[:, None] <= budget) & is_subset[:, None]
+            found = fits.flatten().nonzero().flatten()
+            bytes_kept = (kept[:place] + new[:, :1]).flatten()[found]
+            time_cached = (cached[:place] + new[:, 1:]).flatten()[found]
+            chosen = _unbeaten(bytes_kept, time_cached)
+            kept[place, : len(chosen)] = bytes_kept[chosen]
+            cached[place, : len(chosen)] = time_cached[chosen]
+            origins[place, : len(chosen)] = found[chosen]
+        if torch.isinf(kept[last, 0]):
             return None
-        state, stages = max(states[self.full], key=lambda one: one.cached), list[int]()
-        while state.before is not None:
-            stages.append(state.reached & ~state.before.reached)
-            state = state.before
+        best = int(torch.where(torch.isinf(kept[last]), -1.0, cached[last]).argmax())
+        stages, place = list[int](), last
+        while place:
+            before, state = divmod(int(origins[place, best]), _STATES)
+            stages.append(self.sets[place].nodes & ~self.sets[before].nodes)
+            place, best = before, state
         return stages[::-1]
 
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
@@ -239,12 +233,14 @@ def _bits(nodes: int) -> Iterator[int]:
         nodes ^= low
 
 
-def _unbeaten(states: list[_State]) -> list[_State]:
-    """States that keep less than all that cache more."""
-    found: list[_State] = []
-    for state in sorted(states, key=lambda one: (one.kept, -one.cached)):
-        if not found or state.cached > found[-1].cached:
-            found.append(state)
-    if len(found) <= _STATES:
-        return found
-    return [found[index * (len(found) - 1) // (_STATES - 1)] for index in range(_STATES)]
+def _unbeaten(kept: Tensor, cached: Tensor) -> Tensor:
+    """Places of the states that keep less than all that cache more, thinned out to what is carried."""
+    order = torch.argsort(cached, descending=True, stable=True)
+    order = order[torch.argsort(kept[order], stable=True)]
+    best = torch.cummax(cached[order], 0).values if len(order) else cached
+    is_better = torch.ones(len(order), dtype=torch.bool)
+    is_better[1:] = cached[order][1:] > best[:-1]
+    order = order[is_better]
+    if len(order) <= _STATES:
+        return order
+    return order[torch.linspace(0, len(order) - 1, _STATES, dtype=torch.float64).long()]
