@@ -48,7 +48,7 @@ def plan_graph(model: nn.Module, example: Any, memory: int | float | str, *, met
 
     Example:
         >>> import torch
-        >>> model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(64, 64), nn.Tanh())))
+        >>> model = nn.Sequential(*(each for _ in range(12) for each in (nn.Linear(64, 64), nn.Tanh())))
         >>> plan = plan_graph(model, torch.ones(1000, 64), memory=0.7)
         >>> plan.predicted <= 0.7 * plan.plain
         True
