@@ -112,8 +112,8 @@ def layer_inputs(
 
     handles = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in modules.items()]
     try:
-        with _restored(model), torch.enable_grad(), track_saved(model) as ledger:
-            output = _call(model, batch)
+        with restored(model), torch.enable_grad(), track_saved(model) as ledger:
+            output = call_with(model, batch)
             # Inside the block, while the graph is alive: its nodes know what they saved.
             savers, storages = _savers(output), dict(ledger.storages)
             inputs = {
@@ -190,7 +190,17 @@ class _NoRecomputation(TorchFunctionMode):
         raise _RecomputationError
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_with(model: nn.Module, batch: Any) -> Any:
+    """Run a model on a batch.
+
+    Args:
+        model: The model.
+        batch: A mapping of keyword arguments, a sequence of arguments, or one argument; or a function that runs the
+            model on one.
+
+    Returns:
+        What it returns.
+    """
     if callable(batch):
         return batch()
     if isinstance(batch, Mapping):
@@ -199,8 +209,15 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Set training mode inside the block; restore modes, buffers and random number generators after it."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Set training mode inside the block; restore modes, buffers and random number generators after it.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +20,29 @@ class Peak:
 
     Attributes:
         bytes: Peak memory.
-        measure: What was measured: "cuda allocated" or "cpu live tensors".
+        measure: What was measured: "cuda allocated", "cpu live tensors", or "simulated live tensors".
+        moment: When, if the modules were followed: "forward of encoder.layer.0", "backward of ...".
+        by_module: Bytes that live at that moment, by the module that made them, if the modules were followed; "" is
+            the model itself.
+        timeline: Live bytes after every allocation and release, and the moment of each, if the modules were followed.
     """
 
     bytes: int = 0
     measure: str = "cpu live tensors"
+    moment: str = ""
+    by_module: dict[str, int] = field(default_factory=dict)
+    timeline: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
 
-class _LiveTensors(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """Adds up the bytes of the live storages that operators returned."""
 
     def __init__(self, result: Peak) -> None:
+        """Count into a result.
+
+        Args:
+            result: It has the peak so far at any time.
+        """
         super().__init__()
         self.result = result
         self.live: dict[int, int] = {}
@@ -38,9 +50,11 @@ class _LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        inputs = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(output):
-            if storage._cdata not in inputs:  # views, and results written into an argument, allocate nothing
+        if func.is_view:  # of a constant, fake tensors make a storage that no operator has returned
+            return output
+        inputs = {storage._cdata for storage in storages((args, kwargs))}
+        for storage in storages(output):
+            if storage._cdata not in inputs:  # results written into an argument allocate nothing
                 self._add(storage)
         return output
 
@@ -57,7 +71,15 @@ class _LiveTensors(TorchDispatchMode):
         self.now -= self.live.pop(key)
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors in nested arguments.
+
+    Args:
+        tree: Tensors in tuples, lists and mappings, among other things.
+
+    Returns:
+        One per dense tensor.
+    """
     leaves = tree_leaves(tree)
     return [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
 
@@ -94,5 +116,5 @@ def peak(device: torch.device | str | None = None) -> Iterator[Peak]:
             result.bytes = torch.cuda.max_memory_allocated(device)
     else:
         result = Peak()
-        with _LiveTensors(result):
+        with LiveTensors(result):
             yield result

@@ -1,0 +1,192 @@
+"""A plan for the blocks of a model, as data: print it, save it, apply it, revert it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from rmm_linear._support.files import write_text
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.recompute import Recomputed
+
+KEEP, RECOMPUTE, SELECTIVE, NESTED = "keep", "recompute", "selective", "nested"
+CHOICES = (KEEP, RECOMPUTE, SELECTIVE, NESTED)
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """What happens to a block.
+
+    Attributes:
+        name: The block.
+        choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested":
+            recomputed, and its parts again one by one.
+        kept: Bytes that live after its forward pass, by the model that the plan was solved with.
+        worst: Bytes at its worst moment, without what blocks before it keep.
+        seconds: Time that is added to a step.
+        random: Whether it draws random numbers.
+        inner: The parts of a nested block.
+    """
+
+    name: str
+    choice: str
+    kept: int = 0
+    worst: int = 0
+    seconds: float = 0.0
+    random: bool = True
+    inner: tuple[str, ...] = ()
+
+
+@dataclass
+class BlockPlan:
+    """Which blocks of a model are recomputed in the backward pass.
+
+    Attributes:
+        blocks: In the order of the forward pass.
+        memory: The budget in bytes.
+        predicted: Peak of a step with the plan, simulated.
+        plain: Peak of a step without it, simulated.
+        moment: When the peak is.
+        flops: Operations of a step, by those of a step without the plan.
+    """
+
+    FORMAT: ClassVar[str] = "rmm_linear block plan 1"
+
+    blocks: list[PlannedBlock]
+    memory: int = 0
+    predicted: int = 0
+    plain: int = 0
+    moment: str = ""
+    flops: float = 1.0
+    _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    _applied: list[Recomputed] = field(default_factory=list, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        header = ("block", "choice", "kept", "worst moment", "seconds")
+        rows = [
+            (block.name, block.choice, show_bytes(block.kept), show_bytes(block.worst), f"{block.seconds:.2g}")
+            for block in self.blocks
+        ]
+        return f"{self.summary()}\n{table(header, rows)}"
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        counts = {choice: sum(block.choice == choice for block in self.blocks) for choice in CHOICES}
+        chosen = " ".join(f"{choice}={count}" for choice, count in counts.items())
+        return (
+            f"rmm_linear plan: {chosen} peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, "
+            f"budget {show_bytes(self.memory)}, operations × {self.flops:.3f}, {self.moment}"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Time that is added to a step."""
+        return sum(block.seconds for block in self.blocks)
+
+    def apply(self, model: nn.Module | None = None) -> nn.Module:
+        """Recompute the chosen blocks of a model from now on.
+
+        Args:
+            model: A model with the planned blocks; None is the one that the plan was made for.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: If the plan is applied already, has no model, or the model lacks a block.
+        """
+        model = self._model if model is None else model
+        if model is None:
+            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
+        if self._applied:
+            raise ValueError("The plan is applied already. Use plan.revert() first.")
+        modules = dict(model.named_modules())
+        names = [name for block in self.blocks for name in (block.name, *block.inner)]
+        for name in names:
+            if name not in modules:
+                raise ValueError(
+                    f"The model has no module {name!r}. Plan this model itself.{did_you_mean(name, modules)}"
+                )
+        chosen = [name for block in self.blocks if block.choice != KEEP for name in (block.name, *block.inner)]
+        for name in chosen:
+            if isinstance(modules[name].__dict__.get("forward"), Recomputed):
+                raise ValueError(f"{name} is recomputed by another plan already. Use revert() of that plan first.")
+        for block in self.blocks:
+            if block.choice != KEEP:
+                inner = block.inner if block.choice == NESTED else ()
+                selective = block.choice == SELECTIVE
+                self._applied += [Recomputed(modules[name], random=block.random) for name in inner]
+                self._applied.append(Recomputed(modules[block.name], selective=selective, random=block.random))
+        for each in self._applied:
+            each.attach()
+        self._model = model
+        return model
+
+    def revert(self) -> None:
+        """Undo :meth:`apply`."""
+        while self._applied:
+            self._applied.pop().detach()
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Apply the plan inside the block, if it is not applied already.
+
+        Yields:
+            The model.
+        """
+        if self._applied and self._model is not None:
+            yield self._model
+            return
+        model = self.apply()
+        try:
+            yield model
+        finally:
+            self.revert()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON types.
+
+        Returns:
+            Its fields.
+        """
+        shown = ("memory", "predicted", "plain", "moment", "flops")
+        return {
+            "format": self.FORMAT,
+            **{name: getattr(self, name) for name in shown},
+            "blocks": [*map(asdict, self.blocks)],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan.
+
+        Args:
+            path: A JSON file.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> BlockPlan:
+        """Make a plan of what :meth:`to_dict` returned, the format left out.
+
+        Args:
+            fields: Plain JSON types.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: If a choice is unknown.
+        """
+        blocks = [PlannedBlock(**{**block, "inner": tuple(block["inner"])}) for block in fields.pop("blocks")]
+        unknown = {block.choice for block in blocks} - {*CHOICES}
+        if unknown:
+            raise ValueError(f"choices must be of {', '.join(CHOICES)}, got {', '.join(sorted(unknown))}")
+        return cls(blocks=blocks, **fields)

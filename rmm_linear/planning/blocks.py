@@ -1,0 +1,107 @@
+"""The blocks of a model: its outermost repeated modules, and what is before, between and after them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Find the blocks of a model.
+
+    A block is an entry of a list of like modules, as a transformer's layers are, that is in no other; or a module
+    beside such lists, as embeddings and heads are. A model without such a list has its children as blocks.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their names, in the order in which the model has them.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> find_blocks(nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
+        ['0', '1.layers.0', '1.layers.1']
+    """
+    if _repeats(model):
+        return _split("", model)
+    return [name for child, module in model.named_children() for name in _callable(child, module)]
+
+
+def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
+    """Find the parts of a block that may be recomputed by themselves while it is recomputed.
+
+    Args:
+        model: The model.
+        block: Name of the block.
+
+    Returns:
+        Names of its children that have children; of the first level that has several children.
+    """
+    module = model.get_submodule(block)
+    children = [(f"{block}.{name}", child) for name, child in module.named_children()]
+    if len(children) == 1:
+        return find_inner(model, children[0][0])
+    return tuple(name for name, child in children if _is_callable(child) and any(child.children()))
+
+
+def owner_of(name: str, blocks: Iterable[str]) -> str | None:
+    """Return the block that a module belongs to.
+
+    Args:
+        name: Of the module.
+        blocks: Names of blocks, none inside of another.
+
+    Returns:
+        The block, or None.
+    """
+    return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
+
+
+def alike(model: nn.Module, name: str) -> str:
+    """Return what modules that cost the same have in common, the input aside.
+
+    Args:
+        model: The model.
+        name: Of a module.
+
+    Returns:
+        Its class and the shapes of its parameters.
+    """
+    module = model.get_submodule(name)
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    return f"{type(module).__qualname__} {shapes}"
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _callable(name: str, module: nn.Module) -> list[str]:
+    if _is_callable(module):
+        return [name]
+    return [found for child, inner in module.named_children() for found in _callable(f"{name}.{child}", inner)]
+
+
+def _repeated(module: nn.Module) -> set[type[nn.Module]]:
+    """Classes that a list has several entries of."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return set()
+    kinds = Counter(type(child) for child in module.children() if _is_callable(child) and any(child.children()))
+    return {kind for kind, count in kinds.items() if count > 1}
+
+
+def _repeats(module: nn.Module) -> bool:
+    return any(_repeated(inner) for inner in module.modules())
+
+
+def _split(name: str, module: nn.Module) -> list[str]:
+    if not _repeats(module):
+        return _callable(name, module)
+    found: list[str] = []
+    for child, inner in module.named_children():
+        path = f"{name}.{child}" if name else child
+        found += [path] if type(inner) in _repeated(module) else _split(path, inner)
+    return found

@@ -1,0 +1,31 @@
+"""Memory budgets as people write them: bytes, "2GB", or a share of what there is."""
+
+from __future__ import annotations
+
+from rmm_linear._support.sizes import read_bytes
+
+
+def read_budget(memory: object, plain: int) -> int:
+    """Read a memory budget.
+
+    Args:
+        memory: A number of bytes, a text such as "2GB", or a share in (0, 1].
+        plain: Bytes that a share is of.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: If a share is not in (0, 1], or a size is not positive.
+
+    Example:
+        >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget(1, 100)
+        (2048, 50, 1)
+    """
+    if isinstance(memory, float):
+        if not 0 < memory <= 1:
+            raise ValueError(
+                f'memory as a share must be in (0, 1], got {memory}. Use an integer or a text such as "2GB" for bytes.'
+            )
+        return int(memory * plain)
+    return read_bytes("memory", memory)

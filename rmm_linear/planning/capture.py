@@ -1,0 +1,63 @@
+"""Capture a model's forward pass as one graph, by torch.compile's front end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from rmm_linear.memory.inputs import call_with
+from rmm_linear.planning.step import as_in_training, needs_values
+
+
+class CaptureError(ValueError):
+    """A model is no single graph."""
+
+
+def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """Capture the forward pass of a training step.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+
+    Returns:
+        The graph, whose parameters and buffers are inputs, and its inputs.
+
+    Raises:
+        CaptureError: If it is no single graph, with the line where it ends.
+    """
+    if needs_values(model):
+        raise CaptureError(
+            "A converted model draws its sketches in another order when it is captured. Use planning.plan_blocks()."
+        )
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def record(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((graph, list(inputs)))
+        return graph.forward
+
+    compiled: Any = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
+    torch._dynamo.reset()
+    try:
+        with as_in_training(model):
+            call_with(compiled, example)
+    except TorchDynamoException as error:
+        raise CaptureError(
+            f"The model cannot be captured as one graph: {_where(error)}. Use planning.plan_blocks(), which needs none."
+        ) from error
+    finally:
+        torch._dynamo.reset()
+    if len(found) != 1:
+        raise CaptureError(f"The model must be one graph, got {len(found)}. Use planning.plan_blocks().")
+    return found[0]
+
+
+def _where(error: Exception) -> str:
+    """The first line of the message, and the innermost line of the model."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith("File ")]
+    reason = lines[0] if lines else type(error).__name__
+    return f"{reason}, at {places[-1]}" if places else reason

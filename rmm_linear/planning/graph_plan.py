@@ -1,0 +1,222 @@
+"""A plan for a captured graph, as data: print it, save it, apply it, revert it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from rmm_linear._support.files import write_text
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear.planning.graph_costs import GraphCosts, graph_costs
+from rmm_linear.planning.pieces import run_in_pieces
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """A piece of a graph.
+
+    Attributes:
+        first: Name of its first node.
+        last: Name of its last node.
+        nodes: Number of its nodes.
+        choice: "keep" or "recompute".
+        saved: Bytes that its nodes save for the backward pass if it is kept.
+        seconds: A rough time of its forward pass.
+    """
+
+    first: str
+    last: str
+    nodes: int
+    choice: str
+    saved: int
+    seconds: float
+
+
+@dataclass
+class GraphPlan:
+    """Which pieces of a captured graph are recomputed in the backward pass.
+
+    Attributes:
+        method: How it was found: "cuts", "chen", "kusumoto" or "kusumoto-exact".
+        graph: Fingerprint of the graph.
+        part: By node: the number of its part.
+        recomputed: Numbers of the parts that are recomputed.
+        pieces: The parts, for the reader.
+        memory: The budget in bytes.
+        predicted: Peak of a step with the plan, simulated.
+        plain: Peak of a step without it, simulated.
+        flops: Operations of a step, by those of a step without the plan.
+    """
+
+    FORMAT: ClassVar[str] = "rmm_linear graph plan 1"
+
+    method: str
+    graph: str
+    part: list[int]
+    recomputed: list[int]
+    pieces: list[PlannedPiece]
+    memory: int = 0
+    predicted: int = 0
+    plain: int = 0
+    flops: float = 1.0
+    _model: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        header = ("piece", "nodes", "choice", "saved", "seconds")
+        rows = [
+            (f"{one.first} … {one.last}", str(one.nodes), one.choice, show_bytes(one.saved), f"{one.seconds:.2g}")
+            for one in self.pieces
+        ]
+        return f"{self.summary()}\n{table(header, rows)}"
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        return (
+            f"rmm_linear plan: method={self.method} pieces={len(self.pieces)} recompute={len(self.recomputed)} "
+            f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, budget {show_bytes(self.memory)}, "
+            f"operations × {self.flops:.3f}"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """A rough time that is added to a step."""
+        return sum(piece.seconds for piece in self.pieces if piece.choice == "recompute")
+
+    def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+        """Return a captured graph in the plan's pieces.
+
+        Args:
+            graph: The graph that was planned, captured anew.
+            inputs: Its inputs.
+
+        Returns:
+            A module with the same inputs and outputs.
+
+        Raises:
+            ValueError: If it is another graph.
+        """
+        if fingerprint(graph, inputs) != self.graph:
+            raise ValueError("The plan is of another graph: the model or the shapes differ. Plan it with plan_graph().")
+        return self.of(graph_costs(graph, inputs))
+
+    def of(self, costs: GraphCosts) -> fx.GraphModule:
+        """Return the measured graph in the plan's pieces.
+
+        Args:
+            costs: Of the graph.
+
+        Returns:
+            A module with the same inputs and outputs.
+        """
+        return run_in_pieces(costs, self.part, set(self.recomputed))
+
+    def apply(self, model: nn.Module | None = None) -> Any:
+        """Return the model to train, which shares its parameters with the given one.
+
+        Args:
+            model: The planned model; None is the one that the plan was made for.
+
+        Returns:
+            The model, compiled by torch.compile's front end alone: its operators are PyTorch's own. Graphs of other
+            shapes than the planned one are planned anew for the same budget.
+
+        Raises:
+            ValueError: If the plan has no model.
+        """
+        from rmm_linear.planning.backend import Backend  # it makes plans
+
+        model = self._model if model is None else model
+        if model is None:
+            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
+        self._model = model
+        return torch.compile(model, backend=Backend(self.memory, self.method, known=[self]), dynamic=False)
+
+    def revert(self) -> nn.Module | None:
+        """Return the model itself, which the plan has not changed."""
+        return self._model
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan.
+
+        Args:
+            path: A JSON file.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON types.
+
+        Returns:
+            Its fields.
+        """
+        fields = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"format": self.FORMAT, **fields, "pieces": [*map(asdict, self.pieces)]}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> GraphPlan:
+        """Make a plan of what :meth:`to_dict` returned, the format left out.
+
+        Args:
+            fields: Plain JSON types.
+
+        Returns:
+            The plan.
+        """
+        pieces = [PlannedPiece(**piece) for piece in fields.pop("pieces")]
+        return cls(pieces=pieces, **fields)
+
+
+def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> list[PlannedPiece]:
+    """Describe the pieces of a plan.
+
+    Args:
+        costs: Of the graph.
+        part: By node: the number of its part.
+        recomputed: Numbers of the parts that are recomputed.
+
+    Returns:
+        A row per part.
+    """
+    rows, seconds = [], costs.seconds
+    for number in sorted(set(part)):
+        places = [place for place, one in enumerate(part) if one == number]
+        keys = set().union(*(costs.saved[place] for place in places))
+        saved = sum(costs.size[key] for key in keys if part[costs.made[key]] == number)
+        rows.append(
+            PlannedPiece(
+                costs.nodes[places[0]].name,
+                costs.nodes[places[-1]].name,
+                len(places),
+                "recompute" if number in recomputed else "keep",
+                saved,
+                sum(seconds[place] for place in places),
+            )
+        )
+    return rows
+
+
+def fingerprint(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Return what tells a graph and its shapes from others.
+
+    Args:
+        graph: A captured graph.
+        inputs: Its inputs.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    nodes = [f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}" for node in graph.graph.nodes]
+    shapes = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in inputs if isinstance(each, Tensor)]
+    return hashlib.sha256(repr((nodes, shapes)).encode()).hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__qualname__", str(target))

@@ -1,0 +1,156 @@
+"""What every block of a model costs in a training step: memory, operations, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.blocks import find_blocks, owner_of
+from rmm_linear.planning.follow import FORWARD, Event
+from rmm_linear.planning.observe import observe
+from rmm_linear.planning.simulate import watch
+from rmm_linear.planning.timing import time_modules
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A block in one training step.
+
+    Attributes:
+        name: The block.
+        kept: Bytes that live after its forward pass and did not before.
+        worst: Bytes at the worst moment of its own forward, recomputation or backward pass, without what the blocks
+            before it keep.
+        storages: Bytes of the storages that it is the first to save, largest first.
+        flops: Operations of its forward pass.
+        seconds: Time of its forward pass; like blocks have the same.
+        random: Whether it draws random numbers.
+        writes_input: Whether a tensor that it was given is changed in place, so that it cannot be recomputed.
+    """
+
+    name: str
+    kept: int
+    worst: int
+    storages: tuple[int, ...]
+    flops: int
+    seconds: float
+    random: bool
+    writes_input: bool
+
+    @property
+    def transient(self) -> int:
+        """Bytes that its worst moment adds to what it keeps."""
+        return max(0, self.worst - self.kept)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The blocks of a model in one training step.
+
+    Attributes:
+        blocks: In the order of the forward pass.
+        peak: Of the whole step.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    peak: Peak
+
+    def __str__(self) -> str:
+        header = ("block", "kept", "saved", "transient", "GFLOP", "seconds", "random", "in place")
+        rows = [
+            (
+                block.name,
+                show_bytes(block.kept),
+                show_bytes(sum(block.storages)),
+                show_bytes(block.transient),
+                f"{block.flops / 1e9:.3g}",
+                f"{block.seconds:.2g}",
+                "yes" if block.random else "",
+                "yes" if block.writes_input else "",
+            )
+            for block in self.blocks
+        ]
+        return f"{table(header, rows)}\npeak {show_bytes(self.peak.bytes)}, {self.peak.moment}"
+
+
+def measure(model: nn.Module, example: Any) -> Costs:
+    """Measure what every block of a model costs in a training step.
+
+    Memory and operations come from a step on fake tensors, see :func:`rmm_linear.planning.simulate`; time from forward
+    passes on the real ones that save nothing.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+
+    Returns:
+        A row per block.
+
+    Example:
+        >>> import torch
+        >>> costs = measure(nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 1)), torch.ones(5, 10))
+        >>> [sum(block.storages) for block in costs.blocks]  # the batch, the activation
+        [200, 2000, 0]
+    """
+    names = find_blocks(model)
+    seen = observe(model, example, names)
+    blocks = list(seen)
+    peak, live = watch(model, example)
+    random = {owner_of(name, blocks) for name in live.random}
+    kept, worst = by_block(live.events, blocks)
+    seconds = time_modules(model, example, blocks)
+    return Costs(
+        tuple(
+            BlockCost(
+                name,
+                kept[name],
+                worst[name],
+                tuple(seen[name].storages),
+                seen[name].flops,
+                seconds[name],
+                name in random,
+                seen[name].writes_input,
+            )
+            for name in blocks
+        ),
+        peak,
+    )
+
+
+def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Divide the live bytes of a step among blocks.
+
+    Args:
+        events: Of the step.
+        blocks: Names, in the order of the forward pass.
+
+    Returns:
+        Name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks before
+        it keep.
+    """
+    after: dict[str, int] = {}
+    highest: dict[str, int] = dict.fromkeys(blocks, 0)
+    current, owners = blocks[0], dict[str, str | None]()
+    for event in events:
+        if event.running not in owners:
+            owners[event.running] = owner_of(event.running, blocks)
+        owner = owners[event.running]
+        if owner is not None:
+            current = owner
+        if event.pass_ == FORWARD:
+            after[current] = event.now
+        highest[current] = max(highest[current], event.now)
+    kept: dict[str, int] = {}
+    before = 0
+    worst: dict[str, int] = {}
+    for name in blocks:
+        worst[name] = highest[name] - before
+        kept[name] = max(0, after.get(name, before) - before)
+        before += kept[name]
+    return kept, worst

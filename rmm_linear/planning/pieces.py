@@ -1,0 +1,163 @@
+"""Run a graph in pieces, some of which are recomputed in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.follow import FollowedTensors, Place
+from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.simulate import flop_counter
+from rmm_linear.planning.step import loss_of
+
+
+class RecomputedPiece(nn.Module):
+    """A piece of a graph under activation checkpointing."""
+
+    def __init__(self, piece: nn.Module, written: Sequence[int], random: bool) -> None:
+        """Wrap a piece.
+
+        Args:
+            piece: The piece.
+            written: Places of the arguments that it changes: statistics of norms, counters.
+            random: Whether it draws random numbers, which are to be repeated.
+        """
+        super().__init__()
+        self.piece = piece
+        self.written = tuple(written)
+        self.random = random
+
+    def forward(self, *args: Any) -> Any:
+        """Run the piece, and again in the backward pass.
+
+        Args:
+            *args: Of the piece.
+
+        Returns:
+            What the piece returns.
+        """
+        if not torch.is_grad_enabled():
+            return self.piece(*args)
+        written: dict[int, Tensor] = {place: args[place] for place in self.written}
+        before = {place: tensor.detach().clone() for place, tensor in written.items()}
+
+        def run(*others: Any) -> Any:
+            # What is changed is no argument of checkpoint, which would find it changed in the backward pass.
+            rest = iter(others)
+            return self.piece(*(written[place] if place in written else next(rest) for place in range(len(args))))
+
+        @contextmanager
+        def as_before() -> Iterator[None]:
+            now = {place: tensor.detach().clone() for place, tensor in written.items()}
+            try:
+                for place, tensor in written.items():
+                    tensor.data.copy_(before[place])
+                yield
+            finally:
+                for place, tensor in written.items():
+                    tensor.data.copy_(now[place])
+
+        others = [each for place, each in enumerate(args) if place not in written]
+        return checkpoint(
+            run,
+            *others,
+            use_reentrant=False,
+            preserve_rng_state=self.random,
+            context_fn=lambda: (nullcontext(), as_before()),
+        )
+
+
+def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> fx.GraphModule:
+    """Split a graph and recompute some of its parts.
+
+    Args:
+        costs: Of the graph.
+        part: By node: the number of its part.
+        recomputed: Numbers of the parts that are recomputed.
+
+    Returns:
+        A module with the graph's inputs and outputs.
+    """
+    if not recomputed:
+        return costs.graph
+    where = {node.name: part[place] for place, node in enumerate(costs.nodes)}
+    ordered = _in_order_of_parts(costs, part)
+    split = split_module(ordered, ordered, lambda node: where.get(node.name, 0))  # type: ignore[arg-type]
+    for node in list(split.graph.nodes):
+        number = int(node.target.split("_")[1]) if node.op == "call_module" else -1
+        if number in recomputed:
+            written = [
+                i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and each.name in costs.written
+            ]
+            random = any(drawn for place, drawn in enumerate(costs.random) if part[place] == number)
+            setattr(split, node.target, RecomputedPiece(split.get_submodule(node.target), written, random))
+    split.recompile()
+    return split
+
+
+def _in_order_of_parts(costs: GraphCosts, part: Sequence[int]) -> fx.GraphModule:
+    """The graph with the nodes of each part one after another, as they will run."""
+    if all(first <= second for first, second in pairwise(part)):
+        return costs.graph
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    order = sorted(range(costs.count), key=lambda place: part[place])
+    known = set(costs.nodes)
+    others = [node for node in costs.graph.graph.nodes if node not in known]
+    end = [node for node in others if node.op == "output"]
+    for node in [*(n for n in others if n.op != "output"), *(costs.nodes[place] for place in order), *end]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(costs.graph, graph)
+
+
+def simulate_graph(costs: GraphCosts, run: Callable[..., Any]) -> Peak:
+    """Simulate a forward and a backward pass of a graph.
+
+    Args:
+        costs: Of the graph.
+        run: The graph, in pieces or not.
+
+    Returns:
+        The peak.
+    """
+    peak, place = Peak(measure="simulated live tensors"), Place()
+    with costs.mode, FollowedTensors(peak, place) as live:
+        _step(costs, run)
+        live.finish()
+    return peak
+
+
+def graph_flops(costs: GraphCosts, run: Callable[..., Any]) -> int:
+    """Count the floating-point operations of a forward and a backward pass.
+
+    Args:
+        costs: Of the graph.
+        run: The graph, in pieces or not.
+
+    Returns:
+        The operations of matrix products, convolutions and attention.
+    """
+    with costs.mode, flop_counter() as counter:
+        _step(costs, run)
+    return counter.get_total_flops()
+
+
+def _step(costs: GraphCosts, run: Callable[..., Any]) -> None:
+    inputs = [each for each in costs.inputs if isinstance(each, Tensor)]
+    for each in inputs:
+        each.grad = None
+    with torch.enable_grad():
+        loss_of(_loss_or_all(run(*costs.inputs))).backward()
+
+
+def _loss_or_all(outputs: Any) -> Any:
+    """A graph's first output if that is a scalar, as a loss is."""
+    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    return first if isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad else outputs

@@ -1,0 +1,133 @@
+"""Recompute a module in the backward pass, bit by bit as it ran before: random numbers, buffers and sketches repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rmm_linear.context.repeated_seeds import RepeatedSeeds
+
+_aten = torch.ops.aten
+# Products: most of the time and little of the memory. Selective recomputation keeps their results.
+PRODUCTS = {
+    packet
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if (packet := getattr(_aten, name, None)) is not None
+}
+
+
+class Recomputed:
+    """The forward pass of a module under activation checkpointing.
+
+    It takes the place of the method ``forward`` of one module, so hooks of the module itself run once.
+    """
+
+    def __init__(self, module: nn.Module, *, selective: bool = False, random: bool = True) -> None:
+        """Wrap a module's forward pass; :meth:`attach` puts it in place.
+
+        Args:
+            module: The module.
+            selective: Whether the results of products are kept and all others recomputed.
+            random: Whether the module draws random numbers, which are to be repeated.
+        """
+        self.module = module
+        self.selective = selective
+        self.random = random
+        self.inner: Callable[..., Any] = module.forward
+        self.replaced = module.__dict__.get("forward")  # by another library
+
+    def attach(self) -> None:
+        """Recompute the module from now on."""
+        self.module.forward = self
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        if self.replaced is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.forward = self.replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, and again in the backward pass.
+
+        Args:
+            *args: Of the module.
+            **kwargs: Of the module.
+
+        Returns:
+            What the module returns.
+        """
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            again = _all(buffers.as_before(), seeds.again())
+            if not self.selective:
+                return nullcontext(), again
+            saved, cached = create_selective_checkpoint_contexts(_keep_products)
+            return saved, _all(again, cached)
+
+        output = checkpoint(
+            self.inner, *args, use_reentrant=False, preserve_rng_state=self.random, context_fn=contexts, **kwargs
+        )
+        buffers.keep_written()
+        seeds.finish()
+        return output
+
+
+class _Buffers:
+    """The buffers that a module's forward pass writes, as they were before it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        training = [inner for inner in module.modules() if inner.training]
+        self.before = [
+            # Norms write their statistics without a new version.
+            (buffer, -1 if isinstance(inner, _NormBase) else buffer._version, buffer.detach().clone())
+            for inner in training
+            for buffer in inner.buffers(recurse=False)
+        ]
+
+    def keep_written(self) -> None:
+        self.before = [(buffer, known, value) for buffer, known, value in self.before if buffer._version != known]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Run a recomputation on the buffers of the first time, and leave them as they are now."""
+        now = [buffer.detach().clone() for buffer, _, _ in self.before]
+        try:
+            for buffer, _, value in self.before:
+                buffer.data.copy_(value)
+            yield
+        finally:
+            for (buffer, _, _), value in zip(self.before, now, strict=True):
+                buffer.data.copy_(value)
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "_overloadpacket", operator)
+    return CheckpointPolicy.MUST_SAVE if packet in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _all(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield

@@ -1,0 +1,93 @@
+"""The peak memory of a training step, before it is paid: the step runs on tensors that have shapes but no memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.follow import FollowedTensors, followed
+from rmm_linear.planning.step import needs_values, prepared
+
+if TYPE_CHECKING:
+    from rmm_linear.planning.block_plan import BlockPlan
+
+
+def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
+    """Predict the peak memory of a training step without its memory.
+
+    A forward and a backward pass run on fake tensors, and the bytes of all tensors that operators make are added up:
+    activations, gradients of the parameters, temporary results. Parameters, buffers and the batch exist before the step
+    and are not counted, nor is the workspace inside of an operator (convolutions have some), which only the allocator
+    sees. The model, its gradients and the random number generators stay as they are. It takes about as long as a step
+    of a small model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks
+    nothing is simulated with the mask. What a converted model saves depends on values, so its step runs on real
+    tensors.
+
+    Args:
+        model: The model, planned or not; or a plan made for one.
+        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
+            function that runs the model on one and returns its output or loss. Without a loss, the sum of all outputs
+            is differentiated.
+
+    Returns:
+        Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time.
+
+    Example:
+        >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
+        'backward of 1'
+    """
+    if not isinstance(model, nn.Module):
+        with model.applied() as planned:
+            return simulate(planned, example)
+    return watch(model, example)[0]
+
+
+def watch(model: nn.Module, example: Any) -> tuple[Peak, FollowedTensors]:
+    """Run a step and follow its tensors.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`simulate`.
+
+    Returns:
+        The peak, and all that was followed.
+    """
+    peak = Peak() if needs_values(model) else Peak(measure="simulated live tensors")
+    with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place) as live:
+        step()
+        live.finish()
+    return peak, live
+
+
+def count_flops(model: nn.Module, example: Any) -> int:
+    """Count the floating-point operations of a step, recomputation included.
+
+    Args:
+        model: The model, planned or not.
+        example: A training batch, as for :func:`simulate`.
+
+    Returns:
+        The operations of matrix products, convolutions and attention.
+    """
+    # By itself: with live bytes counted at once, gradients of fake tensors appear twice.
+    with prepared(model, example) as step, flop_counter() as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return a counter that knows the CPU's fused attention too."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return FlopCounterMode(display=False, custom_mapping={attention: forward_flops, backward: backward_flops})

@@ -1,0 +1,145 @@
+"""One training step, on the real tensors or on fake ones, which have shapes but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rmm_linear.memory.inputs import call_with, restored
+
+Run = Callable[[nn.Module, Any], Any]
+
+
+def run_step(model: nn.Module, example: Any) -> None:
+    """Run a forward and a backward pass; the gradients of the parameters are left in ``.grad``.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+    """
+    total = loss_of(call_with(model, example))
+    total.backward()
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return what a step differentiates: the loss, or the sum of all outputs of a model that returns none.
+
+    Args:
+        output: What the model returned.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If no output depends on a parameter.
+    """
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss if loss.dim() == 0 else loss.sum()
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise ValueError(
+            "The model must return a tensor that depends on its trained parameters, got none. Set requires_grad on the "
+            "parameters that are trained."
+        )
+    if len(found) == 1 and found[0].dim() == 0:
+        return found[0]
+    sums = [leaf.sum() for leaf in found]
+    return sums[0] if len(sums) == 1 else sum(sums[1:], sums[0])
+
+
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[None]:
+    """Set the gradients of a model aside inside the block, so that a step makes its own.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    with restored(model), own_gradients(model), torch.enable_grad():
+        yield
+
+
+class _Step(nn.Module):
+    """A step as one call, because parameters are replaced for the time of a call, and the backward pass needs them."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self, example: Any) -> None:
+        self.run(self.model, example)
+
+
+def needs_values(model: nn.Module) -> bool:
+    """Say whether this library's modules are in a model: which rows they save depends on masks and norms.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Whether its step cannot run on fake tensors.
+    """
+    return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
+
+
+@contextmanager
+def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Callable[[], None]]:
+    """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
+
+    A converted model runs on the real ones.
+
+    Args:
+        model: The model.
+        example: A training batch.
+        run: What to run on the model and the batch.
+
+    Yields:
+        A function that runs it, inside of the block.
+    """
+    with as_in_training(model):
+        if needs_values(model):
+            yield lambda: run(model, example)
+            return
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(tensor: Tensor) -> Tensor:
+            made = mode.from_tensor(tensor, static_shapes=True)
+            made.grad = None
+            return made
+
+        step = _Step(model, run)
+        tensors = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+        fakes = {name: fake(tensor) for name, tensor in tensors.items()}
+        batch = example if callable(example) else tree_map_only(Tensor, fake, example)
+        with mode:
+            yield lambda: functional_call(step, fakes, (batch,))

@@ -1,0 +1,144 @@
+"""Planned graphs: within the budget, predicted to the byte, and the same gradients and buffers to the bit."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from planning_graph_helpers import NETWORKS, gradients, network
+from torch import nn
+
+import rmm_linear
+from rmm_linear.memory import peak
+from rmm_linear.planning import backend, load_plan, plan_graph
+from rmm_linear.planning.capture import CaptureError, capture
+from rmm_linear.planning.pieces import RecomputedPiece
+from rmm_linear.planning.step import loss_of, run_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    yield
+    torch._dynamo.reset()
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def real_peak(run, inputs):
+    """Live bytes of a step of a graph on its real inputs."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            each.grad = None
+    gc.collect()
+    with peak("cpu") as measured:
+        outputs = run(*inputs)
+        first = outputs[0]
+        loss = loss_of(first if first.dim() == 0 else outputs)
+        del outputs, first
+        loss.backward()
+    return measured.bytes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_planned_graph_fits_and_changes_no_bit(name):
+    model, example = network(name)
+    before = copy.deepcopy(model.state_dict())
+    expected = gradients(model, lambda: run_step(model, example))
+    model.load_state_dict(before)
+    plan = plan_graph(model, example, memory=0.65)
+    assert plan.predicted <= plan.memory == int(0.65 * plan.plain)
+    assert plan.recomputed
+
+    planned = plan.apply()
+    assert same(gradients(model, lambda: run_step(planned, example)), expected)
+
+    graph, inputs = capture(model, example)
+    pieces = plan.run(graph, inputs)
+    assert any(isinstance(piece, RecomputedPiece) for piece in pieces.children())
+    assert real_peak(pieces, inputs) == plan.predicted
+    assert real_peak(graph, inputs) == plan.plain
+
+
+@pytest.mark.parametrize("method", ["chen", "kusumoto"])
+@pytest.mark.parametrize("name", ["mlp", "unet"])
+def test_other_methods_change_no_bit_and_are_not_better(name, method):
+    model, example = network(name)
+    before = copy.deepcopy(model.state_dict())
+    expected = gradients(model, lambda: run_step(model, example))
+    model.load_state_dict(before)
+    plan = plan_graph(model, example, memory=0.8, method=method)
+    assert plan.predicted <= plan.memory
+    planned = plan.apply()
+    assert same(gradients(model, lambda: run_step(planned, example)), expected)
+    ours = plan_graph(model, example, memory=0.8)
+    assert ours.seconds <= plan.seconds
+
+
+def test_all_lower_sets_of_a_small_graph_are_used_and_those_of_a_large_one_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(16, 16), nn.Tanh())))
+    plan = plan_graph(model, torch.ones(500, 16), memory=0.8, method="kusumoto-exact")
+    assert plan.predicted <= plan.memory
+    wide, example = network("llama")
+    with pytest.raises(ValueError, match=r"at most 3,000; it has (more than )?[\d,]+"):
+        plan_graph(wide, example, memory=0.5, method="kusumoto-exact")
+
+
+def test_a_plan_is_data(tmp_path):
+    model, example = network("mlp")
+    plan = plan_graph(model, example, memory=0.6)
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan
+    expected = gradients(model, lambda: run_step(model, example))
+    planned = again.apply(model)
+    assert same(gradients(model, lambda: run_step(planned, example)), expected)
+    assert again.revert() is model
+    assert len(str(plan).splitlines()) == 3 + len(plan.pieces)
+    graph, inputs = capture(model, example[:5])
+    with pytest.raises(ValueError, match="another graph"):
+        plan.run(graph, inputs)
+
+
+def test_a_backend_plans_every_shape_once():
+    model, example = network("mlp")
+    expected = [gradients(model, lambda rows=rows: run_step(model, example[:rows])) for rows in (64, 32, 64)]
+    planner = backend(memory=0.8)
+    planned = torch.compile(model, backend=planner, dynamic=False)
+    for rows, each in zip((64, 32, 64), expected, strict=True):
+        assert same(gradients(model, lambda rows=rows: run_step(planned, example[:rows])), each)
+    assert len(planner.plans) == 2
+    assert all(plan.recomputed for plan in planner.plans.values())
+
+
+class Broken(nn.Module):
+    """Its graph ends where a value decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+def test_a_model_that_is_no_graph_is_refused_with_the_line():
+    with pytest.raises(CaptureError, match=r"(?s)test_plan_graph.py.*plan_blocks"):
+        plan_graph(Broken(), torch.ones(3, 4), memory=0.9)
+    converted, example = network("roberta")
+    rmm_linear.convert(converted)
+    with pytest.raises(CaptureError, match="converted"):
+        plan_graph(converted, example, memory=0.9)
+
+
+def test_bad_input_is_refused():
+    model, example = network("mlp")
+    with pytest.raises(ValueError, match="Did you mean 'kusumoto'"):
+        plan_graph(model, example, memory=0.5, method="kusumuto")
+    with pytest.raises(ValueError, match=r"the least found is \d+ bytes"):
+        plan_graph(model, example, memory=0.01)

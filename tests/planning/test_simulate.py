@@ -1,0 +1,58 @@
+"""The simulated peak is that of the real step, to the byte."""
+
+import gc
+
+import pytest
+import torch
+from planning_graph_helpers import NETWORKS, network
+from torch import nn
+
+from rmm_linear.memory import peak
+from rmm_linear.planning import simulate
+from rmm_linear.planning.step import run_step
+
+
+def real_peak(model, example):
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    with peak("cpu") as measured:
+        run_step(model, example)
+    model.zero_grad(set_to_none=True)
+    return measured.bytes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_simulated_peak_is_that_of_the_real_step(name):
+    model, example = network(name)
+    found = simulate(model, example)
+    assert found.bytes == real_peak(model, example)
+    assert sum(found.by_module.values()) == found.bytes
+    assert found.moment.split(" of ")[0] in ("forward", "backward")
+    assert max(now for now, _ in found.timeline) == found.bytes
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp"])
+def test_simulation_leaves_no_trace(name):
+    model, example = network(name)
+    model.eval()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    parameters = list(model.parameters())
+    parameters[0].grad = torch.ones_like(parameters[0])
+    before = torch.get_rng_state()
+    simulate(model, example)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    assert parameters[0].grad is not None
+    assert parameters[1].grad is None
+    assert not model.training
+
+
+def test_parameter_gradients_are_counted_and_parameters_are_not():
+    layer = nn.Linear(1000, 1000, bias=False)
+    assert simulate(layer, torch.ones(1, 1000)).bytes // 4 // 1000**2 == 1
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    with pytest.raises(ValueError, match="depends on its trained parameters"):
+        simulate(nn.ReLU(), torch.ones(3))
