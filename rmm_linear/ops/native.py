@@ -36,20 +36,29 @@ def sketch(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
-    matrix, tokens = matrix if dtype is None else matrix.to(dtype), matrix.shape[0]
+    tokens = matrix.shape[0]
+    if dtype not in TYPES or matrix.dtype not in TYPES or not _is_hashed(matrix, kind, rows, mask):
+        matrix, dtype = matrix if dtype is None else matrix.to(dtype), None
     sketch_rows = sketches.kept_rows(tokens, rows, block)
     if mask is None and sketch_rows >= tokens:
         return matrix
     shape = {"kind": kind, "seed": seed, "rows": rows, "block": block, "mask": mask}
     if kind in SAMPLERS and sketch_rows < tokens:
         return sketches.sketch(matrix, **shape, p=p, generator=native.philox)
-    return _sketch_parts(matrix, **shape)(0, sketch_rows)
+    return _sketch_parts(matrix, **shape, dtype=dtype)(0, sketch_rows)
 
 
 def _sketch_parts(
-    matrix: Tensor, *, kind: str, seed: Tensor, rows: int, block: int | None, mask: TokenMask | None
+    matrix: Tensor,
+    *,
+    kind: str,
+    seed: Tensor,
+    rows: int,
+    block: int | None,
+    mask: TokenMask | None,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[int, int], Tensor]:
-    """As :func:`rmm_linear.sketches.sketch_parts`."""
+    """As :func:`rmm_linear.sketches.sketch_parts`; a CountSketch may have another dtype than the matrix."""
     if kind == "rows" and mask is None and rows < matrix.shape[0]:
         index = sample(seed, matrix.shape[0], rows, generator=native.philox)
         scale = matrix.new_full((rows,), (matrix.shape[0] / rows) ** 0.5, dtype=accumulator_dtype(matrix.dtype))
@@ -66,7 +75,7 @@ def _sketch_parts(
         source = matrix if index is None else matrix[index]
         return countsketch.hashed_part(source, *native.signs_and_shifts(seed, len(source), rows), rows)
     source = _contiguous_rows(matrix)
-    return lambda begin, end: native.countsketch(source, seed, rows, begin, end, index)
+    return lambda begin, end: native.countsketch(source, seed, rows, begin, end, index, dtype)
 
 
 def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None) -> Tensor | None:
@@ -118,11 +127,21 @@ def unpacked_product(
     y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
-    dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
-    sketched = _sketch_parts(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
+    dtype, wide = y.dtype, torch.float32 if y.dtype == torch.float16 else y.dtype
+    if dtype != wide and not _is_hashed(y, spec.kind, spec.rows, mask):
+        y = y.to(wide)
+    sketched = _sketch_parts(
+        y,
+        kind=spec.kind,
+        seed=seed,
+        rows=spec.rows,
+        block=spec.block,
+        mask=mask,
+        dtype=None if y.dtype == wide else wide,
+    )
     noise = _rounding_noise(seed, len(codes), columns)
-    unpacked = _unpack_parts(codes, qparams, noise, spec.bits or 0, y.dtype)
-    product = plain.product_of_parts(y, len(codes), columns, sketched, unpacked)
+    unpacked = _unpack_parts(codes, qparams, noise, spec.bits or 0, wide)
+    product = plain.product_of_parts(y.new_empty(0, y.shape[1], dtype=wide), len(codes), columns, sketched, unpacked)
     return _unrotate(product, seed, noise).to(dtype)
 
 

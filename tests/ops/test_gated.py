@@ -91,8 +91,9 @@ def test_the_c_library_computes_the_activations_to_float32(activation):
 
 
 @native
-def test_threads_share_the_rows():
-    a, b, y = made(2000, 70)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_threads_share_the_rows(dtype):
+    a, b, y = made(3000, 70, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -98,10 +98,13 @@ INLINE void store_elements(void *m, int type, int64_t at, lanes v) {
 #endif
 }
 
-/* Two vectors of elements that lie side by side, of bfloat16 in the order even, odd: that takes no shuffles. */
+/* Whether two of its elements are read as one number, the first of them in the lower half. */
+#define IS_SPLIT(type) ((type) == BFLOAT16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)
+
+/* Two vectors of elements that lie side by side; if they are split, in the order even, odd: that takes no shuffles. */
 INLINE void load_two(const void *m, int type, int64_t at, lanes v[2]) {
-    if (type == BFLOAT16) {
-        ints both = LOAD_INTS((const uint16_t *)m + at);
+    if (IS_SPLIT(type)) {
+        ints both = *(const stored_pairs *)((const uint16_t *)m + at);
         v[0] = (lanes)(both << 16), v[1] = (lanes)(both & (int32_t)0xFFFF0000);
     } else v[0] = load_elements(m, type, at), v[1] = load_elements(m, type, at + LANES);
 }

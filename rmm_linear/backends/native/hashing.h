@@ -21,7 +21,7 @@ enum { SUMMED = 32, TILE = 8 }; /* tokens that are added in one pass; vectors th
 INLINE void add_rows(
     const void *m, int type, int64_t first, const int64_t *at, const float *sign, int count, int is_rounded,
     int64_t columns, float *buffer) {
-    int is_split = type == BFLOAT16;
+    int is_split = IS_SPLIT(type);
     int64_t i = 0;
     for (; i + TILE * LANES <= columns; i += TILE * LANES) {
         lanes v[TILE];

@@ -12,6 +12,7 @@ typedef float stored_lanes __attribute__((vector_size(LANES * sizeof(float)), al
 typedef int32_t ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint32_t uints __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef int32_t stored_ints __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4), may_alias));
+typedef int32_t stored_pairs __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(2), may_alias));
 
 #define LOAD(pointer) (*(const stored_lanes *)(pointer))
 #define STORE(pointer, v) (*(stored_lanes *)(pointer) = (v))
