@@ -50,8 +50,8 @@ def _apply_natively(
     if y.dtype not in TYPES:
         return plain.apply_gated(y, seeds, packed, bits, index)
     rows, columns = len(y) if index is None else len(index), y.shape[1]
-    make = torch.empty if index is None else torch.zeros
-    found = [None if one is None else make(y.shape, dtype=y.dtype) for one in packed]
+    make = y.new_empty if index is None else y.new_zeros
+    found = [None if one is None else make(y.shape) for one in packed]
     noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
     stored = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
     native.apply_gated(y.contiguous(), bits, noise, [*stored], None if index is None else index.contiguous(), found)
