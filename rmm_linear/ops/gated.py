@@ -87,6 +87,23 @@ def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
     return [_SEEDS, *[codes, qparams] * count]
 
 
+def check_factors(a: Tensor, b: Tensor) -> None:
+    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
+
+    Args:
+        a: The gate's output.
+        b: What act(a) is multiplied by.
+
+    Raises:
+        ValueError: If dtypes or shapes differ.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        got = f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        raise ValueError(
+            f"a and b must have one dtype and one shape, got {got}. Cast b with b.to(a.dtype), and b.expand_as(a)."
+        )
+
+
 @operator("keep_gated")
 def keep_gated(
     a: Tensor,
@@ -112,7 +129,11 @@ def keep_gated(
 
     Returns:
         uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
+
+    Raises:
+        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
     """
+    check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     parts = stored_parts(rows, columns, bits, needs_a + needs_b)
     stored = empty_stored(a, parts).zero_()
