@@ -71,7 +71,7 @@ def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, fl
     """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
     if inplace or (input.device.type == "cpu" and not torch.compiler.is_compiling()):
         noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        scale = float(torch.ones((), dtype=input.dtype).div_(1 - p))
+        scale = float(input.new_ones(()).div_(1 - p))
         return input.mul_(noise) if inplace else input * noise, noise, scale
     output, kept = torch.native_dropout(input, p, True)
     return output, kept, 1 / (1 - p)

@@ -51,13 +51,13 @@ def _casts(module: nn.Module, form: NormForm, dtype: torch.dtype, own: torch.dty
     forward, copy = forward_of(module), object.__new__(type(module))
     if forward is None:
         return None
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shape = next((p.shape for p in module._parameters.values() if p is not None), None)
     shape = shape or getattr(module, "normalized_shape", (_WIDTH,))
     rows = 2 + _ELEMENTS // max(1, torch.Size(shape).numel())
-    x = (torch.randn(rows, *shape, generator=generator) + 0.5).to(dtype)
+    x = (torch.randn(rows, *shape, generator=generator, device="cpu") + 0.5).to(dtype)
     chosen: dict[str, Tensor | None] = {
-        name: None if parameter is None else torch.randn(shape, generator=generator).to(own)
+        name: None if parameter is None else torch.randn(shape, generator=generator, device="cpu").to(own)
         for name, parameter in module._parameters.items()
     }
     wrapped = {name: None if one is None else nn.Parameter(one, False) for name, one in chosen.items()}

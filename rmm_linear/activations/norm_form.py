@@ -135,10 +135,10 @@ def _probe(
     """The one of the forms that a copy of the module, with random parameters and without hooks, computes."""
     columns = next((len(p) for p in parameters.values()), _WIDTH)
     device = next((p.device for p in parameters.values() if not p.is_meta), torch.device("cpu"))
-    generator, copy = torch.Generator().manual_seed(0), object.__new__(type(module))
+    generator, copy = torch.Generator("cpu").manual_seed(0), object.__new__(type(module))
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+        return torch.randn(*shape, generator=generator, device="cpu").to(device)
 
     chosen = {name: random(columns) for name in parameters}
     rows = 2 + math.ceil(_ELEMENTS / columns)

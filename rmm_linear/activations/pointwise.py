@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.activations.base import _PAIRS, PackedCall, PackedModule
 from rmm_linear.config import RMMConfig
@@ -132,13 +133,37 @@ class PointwiseFunction(torch.autograd.Function):
 def is_composed(module: nn.Module) -> bool:
     """Say whether an activation is composed of several functions, of which autocast computes some in float32.
 
+    Which ones is another matter on every device, so the functions are counted, and not what the CPU's autocast does.
+
     Args:
-        module: The module, converted or not.
+        module: The module, converted or not, one that :func:`pointwise_function` knows or a gated MLP takes.
 
     Returns:
-        False for PyTorch's own classes, whose output has the dtype of the input.
+        False for PyTorch's own classes and those that call one of its functions, such as transformers' GELUActivation:
+        their output has the dtype of the input, under autocast too.
     """
-    return _original(type(module)) not in _TORCH
+    kind = _original(type(module))
+    if kind in _TORCH:
+        return False
+    x = torch.linspace(-4, 4, 16, dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), _Counted() as counted:
+        try:
+            output = kind.forward(module, x)
+        except Exception:  # of a module that is known, but not in half types
+            return True
+    return counted.calls != 1 or not isinstance(output, Tensor) or output.dtype != x.dtype
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the calls of operators, below autocast: its casts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs or {})
 
 
 def pointwise_function(module: nn.Module) -> Pointwise | None:

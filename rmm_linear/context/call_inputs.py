@@ -169,13 +169,13 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
         kwargs = {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
     if argument is None:
         return None, kwargs
-    index = torch.as_tensor(argument)
+    index = torch.as_tensor(argument, device="cpu")
     if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise TypeError(
             f"{SAMPLE_INDEX} must have one integer for each example of the batch, got {index.dtype} of the shape "
             f"{tuple(index.shape)}. rmm_linear.estimators.with_sample_index makes it."
         )
-    return index.detach().to("cpu", torch.int64), kwargs
+    return index.detach().to(torch.int64), kwargs
 
 
 def takes_mask(module: nn.Module) -> bool:

@@ -28,9 +28,10 @@ from rmm_linear.conversion.linears import (
 from rmm_linear.conversion.logits import choose_heads
 from rmm_linear.conversion.names import first_names
 from rmm_linear.conversion.overrides import check_overrides, restricted
-from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head, why_unfused
+from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.conversion.revert import revert
+from rmm_linear.conversion.unfused import why_unfused
 from rmm_linear.layers.converted import ConvertedModule
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ def _choose(
         skipped | unpacked,
         packed=stand_ins,
         checkpointed=inside(blocks, [*linears, *packed]),
-        unfused=why_unfused(model, stand_ins.values()),
+        unfused=why_unfused(model, packed, config),
     )
     return report, linears, packed
 

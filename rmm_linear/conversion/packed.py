@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,12 @@ from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
-from rmm_linear.activations.norm_form import norm_of
+from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
-from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import replaced_reason
 from rmm_linear.conversion.names import matches
-from rmm_linear.conversion.report import UNFUSED, PackedEntry
 from rmm_linear.conversion.widths import choose_widths
 from rmm_linear.packing.pointwise import Pointwise
 
@@ -39,12 +37,14 @@ class PackedChoice:
         module: The module.
         saved: What it will save, in words.
         set_up: Changes the module, given its configuration, the model's context and its index there.
+        computes: What was found of a norm or of a gated MLP; None for all others.
     """
 
     operation: str
     module: nn.Module
     saved: str
     set_up: Callable[[RMMConfig, ModelContext, int], None]
+    computes: NormForm | GatedParts | None = None
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
@@ -111,7 +111,7 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         return PackedChoice("dropout", module, "1 bit per element", _change_class(module, PackedDropout))
     if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
-        return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up)
+        return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
     if "attention" in operations and (is_attention(module) or calls_attention(module)):
         kind = PackedAttention if is_attention(module) else PackedAttentionCaller
         saved = f"queries, keys and values, {config.attention_bits} bits"
@@ -121,7 +121,7 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
 
 def _gated(module: Any, config: RMMConfig, parts: GatedParts) -> PackedChoice:
     saved = f"two products of the gate, {activation_bits(config)} bits"
-    return PackedChoice("activation", module, saved, _change_class(module, PackedGatedMLP, parts=parts))
+    return PackedChoice("activation", module, saved, _change_class(module, PackedGatedMLP, parts=parts), parts)
 
 
 def _pointwise(module: Any, function: Pointwise, bits: int) -> PackedChoice:
@@ -150,22 +150,3 @@ def _change_class(
         module._set_up(config, context, index, **options)
 
     return set_up
-
-
-def why_unfused(model: nn.Module, entries: Iterable[PackedEntry]) -> str | None:
-    """Say why ``fused=True`` has no effect on a model.
-
-    Args:
-        model: The model.
-        entries: What of it saves a packed stand-in.
-
-    Returns:
-        A sentence; None where kernels make outputs, or nothing asks for it.
-    """
-    if not any(entry.config.fused and entry.operation in ("activation", "norm") for entry in entries):
-        return None
-    places = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
-    if any(backend_of(device, dtype) == "triton" for device, dtype in places) or not places:
-        return None
-    names = dict.fromkeys(f"{device} ({str(dtype).removeprefix('torch.')})" for device, dtype in places)
-    return UNFUSED.format(" and ".join(sorted(names)))

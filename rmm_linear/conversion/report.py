@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
-UNFUSED = (
-    "fused=True has no effect on {}, where Triton's kernels do not run: activations, norms and gated MLPs compute "
-    "their outputs themselves there, as without it."
-)
 _NOT_MEASURED = "What the whole model saves is measured on a batch: convert(model, example=batch)."
 
 
@@ -80,7 +76,8 @@ class ConversionReport:
         checkpointed: Names of those, of both kinds, that are inside of blocks that activation checkpointing recomputes,
             as far as the model says so.
         memory: What the whole model saves before and after, if there was an ``example``.
-        unfused: Why ``fused=True`` has no effect where the model is now; None where it has one, or is not set.
+        unfused: Where ``fused=True`` has no effect on the model as it is now, and why, norms under autocast among it;
+            None where it has one everywhere, or is not set.
         context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
             dry run.
     """

@@ -147,7 +147,11 @@ def gate_and_pack(
 
     Returns:
         act(a), rounded to the dtype of ``a``, times b, shape (N, C), contiguous; and the bytes of ``keep_gated``.
+
+    Raises:
+        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
     """
+    gated.check_factors(a, b)
     parts = gated.stored_parts(len(a) if index is None else len(index), a.shape[1], bits, needs_a + needs_b)
     stored = empty_stored(a, parts).zero_()
     seeds, *tensors = views(stored, parts)

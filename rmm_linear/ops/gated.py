@@ -50,8 +50,8 @@ def _apply_natively(
     if y.dtype not in TYPES:
         return plain.apply_gated(y, seeds, packed, bits, index)
     rows, columns = len(y) if index is None else len(index), y.shape[1]
-    make = torch.empty if index is None else torch.zeros
-    found = [None if one is None else make(y.shape, dtype=y.dtype) for one in packed]
+    make = y.new_empty if index is None else y.new_zeros
+    found = [None if one is None else make(y.shape) for one in packed]
     noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
     stored = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
     native.apply_gated(y.contiguous(), bits, noise, [*stored], None if index is None else index.contiguous(), found)
@@ -87,6 +87,23 @@ def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
     return [_SEEDS, *[codes, qparams] * count]
 
 
+def check_factors(a: Tensor, b: Tensor) -> None:
+    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
+
+    Args:
+        a: The gate's output.
+        b: What act(a) is multiplied by.
+
+    Raises:
+        ValueError: If dtypes or shapes differ.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        got = f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        raise ValueError(
+            f"a and b must have one dtype and one shape, got {got}. Cast b with b.to(a.dtype), and b.expand_as(a)."
+        )
+
+
 @operator("keep_gated")
 def keep_gated(
     a: Tensor,
@@ -112,7 +129,11 @@ def keep_gated(
 
     Returns:
         uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
+
+    Raises:
+        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
     """
+    check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     parts = stored_parts(rows, columns, bits, needs_a + needs_b)
     stored = empty_stored(a, parts).zero_()

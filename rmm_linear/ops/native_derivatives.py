@@ -40,13 +40,13 @@ def derivative_table(function: Pointwise, bits: int) -> DerivativeTable | None:
     if function.is_exact:
         return None
     begin, end = _SPANS.get(function.name, _SPAN)
-    x = torch.linspace(begin, end, (end - begin) * _DENSITY + 1, dtype=torch.float64)
-    outside = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
+    x = torch.linspace(begin, end, (end - begin) * _DENSITY + 1, dtype=torch.float64, device="cpu")
+    outside = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64, device="cpu")
     derivative = function.derivative(torch.cat((x.clamp(begin + _INSIDE, end - _INSIDE), outside)))
     steps = ((derivative - function.range[0]) / function.step(bits)).clamp(min=0)
-    *knots, below, above = steps.tolist()
+    below, above = steps[-2:].tolist()
     # At 0 itself, the derivative of ELU is that of its exponential.
-    return DerivativeTable(torch.tensor(knots), begin, _DENSITY, end or _SMALLEST, below, above)
+    return DerivativeTable(steps[:-2].float(), begin, _DENSITY, end or _SMALLEST, below, above)
 
 
 def pack_derivative(

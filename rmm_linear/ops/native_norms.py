@@ -45,7 +45,7 @@ def norm_gradients(
         return norms.norm_gradients(y, saved, bits, seed, gamma, **options)
     rows, columns = len(saved.rstd), y.shape[1]
     stored = (tensor.contiguous() for tensor in saved)
-    x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype)
+    x = (y.new_empty if index is None else y.new_zeros)(y.shape, dtype=dtype or y.dtype)
     gamma = y.new_ones(columns, dtype=torch.float32) if gamma is None else gamma.to(torch.float32).contiguous()
     noise = native.rounding_noise(seed, ROUNDING_STREAM, rows, columns)
     totals = library.norm_gradients(_rows(y), _contiguous(index), centered, bits, gamma, noise, *stored, x=x, sums=sums)

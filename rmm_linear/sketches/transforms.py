@@ -95,13 +95,13 @@ def _no_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
 
 
 def _dct_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
-    index = torch.arange(tokens)
+    index = torch.arange(tokens, device="cpu")
     return [(index, 0.5), (index.flip(0), 0.5)]
 
 
 def _dft_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
     """The tokens c with 2(a−c) ≡ 0 or 2(a+c) ≡ 0 modulo N, each with N times its part of q_ac − 1/N."""
-    index = torch.arange(tokens)
+    index = torch.arange(tokens, device="cpu")
     shifts = (0, tokens // 2) if tokens % 2 == 0 else (0,)
     return [((sign * index + shift) % tokens, 0.5 * sign) for shift in shifts for sign in (1, -1)]
 

@@ -19,7 +19,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations.base import packed_class
-from rmm_linear.activations.pointwise import PackedActivation
+from rmm_linear.activations.pointwise import PackedActivation, is_composed
 from rmm_linear.backends.triton import kernels
 
 pytestmark = needs_triton
@@ -166,8 +166,21 @@ def test_autocast_leaves_composed_modules_and_norms_alone(calls):
         for module in (packed(copy.deepcopy(ACT2FN["gelu_new"])), norm("llama")):
             assert torch.equal(module(x), module.eval()(x))
         assert not calls
-        assert packed(nn.GELU())(x).dtype == torch.bfloat16
-    assert calls == ["activate_and_pack"]
+        for module in (nn.GELU(), copy.deepcopy(ACT2FN["gelu"]), copy.deepcopy(ACT2FN["silu"])):
+            assert packed(module)(x).dtype == torch.bfloat16
+    assert calls == ["activate_and_pack"] * 3
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu", "mish", "tanh"])
+def test_modules_that_call_one_function_are_not_composed(name):
+    assert not is_composed(ACT2FN[name])
+    assert not is_composed(packed(copy.deepcopy(ACT2FN[name])))
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_python", "gelu_fast", "quick_gelu", "relu2"])
+def test_modules_that_call_several_functions_are_composed(name):
+    assert is_composed(ACT2FN[name])
+    assert is_composed(packed(copy.deepcopy(ACT2FN[name])))
 
 
 def test_a_gated_activation_with_hooks_is_called(calls):

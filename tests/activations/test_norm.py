@@ -12,7 +12,7 @@ import torch
 from norm_helpers import NORMS, WIDTH, Bits, batch, error, fresh, gradients, packed
 from torch import nn
 
-from rmm_linear import convert
+from rmm_linear import RMMConfig, convert
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.memory import track_saved
 from rmm_linear.ops.norms import norm_bytes
@@ -167,6 +167,15 @@ def test_copies_and_pickles_are_packed_norms():
         torch.manual_seed(1)
         found = gradients(other, x, torch.ones_like(x))[1]
         assert all(map(torch.equal, found, expected))
+
+
+def test_modules_that_were_pickled_before_there_was_fused_train():
+    """They have neither the casts nor the field of the configuration."""
+    module, x = packed(fresh(), RMMConfig(checkpointed="packed")), batch()
+    vars(module).pop("rmm_casts")
+    vars(module.rmm_config).pop("fused")
+    gradient = gradients(pickle.loads(pickle.dumps(module)), x, torch.ones_like(x))[1]
+    assert all(one.any() for one in gradient)
 
 
 def test_double_backward_is_refused():

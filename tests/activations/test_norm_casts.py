@@ -57,3 +57,12 @@ def test_nothing_is_left_of_the_probe():
     assert module.training
     assert torch.equal(before, torch.ones(96))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, LlamaRMSNorm])
+def test_the_default_device_does_not_matter(kind):
+    module = kind(96)
+    form, expected = norm_of(module), casts_of(module, norm_of(module))
+    with torch.device("meta"):
+        assert norm_of(module) == form
+        assert casts_of(module, form) == expected != {}

@@ -6,8 +6,11 @@ import pytest
 import torch
 from cases import ROUGH
 from helpers import tiny_model, token_ids
+from torch import nn
 
 from rmm_linear import convert, revert
+from rmm_linear.context.call_inputs import take_sample_index
+from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
 
 
 def padded_batch(batch=6, length=20, real=5):
@@ -193,3 +196,9 @@ def test_an_overflowing_first_step_does_not_pass_for_a_check():
     (model(torch.randn(4, 10, 8), attention_mask=mask) * math.nan).backward()
     with pytest.raises(RuntimeError, match="carry a gradient"):
         model(torch.randn(4, 10, 8), attention_mask=mask).backward()
+
+
+def test_sample_indices_are_on_the_cpu_whatever_the_default_device_is():
+    with torch.device("meta"):
+        index, _ = take_sample_index(nn.Linear(2, 2), {SAMPLE_INDEX: [3, 1]})
+    assert index.tolist() == [3, 1]

@@ -146,8 +146,10 @@ def test_fused_without_kernels_is_said_to_have_no_effect(monkeypatch):
     for fields in ({}, {"fused": True, "operations": ["linear", "dropout"]}):
         assert convert(tiny_model("roberta"), dry_run=True, **fields).unfused is None
         assert hint not in str(explain(tiny_model("roberta"), batch, **fields))
-    monkeypatch.setattr("rmm_linear.conversion.packed.backend_of", lambda device, dtype: "triton")
-    assert convert(tiny_model("roberta"), dry_run=True, fused=True).unfused is None
+    monkeypatch.setattr("rmm_linear.conversion.unfused.backend_of", lambda device, dtype: "triton")
+    report = convert(tiny_model("roberta"), dry_run=True, fused=True, operations="activation")
+    assert report.packed
+    assert report.unfused is None
 
 
 def test_checkpointing_that_is_turned_on_after_the_conversion_is_in_the_report():

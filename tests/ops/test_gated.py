@@ -8,6 +8,7 @@ from cases import needs_triton
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.backends import native as library
+from rmm_linear.ops import fused
 from rmm_linear.ops import gated as ops
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing import packed_bytes
@@ -126,6 +127,15 @@ def test_operators_keep_pytorchs_rules(index, dtype):
         part = (rows * 35 + 15) // 16 * 16 + (rows * 8 + 15) // 16 * 16
         assert stored.nbytes == 16 + sum(needs) * part < 32 + sum(needs) * (packed_bytes(rows, 70, 4) + 32)
         torch.library.opcheck(APPLY, (y, stored, 4, index, *needs))
+
+
+@pytest.mark.parametrize("run", [ops.keep_gated, fused.gate_and_pack], ids=["keep_gated", "gate_and_pack"])
+@pytest.mark.parametrize("change", [lambda b: b.bfloat16(), lambda b: b[:3], lambda b: b[:, :1]])
+def test_factors_of_two_kinds_are_refused(run, change):
+    """The C library would read b as a: beyond its end, or as numbers of another dtype."""
+    a, b, _ = made(7, 70)
+    with pytest.raises(ValueError, match=r"a and b must have one dtype and one shape, got torch.float32 \(7, 70\) and"):
+        run(a, change(b), "silu", 4, 77, None, True, True)
 
 
 def test_a_seed_is_drawn_where_none_is_given():

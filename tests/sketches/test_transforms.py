@@ -7,6 +7,7 @@ import torch
 from helpers import sketch_matrix
 
 from rmm_linear.sketches.transforms import _dct_rows, _dft_rows, _hadamard_rows
+from rmm_linear.variance import sketch_variance
 
 
 @pytest.mark.parametrize("rows_of", [_hadamard_rows, _dct_rows, _dft_rows])
@@ -37,3 +38,11 @@ def test_blocks_of_hadamard_are_rows_of_its_matrix_with_signs_of_their_own():
     assert torch.equal(s != 0, torch.block_diag(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 2)).bool())
     assert torch.allclose(s[s != 0].abs(), torch.tensor(1 / math.sqrt(2), dtype=torch.float64))
     assert any(not torch.equal(s[:2, :3], s[2:4, 3:6]) for s in (sketch_matrix("hadamard", 8, 6, i, 3) for i in (1, 2)))
+
+
+@pytest.mark.parametrize("kind", ["dct", "dft"])
+def test_variances_do_not_depend_on_the_default_device(kind):
+    x, y = torch.randn(32, 3), torch.randn(32, 2)
+    expected = sketch_variance(x, y, kind=kind, rows=8)
+    with torch.device("meta"):
+        assert torch.equal(sketch_variance(x, y, kind=kind, rows=8), expected)

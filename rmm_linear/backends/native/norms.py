@@ -81,8 +81,8 @@ def norm_gradients(
         dγ and dβ, float64, shape (2, H), or None.
     """
     columns, count = y.shape[1], threads(y)
-    buffer = torch.zeros(count, 5, columns, dtype=torch.float32)
-    totals = torch.zeros(count, 2, columns, dtype=torch.float64) if sums else None
+    buffer = y.new_zeros(count, 5, columns, dtype=torch.float32)
+    totals = y.new_zeros(count, 2, columns, dtype=torch.float64) if sums else None
     function("rmm_norm_backward")(
         pointer(y), TYPES[y.dtype], y.stride(0), pointer(index), len(rstd), columns, centered,
         bits, pointer(gamma), *map(pointer, noise), pointer(codes), pointer(qparams), pointer(rstd),
