@@ -2,7 +2,8 @@
 
 A case is one operation. ``exact`` is its forward and backward pass in PyTorch, ``packed`` the same with the stand-in:
 the exact forward, packing, and the gradients made of what was packed. The passes that make and read the stand-in are
-timed alone, too, and have the bytes that they read and write, beside a copy in the same run.
+timed alone, too, and have the bytes that they read and write, beside a copy in the same run. The gate runs what is
+timed, with seeds of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ BITS = {"layer norm": 2, "gelu": 4, "swiglu": 4, "attention": 4, "causal attenti
 BIAS = 0.005  # of attention's gradient, whose queries and keys go through softmax: 0.0012 of 1,024 causal tokens
 
 
+Passes = tuple[Tensor | None, Sequence[Tensor]]  # what both passes made: the output, if it is made, and the gradients
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation with its stand-in.
@@ -38,8 +42,9 @@ class Operation:
         exact: PyTorch's own function of the inputs.
         pack: Makes the stand-in for a seed; None draws one.
         apply: The gradients with respect to the inputs, from the stand-in.
-        forward: The exact forward pass, and the stand-in of it.
-        right: The exact gradients, where another run of ``exact`` would have other random numbers.
+        forward: The output and its stand-in, where they share random numbers; else ``exact`` and ``pack`` make them.
+        right: The output and its gradients, for the same random numbers: those drawn from PyTorch's seed, or for None
+            those of what ``pack`` reads. Given where the stand-in is exact.
         read: Bytes that packing reads; None is those of the inputs.
     """
 
@@ -48,9 +53,14 @@ class Operation:
     exact: Callable[..., Tensor]
     pack: Callable[[int | None], Tensor]
     apply: Callable[[Tensor], Sequence[Tensor]]
-    forward: Callable[[], Tensor] | None = None
-    right: Callable[[], Sequence[Tensor]] | None = None
+    forward: Callable[[], tuple[Tensor, Tensor]] | None = None
+    right: Callable[[int | None], tuple[Tensor, Sequence[Tensor]]] | None = None
     read: int | None = None
+
+    def packed(self, seed: int | None) -> Passes:
+        """Run both passes with the stand-in."""
+        output, stored = (self.exact(*self.inputs), self.pack(seed)) if self.forward is None else self.forward()
+        return output, self.apply(stored)
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
@@ -85,31 +95,40 @@ def providers(case: Case) -> list[str]:
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make one of the providers ready; the gate compares gradients with PyTorch's."""
+    """Make one of the providers ready; the gate compares outputs and gradients with PyTorch's."""
     one = _operation(case)
     if provider == COPY:
         return _copy(one)
     if provider == REFERENCE:
         return Setup(lambda: _gradients(one), lambda seed: Outcome({}, []), lambda seed: Outcome({}, []))
-
-    def run() -> None:
-        with case.on_backend(), torch.no_grad():
-            actions[provider]()
-
-    def packed() -> Sequence[Tensor]:
-        if one.forward is not None:
-            return one.apply(one.forward())
-        one.exact(*one.inputs)
-        return one.apply(one.pack(None))
-
     with case.on_backend(), torch.no_grad():
         stored = one.pack(0)
         made = one.apply(stored)
+
+    # What is timed, given a seed or a stand-in; and what the gate makes of it for a seed.
+    timed, argument, passes = {
+        PACKED: (one.packed, None, one.packed),
+        PACK: (one.pack, None, lambda seed: (None, one.apply(one.pack(seed)))),
+        APPLY: (one.apply, stored, lambda seed: (None, one.apply(one.pack(seed)))),
+    }[provider]
+
+    def run() -> None:
+        with case.on_backend(), torch.no_grad():
+            timed(argument)
+
+    def outcome(seed: int) -> Outcome:
+        torch.manual_seed(seed)
+        with case.on_backend(), torch.no_grad():
+            return _as_outcome(one, *passes(seed))
+
+    def expected(seed: int) -> Outcome:
+        output, gradients = _expected(case, seed if provider == PACKED and one.right is not None else None)
+        return _as_outcome(one, output if provider == PACKED else None, gradients)
+
     read = sum(tensor.nbytes for tensor in one.inputs) if one.read is None else one.read
     moved = {PACKED: 0, PACK: read + stored.nbytes, APPLY: stored.nbytes + sum(t.nbytes for t in (one.y, *made))}
-    actions = {PACKED: packed, PACK: lambda: one.pack(None), APPLY: lambda: one.apply(stored)}
     slack = BIAS if "attention" in case.name else None
-    return Setup(run, lambda seed: _found(case, seed), lambda seed: _expected(case), moved=moved[provider], slack=slack)
+    return Setup(run, outcome, expected, moved=moved[provider], slack=slack)
 
 
 @functools.lru_cache(maxsize=1)
@@ -120,22 +139,18 @@ def _operation(case: Case) -> Operation:
     return makers[name](case) if name in makers else _attention(case, is_causal=name.startswith("causal"))
 
 
-@functools.lru_cache(maxsize=8)
-def _found(case: Case, seed: int) -> Outcome:
-    """Gradients from a stand-in: what is packed, applied, and both are judged by."""
-    one = _operation(case)
-    with case.on_backend(), torch.no_grad():
-        return _as_outcome(one, one.apply(one.pack(seed)))
-
-
 @functools.lru_cache(maxsize=1)
-def _expected(case: Case) -> Outcome:
+def _expected(case: Case, seed: int | None) -> tuple[Tensor, Sequence[Tensor]]:
     one = _operation(case)
-    return _as_outcome(one, _gradients(one) if one.right is None else one.right())
+    if one.right is not None:
+        return one.right(seed)
+    output = one.exact(*one.inputs)
+    return output.detach(), torch.autograd.grad(output, one.inputs, one.y)
 
 
-def _as_outcome(one: Operation, gradients: Sequence[Tensor]) -> Outcome:
-    return Outcome({}, list(gradients)) if one.right is None else Outcome({"gradient": gradients[0]}, [])
+def _as_outcome(one: Operation, output: Tensor | None, gradients: Sequence[Tensor]) -> Outcome:
+    exact = {} if output is None else {"output": output}
+    return Outcome(exact, list(gradients)) if one.right is None else Outcome(exact | {"gradient": gradients[0]}, [])
 
 
 def _gradients(one: Operation) -> Sequence[Tensor]:
@@ -203,14 +218,27 @@ def _dropout(case: Case) -> Operation:
     """Exact: one bit for each element. What is packed alone is one mask; whole passes draw theirs."""
     x, y = _tensors(case, 2)
     _, mask = torch.native_dropout(x, DROPOUT, True)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        output, drawn = torch.native_dropout(x, DROPOUT, True)
+        return output, pack_mask(drawn, None)
+
+    def right(seed: int | None) -> tuple[Tensor, Sequence[Tensor]]:
+        drawn = mask
+        if seed is not None:
+            torch.manual_seed(seed)
+            _, drawn = torch.native_dropout(x.detach(), DROPOUT, True)
+        output, gradient = (torch.where(drawn, one.detach() / (1 - DROPOUT), 0.0) for one in (x, y))
+        return output, [gradient]
+
     return Operation(
         [x.requires_grad_()],
         y,
         lambda x: F.dropout(x, DROPOUT),
         lambda seed: pack_mask(mask, None),
         lambda stored: [apply_mask(y, stored, 1 / (1 - DROPOUT), None)],
-        lambda: pack_mask(torch.native_dropout(x, DROPOUT, True)[1], None),
-        lambda: [torch.where(mask, y / (1 - DROPOUT), 0.0)],
+        forward,
+        right,
         mask.nbytes,
     )
 

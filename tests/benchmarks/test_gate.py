@@ -64,6 +64,45 @@ def test_the_gate_stops_gradients_of_another_stand_in(case: Case) -> None:
         assert gate.failure(wrong, case.torch_dtype) != ""
 
 
+@pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+@pytest.mark.parametrize("provider", [operators.PACKED, operators.PACK, operators.APPLY])
+def test_the_gate_runs_what_is_timed(case: Case, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a provider calls is made wrong: the clock runs it, and the gate stops it."""
+    one, calls = operators._operation(case), []
+    whole = "pack" if one.forward is None else "forward"
+    name = {operators.PACKED: whole, operators.PACK: "pack", operators.APPLY: "apply"}[provider]
+
+    def wrong(*arguments):
+        calls.append(arguments)
+        made = getattr(one, name)(*arguments)
+        if name == "forward":
+            return 1.1 * made[0], made[1]
+        return torch.zeros_like(made) if name == "pack" else [2 * gradient for gradient in made]
+
+    broken = dataclasses.replace(one, **{name: wrong})
+    monkeypatch.setattr(operators, "_operation", lambda case: broken)
+    found = setup(case, provider)
+    begin = len(calls)
+    assert gate.failure(found, case.torch_dtype) != ""
+    judged = len(calls)
+    found.run()
+    assert begin < judged < len(calls)
+
+
+def test_the_gate_stops_dropout_whose_gradient_has_other_zeros_than_its_output(monkeypatch) -> None:
+    (case,) = [case for case in OPERATORS if case.name.startswith("dropout")]
+    one = operators._operation(case)
+    forward = one.forward
+    assert forward is not None
+
+    def twice():
+        return forward()[0], forward()[1]
+
+    wrong = dataclasses.replace(one, forward=twice)
+    monkeypatch.setattr(operators, "_operation", lambda case: wrong)
+    assert " is off by " in gate.failure(setup(case, operators.PACKED), case.torch_dtype)
+
+
 def test_a_known_bias_is_let_through_as_far_as_it_is_known() -> None:
     """At real widths the mean of the estimates varies less than the bias that attention may have."""
     right = setup(WIDE, "countsketch")
