@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmark_helpers import BLOCKS, KERNELS, LINEAR, LLAMA, OPERATORS, ROBERTA
+from benchmark_helpers import BLOCKS, HOST, KERNELS, LINEAR, LLAMA, OPERATORS, ROBERTA
 
 from benchmarks import block_steps, gate, operators
 from benchmarks.case import Case, Outcome, Setup
@@ -18,7 +18,9 @@ from rmm_linear.backends.triton import kernels
 WIDE = dataclasses.replace(LINEAR, sizes=(512, 768, 768))
 
 
-@pytest.mark.parametrize("case", [LINEAR, ROBERTA, LLAMA, KERNELS, *OPERATORS, *BLOCKS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [LINEAR, ROBERTA, LLAMA, KERNELS, HOST, *OPERATORS, *BLOCKS], ids=lambda case: case.name
+)
 def test_the_gate_lets_every_provider_through(case: Case) -> None:
     for provider in SUITES[case.suite].providers(case):
         assert gate.failure(setup(case, provider), case.torch_dtype) == ""

@@ -21,7 +21,7 @@ from benchmarks.parity import rmm_kernels_parity
 from benchmarks.plots import plot_all
 from benchmarks.records import Parity, Row, read_rows, write_rows
 from benchmarks.suites import SUITES
-from benchmarks.tables import measured, per_token, performance
+from benchmarks.tables import measured, per_layer, per_token, performance
 
 ALONE = """
 import sys
@@ -82,7 +82,7 @@ def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> 
         assert row.commit == "abc"
         assert row.torch == torch.__version__
         assert row.machine
-        assert row.threads == torch.get_num_threads()
+        assert row.threads == getattr(SUITES[suite], "THREADS", torch.get_num_threads())
 
 
 def test_columns_name_what_was_asked_for(results: Path) -> None:
@@ -207,6 +207,31 @@ def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys:
     assert line.split("|")[3].strip() == f"{found['default', 128]:.2f}"
     (picture,) = plot_all(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_host_is_time_of_one_layer_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, set_to = torch.get_num_threads(), []
+    set_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (set_to.append(count), set_threads(count)))
+    arguments = ["run", "--suite", "host", "--tiny", "--threads", "2", "--out", str(tmp_path), "--commit", "abc"]
+    try:
+        assert main(arguments) == 0
+    finally:
+        set_threads(threads)
+    assert (set_to[0], set_to[1], set_to[-1]) == (2, 1, 2)
+    rows = read_rows(tmp_path / "host-cpu.csv", Row)
+    assert [row.provider for row in rows] == ["nn.Linear", "countsketch", "countsketch 4 bits", "rows"]
+    assert {row.threads for row in rows} == {1}
+    exact, *sketched = rows
+    assert per_layer(exact) == pytest.approx((exact.median or 0) / 2 * 1e6)
+    page = performance(tmp_path)
+    assert ", 1 thread, " in page
+    cells = {tuple(cell.strip() for cell in line.split("|"))[1:-1] for line in page.splitlines()}
+    case = "2 layers of 16 -> 16, 64 tokens, fp32"
+    assert (f"{case}: nn.Linear", f"{per_layer(exact):.1f}", "1.00", "") in cells
+    for row in sketched:
+        time, over = per_layer(row), per_layer(row) - per_layer(exact)
+        assert (f"{case}: {row.provider}", f"{time:.1f}", f"{row.relative:.2f}", f"{over:.1f}") in cells
 
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
