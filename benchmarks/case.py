@@ -16,12 +16,12 @@ class Case:
     """One set of sizes that all providers are measured on, side by side.
 
     Attributes:
-        suite: "linear", "model", "kernels", "growth", "operators" or "blocks".
+        suite: "linear", "model", "kernels", "growth", "host", "operators" or "blocks".
         name: Its title, without dtype and ratio.
         device: "cpu" or "cuda".
         dtype: Name of a torch dtype, as "float32".
         sizes: What the suite needs: linear and growth (N, I, O), model (batch, length), kernels (N, D),
-            operators those of the tensors, blocks (batch, length, layers).
+            operators those of the tensors, host (N, I, layers), blocks (batch, length, layers).
         check: Tokens (model: sequences) that the correctness gate looks at.
         ratio: K/N, or for packed sketches bytes kept by bytes of the input.
         rounds: Times that every provider's turn comes.

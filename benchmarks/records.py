@@ -67,7 +67,7 @@ class Row(Origin):
     """One provider on one case.
 
     Attributes:
-        suite: "linear", "model", "kernels" or "growth".
+        suite: "linear", "model", "kernels", "growth", "host", "operators" or "blocks".
         case: Title of the case.
         provider: Title of the provider.
         dtype: dtype of the input; for models on cuda, that of autocast.

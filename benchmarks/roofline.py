@@ -88,6 +88,7 @@ class Way:
         is_sketched: The linear layers' inputs.
         bits: Of the sketches; None is the dtype.
         is_packed: All other operations.
+        is_fused: Outputs of norms and activations in the pass that packs their stand-ins.
         is_checkpointed: None, but the block's forward pass runs once more.
     """
 
@@ -95,15 +96,18 @@ class Way:
     is_sketched: bool = False
     bits: int | None = None
     is_packed: bool = False
+    is_fused: bool = False
     is_checkpointed: bool = False
 
 
 EXACT = Way("exact")
 ALL = Way("all operations", is_sketched=True, is_packed=True)
+FUSED = Way("all operations, fused", is_sketched=True, is_packed=True, is_fused=True)
 WAYS = (
     EXACT,
     Way("linears sketched", is_sketched=True),
     ALL,
+    FUSED,
     Way("all operations, linears in 4 bits", is_sketched=True, bits=4, is_packed=True),
     Way("checkpointing", is_checkpointed=True),
 )
@@ -123,9 +127,10 @@ def works(block: Block, way: Way) -> list[Work]:
     for place, (inner, outers) in enumerate(inputs):
         stored = work.SIZE * n * inner if place != 1 else 0  # attention saves its output itself
         found += linears(n, inner, outers, way, stored=stored)
-    found += 2 * work.norm(n, h, 2 if way.is_packed else None)
+    found += 2 * work.norm(n, h, 2 if way.is_packed else None, is_fused=way.is_fused)
     found += work.attention(n, block.length, h, 4 if way.is_packed else None, is_causal=block.is_gated)
-    found += (work.gated if block.is_gated else work.activation)(n, c, 4 if way.is_packed else None)
+    pointwise = work.gated if block.is_gated else work.activation
+    found += pointwise(n, c, 4 if way.is_packed else None, is_fused=way.is_fused)
     found += 2 * work.addition(n, h)
     found += work.rotary(n, h) if block.is_gated else 2 * work.dropout(n, h, is_packed=way.is_packed)
     if way.is_checkpointed:
@@ -189,13 +194,16 @@ def _times(machine: Machine, found: Sequence[Work], exact: Sequence[Work]) -> st
 
 
 def _operators(block: Block) -> str:
-    """What each operation moves, and its share of the block's least time: of the exact one, and with all stand-ins."""
+    """What each operation moves, and its share of the block's least time: exact, with all stand-ins, what is fused."""
     header = ("operation", "pass", "MB moved", "GFLOP", *(f"{one.name}: share" for one in MACHINES))
     lines = []
-    for title, way in (("exact", EXACT), ("all operations", ALL)):
+    unfused = {one.operator for one in works(block, ALL)}
+    for title, way in (("exact", EXACT), ("all operations", ALL), ("fused", FUSED)):
         found = works(block, way)
         whole = [sum(map(machine.seconds, found)) for machine in MACHINES]
         for key in dict.fromkeys((one.operator, one.is_forward) for one in found):
+            if way is FUSED and key[0] in unfused:
+                continue  # as above
             same = [one for one in found if (one.operator, one.is_forward) == key]
             shares = (
                 f"{sum(map(machine.seconds, same)) / time:.1%}" for machine, time in zip(MACHINES, whole, strict=True)

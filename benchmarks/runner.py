@@ -48,11 +48,18 @@ def run_suite(
         The rows of one case.
     """
     rows: list[Row] = []
-    about = origin(cases[0].device, commit) if cases else {}
-    for found in run_cases(cases, seed=seed, memory=memory):
-        rows += [dataclasses.replace(row, **about) for row in found]
-        write_rows(path, rows)
-        yield found
+    if not cases:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(getattr(SUITES[cases[0].suite], "THREADS", threads))
+    try:
+        about = origin(cases[0].device, commit)
+        for found in run_cases(cases, seed=seed, memory=memory):
+            rows += [dataclasses.replace(row, **about) for row in found]
+            write_rows(path, rows)
+            yield found
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run_cases(

@@ -5,14 +5,15 @@ A suite is a module with
 - ``REFERENCE``, the provider whose time is 1;
 - ``cases(device, tiny=...)``, its cases on "cpu" or "cuda", or small ones to try the command;
 - ``providers(case)``, their titles, the reference first;
-- ``setup(case, provider)``, which makes a provider ready to run on a case.
+- ``setup(case, provider)``, which makes a provider ready to run on a case;
+- ``THREADS``, the threads of the CPU that it always has; other suites have the process's.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from benchmarks import bandwidth, block_steps, growth, linear, models, operators
+from benchmarks import bandwidth, block_steps, growth, host, linear, models, operators
 from benchmarks.case import Case, Setup
 
 SUITES: dict[str, ModuleType] = {
@@ -20,6 +21,7 @@ SUITES: dict[str, ModuleType] = {
     "model": models,
     "kernels": bandwidth,
     "growth": growth,
+    "host": host,
     "operators": operators,
     "blocks": block_steps,
 }

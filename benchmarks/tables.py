@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import growth, linear, models, operators
+from benchmarks import growth, host, linear, models, operators
 from benchmarks.records import RATIO, Noise, Row, read_rows
 from rmm_linear._support.tables import table
 from rmm_linear.sketches import SAMPLERS
@@ -86,8 +86,10 @@ def _source(row: Row) -> str:
         "stand-in, bytes per second by those of a copy, too",
         "growth": "Time of a layer's forward and backward pass per token, by that per token of "
         f"{growth.BASE:,} tokens; a tenth kept",
+        "host": "Forward and backward pass by the layers: time of one layer's call inside of a model whose arithmetic "
+        "takes next to none, a tenth kept",
     }[row.suite]
-    threads = f", {row.threads} threads" if row.device == "cpu" else ""
+    threads = f", {row.threads} thread{'s' * (row.threads != 1)}" if row.device == "cpu" else ""
     triton = f", Triton {row.triton}" if row.device == "cuda" else ""
     return (
         f"{what}; {row.machine}{threads}, PyTorch {row.torch}{triton}, commit `{_short(row.commit)}`, "
@@ -164,6 +166,24 @@ def _growth(rows: Sequence[Row]) -> str:
     return table(("tokens", *providers), lines)
 
 
+def per_layer(row: Row) -> float:
+    """Return the median time of one layer in microseconds, of a case "n layers of ..."."""
+    return (row.median or 0.0) / int(row.case.split()[0]) * 1e6
+
+
+def _host(rows: Sequence[Row]) -> str:
+    header = ("", "one layer, µs", f"of {host.REFERENCE}", f"over {host.REFERENCE}, µs")
+    lines = []
+    for row in rows:
+        (base,) = [per_layer(one) for one in rows if (one.case, one.provider) == (row.case, host.REFERENCE)]
+        values = ("failed", "", "")
+        if row.median is not None:
+            over = "" if row.provider == host.REFERENCE else f"{per_layer(row) - base:.1f}"
+            values = (f"{per_layer(row):.1f}", f"{row.relative or 0:.2f}", over)
+        lines.append((f"{_case(row)}: {row.provider}", *values))
+    return table(header, lines)
+
+
 def _operators(rows: Sequence[Row]) -> str:
     def cell(row: Row) -> str:
         if row.provider in (operators.REFERENCE, operators.COPY):
@@ -181,6 +201,7 @@ _MAKERS = {
     "operators": _operators,
     "kernels": _kernels,
     "growth": _growth,
+    "host": _host,
 }
 
 

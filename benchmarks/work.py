@@ -77,39 +77,48 @@ def unrotate(n: int, columns: int) -> Work:
     return Work("unrotate", False, 2 * SIZE * n * columns, 0, _ROTATION * n * columns)
 
 
-def norm(n: int, columns: int, bits: int | None) -> list[Work]:
-    """LayerNorm or RMSNorm in one kernel each way, or with a packed copy."""
+def norm(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
+    """LayerNorm or RMSNorm in one kernel each way, or with a packed copy, which the output's kernel may make."""
     elements = n * columns
     forward = Work("norm", True, 2 * SIZE * elements, 8 * elements, stored=0 if bits else SIZE * elements)
     if bits is None:
         return [forward, Work("norm", False, 3 * SIZE * elements, 16 * elements)]
     codes, rstd, sums = packed(n, columns, bits), 4 * n, 8 * elements // TILE
     stored = _padded(8, rstd, -(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP))
-    return [
+    made = [
         forward,
         Work("norm copy", True, SIZE * elements + codes + rstd, 8 * elements, _ROTATION * elements, stored),
+    ]
+    if is_fused:
+        moved = 2 * SIZE * elements + codes + rstd
+        made = [Work("norm with copy", True, moved, 10 * elements, _ROTATION * elements, stored)]
+    return [
+        *made,
         Work(
             "norm gradients", False, 2 * SIZE * elements + codes + rstd + 2 * sums, 16 * elements, _ROTATION * elements
         ),
     ]
 
 
-def activation(n: int, columns: int, bits: int | None) -> list[Work]:
-    """GELU, or with its derivative in few bits."""
+def activation(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
+    """GELU, or with its derivative in few bits, which the output's kernel may make."""
     elements = n * columns
     forward = Work("activation", True, 2 * SIZE * elements, stored=0 if bits else SIZE * elements)
     if bits is None:
         return [forward, Work("activation", False, 3 * SIZE * elements)]
     codes = n * -(-columns * bits // 8)
+    made = [forward, Work("derivative, pack", True, SIZE * elements + codes, elements, stored=_padded(8, codes))]
+    if is_fused:
+        moved = 2 * SIZE * elements + codes
+        made = [Work("activation with derivative", True, moved, 2 * elements, stored=_padded(8, codes))]
     return [
-        forward,
-        Work("derivative, pack", True, SIZE * elements + codes, elements, stored=_padded(8, codes)),
+        *made,
         Work("derivative, apply", False, 2 * SIZE * elements + codes, elements),
     ]
 
 
-def gated(n: int, columns: int, bits: int | None) -> list[Work]:
-    """silu(a) · b as PyTorch's kernels make it, or with both products packed."""
+def gated(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
+    """silu(a) · b as PyTorch's kernels make it, or with both products packed, which the output's kernel may do."""
     elements = n * columns
     forward = Work("gated activation", True, 5 * SIZE * elements, stored=0 if bits else 3 * SIZE * elements)
     if bits is None:  # a, b and silu(a) are saved; y · b, y · silu(a), and the derivative
@@ -117,9 +126,12 @@ def gated(n: int, columns: int, bits: int | None) -> list[Work]:
     codes = 2 * packed(n, columns, bits)
     pair = [-(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP)] * 2
     rotations = 2 * _ROTATION * elements
+    made = [forward, Work("gated, pack", True, 2 * SIZE * elements + codes, 0, rotations, _padded(16, *pair))]
+    if is_fused:
+        moved = 3 * SIZE * elements + codes
+        made = [Work("gated with products", True, moved, 2 * elements, rotations, _padded(16, *pair))]
     return [
-        forward,
-        Work("gated, pack", True, 2 * SIZE * elements + codes, 0, rotations, _padded(16, *pair)),
+        *made,
         Work("gated, apply", False, 3 * SIZE * elements + codes, 0, rotations),
     ]
 

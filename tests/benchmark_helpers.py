@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import bandwidth, block_steps, linear, models, operators, pages
+from benchmarks import bandwidth, block_steps, host, linear, models, operators, pages
 
 LINEAR = linear.cases("cpu", tiny=True)[0]
 ROBERTA, LLAMA = models.cases("cpu", tiny=True)
 KERNELS = bandwidth.cases("cpu", tiny=True)[0]
+HOST = host.cases("cpu", tiny=True)[0]
 OPERATORS = operators.cases("cpu", tiny=True)
 BLOCKS = block_steps.cases("cpu", tiny=True)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import benchmarks  # noqa: F401  # the kernels' comparisons, which some files import before it, are found from here on
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _only_where_triton_is() -> None:

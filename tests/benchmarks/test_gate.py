@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 
 import pytest
 import torch
-from benchmark_helpers import BLOCKS, KERNELS, LINEAR, LLAMA, OPERATORS, ROBERTA
+from benchmark_helpers import BLOCKS, HOST, KERNELS, LINEAR, LLAMA, OPERATORS, ROBERTA
 
-from benchmarks import gate, operators
+from benchmarks import block_steps, gate, operators
 from benchmarks.case import Case, Outcome, Setup
 from benchmarks.runner import run_cases
 from benchmarks.suites import SUITES, setup
+from rmm_linear.backends.triton import kernels
 
 WIDE = dataclasses.replace(LINEAR, sizes=(512, 768, 768))
 
 
-@pytest.mark.parametrize("case", [LINEAR, ROBERTA, LLAMA, KERNELS, *OPERATORS, *BLOCKS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [LINEAR, ROBERTA, LLAMA, KERNELS, HOST, *OPERATORS, *BLOCKS], ids=lambda case: case.name
+)
 def test_the_gate_lets_every_provider_through(case: Case) -> None:
     for provider in SUITES[case.suite].providers(case):
         assert gate.failure(setup(case, provider), case.torch_dtype) == ""
@@ -62,6 +66,80 @@ def test_the_gate_stops_gradients_of_another_stand_in(case: Case) -> None:
             {name: change(value) for name, value in found.exact.items()}, [change(one) for one in found.random]
         ))  # fmt: skip
         assert gate.failure(wrong, case.torch_dtype) != ""
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+@pytest.mark.parametrize("provider", [operators.PACKED, operators.PACK, operators.APPLY])
+def test_the_gate_runs_what_is_timed(case: Case, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a provider calls is made wrong: the clock runs it, and the gate stops it."""
+    one, calls = operators._operation(case), []
+    whole = "pack" if one.forward is None else "forward"
+    name = {operators.PACKED: whole, operators.PACK: "pack", operators.APPLY: "apply"}[provider]
+
+    def wrong(*arguments):
+        calls.append(arguments)
+        made = getattr(one, name)(*arguments)
+        if name == "forward":
+            return 1.1 * made[0], made[1]
+        return torch.zeros_like(made) if name == "pack" else [2 * gradient for gradient in made]
+
+    broken = dataclasses.replace(one, **{name: wrong})
+    monkeypatch.setattr(operators, "_operation", lambda case: broken)
+    found = setup(case, provider)
+    begin = len(calls)
+    assert gate.failure(found, case.torch_dtype) != ""
+    judged = len(calls)
+    found.run()
+    assert begin < judged < len(calls)
+
+
+def test_the_gate_stops_dropout_whose_gradient_has_other_zeros_than_its_output(monkeypatch) -> None:
+    (case,) = [case for case in OPERATORS if case.name.startswith("dropout")]
+    one = operators._operation(case)
+    forward = one.forward
+    assert forward is not None
+
+    def twice():
+        return forward()[0], forward()[1]
+
+    wrong = dataclasses.replace(one, forward=twice)
+    monkeypatch.setattr(operators, "_operation", lambda case: wrong)
+    assert " is off by " in gate.failure(setup(case, operators.PACKED), case.torch_dtype)
+
+
+def fused(module: ModuleType) -> list[Case]:
+    """The cases that have a fused provider, where it has one: on Triton's kernels."""
+    cases = [dataclasses.replace(case, backend="triton") for case in module.cases("cpu", tiny=True)]
+    assert not any(module.FUSED in module.providers(case) for case in module.cases("cpu", tiny=True))
+    return [case for case in cases if module.FUSED in module.providers(case)]
+
+
+@pytest.mark.parametrize(
+    ("case", "provider"),
+    [(case, module.FUSED) for module in (operators, block_steps) for case in fused(module)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_fused_providers_make_outputs_in_kernels_and_pass_the_gate(case: Case, provider: str, monkeypatch) -> None:
+    made = set()
+    for name in ("activate_and_pack", "gate_and_pack", "normalize_and_pack"):
+        kernel = getattr(kernels(), name)
+        monkeypatch.setattr(
+            kernels(), name, lambda *args, _name=name, _kernel=kernel: (made.add(_name), _kernel(*args))[1]
+        )
+    right = setup(case, provider)
+    assert gate.failure(right, case.torch_dtype, case.draws) == ""
+    made.clear()
+    right.run()
+    expected = {
+        "layer": {"normalize_and_pack"},
+        "gelu": {"activate_and_pack"},
+        "swiglu": {"gate_and_pack"},
+        "roberta": {"normalize_and_pack", "activate_and_pack"},
+        "llama": {"normalize_and_pack", "gate_and_pack"},
+    }
+    assert made == expected[case.name.split()[0]]
+    wrong = changed(case, provider, exact_off("output"))
+    assert "output is off by" in gate.failure(wrong, case.torch_dtype, case.draws)
 
 
 def test_a_known_bias_is_let_through_as_far_as_it_is_known() -> None:

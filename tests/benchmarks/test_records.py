@@ -10,10 +10,27 @@ import pytest
 import torch
 
 from benchmarks.blocks import BlockRow
+from benchmarks.chains_bptt import Run
+from benchmarks.chains_costs import Cost
+from benchmarks.chains_subsets import Subset
+from benchmarks.chains_sweep import Waits
+from benchmarks.chains_sweep_counts import Steps
 from benchmarks.compiled import CompiledRow
 from benchmarks.left import LeftRow
 from benchmarks.peaks import PeakRow
 from benchmarks.records import RESULTS, Noise, Origin, Parity, Row, origin, read_rows, write_rows
+
+KINDS = {
+    "sampling": Noise,
+    "blocks-left": LeftRow,
+    "blocks-peaks": PeakRow,
+    "kernels-compiled": CompiledRow,
+    "chains-bptt": Run,
+    "chains-costs": Cost,
+    "chains-subsets": Subset,
+    "chains-sweep-steps": Steps,
+    "chains-sweep-waits": Waits,
+}
 
 
 def test_a_run_replaces_its_file_whole(tmp_path: Path) -> None:
@@ -33,8 +50,7 @@ def test_a_run_replaces_its_file_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.name)
 def test_the_committed_results_are_read_to_the_last_digit(path: Path, tmp_path: Path) -> None:
-    kinds = {"sampling": Noise, "blocks-left": LeftRow, "blocks-peaks": PeakRow, "kernels-compiled": CompiledRow}
-    kind = kinds.get(path.stem, BlockRow if path.stem.startswith("blocks-") else Row)
+    kind = KINDS.get(path.stem, BlockRow if path.stem.startswith("blocks-") else Row)
     rows = read_rows(path, kind)
     with path.open(newline="", encoding="utf-8") as file:
         texts = list(csv.DictReader(file))

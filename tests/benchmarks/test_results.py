@@ -21,7 +21,7 @@ from benchmarks.parity import rmm_kernels_parity
 from benchmarks.plots import plot_all
 from benchmarks.records import Parity, Row, read_rows, write_rows
 from benchmarks.suites import SUITES
-from benchmarks.tables import measured, per_token, performance
+from benchmarks.tables import measured, per_layer, per_token, performance
 
 ALONE = """
 import sys
@@ -71,7 +71,7 @@ def rows_of(results: Path, suite: str) -> list[Row]:
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> None:
     rows = rows_of(results, suite)
-    cases = SUITES[suite].cases("cpu", tiny=True)
+    cases = [dataclasses.replace(case, backend="triton") for case in SUITES[suite].cases("cpu", tiny=True)]
     expected = [(case.name, provider) for case in cases for provider in SUITES[suite].providers(case)]
     assert [(row.case, row.provider) for row in rows] == expected
     for row in rows:
@@ -82,7 +82,7 @@ def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> 
         assert row.commit == "abc"
         assert row.torch == torch.__version__
         assert row.machine
-        assert row.threads == torch.get_num_threads()
+        assert row.threads == getattr(SUITES[suite], "THREADS", torch.get_num_threads())
 
 
 def test_columns_name_what_was_asked_for(results: Path) -> None:
@@ -131,7 +131,7 @@ def test_operators_stand_beside_what_they_replace_and_a_copy(results: Path) -> N
     for (name, provider), row in rows.items():
         exact, copy = rows[name, "exact"], rows[name, "copy"]
         assert row.relative == pytest.approx(row.median / exact.median, rel=1e-4)
-        if provider in ("exact", "packed"):
+        if provider in ("exact", "packed", "fused"):
             assert row.copy_share is None
         else:
             share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
@@ -145,6 +145,7 @@ def test_blocks_have_times_by_the_exact_ones_and_memory(results: Path) -> None:
         exact, recomputed = found["exact"], found["torch checkpoint"]
         linears, everything = found["countsketch"], found["countsketch, all operations"]
         assert everything.kept_bytes < linears.kept_bytes < exact.kept_bytes
+        assert found["countsketch, all operations, fused"].kept_bytes == everything.kept_bytes
         assert recomputed.kept_bytes < exact.kept_bytes / 4
         assert all(row.peak_bytes > row.kept_bytes for row in found.values())
         assert all(row.relative == pytest.approx(row.median / exact.median, rel=1e-4) for row in found.values())
@@ -206,6 +207,31 @@ def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys:
     assert line.split("|")[3].strip() == f"{found['default', 128]:.2f}"
     (picture,) = plot_all(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_host_is_time_of_one_layer_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, set_to = torch.get_num_threads(), []
+    set_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (set_to.append(count), set_threads(count)))
+    arguments = ["run", "--suite", "host", "--tiny", "--threads", "2", "--out", str(tmp_path), "--commit", "abc"]
+    try:
+        assert main(arguments) == 0
+    finally:
+        set_threads(threads)
+    assert (set_to[0], set_to[1], set_to[-1]) == (2, 1, 2)
+    rows = read_rows(tmp_path / "host-cpu.csv", Row)
+    assert [row.provider for row in rows] == ["nn.Linear", "countsketch", "countsketch 4 bits", "rows"]
+    assert {row.threads for row in rows} == {1}
+    exact, *sketched = rows
+    assert per_layer(exact) == pytest.approx((exact.median or 0) / 2 * 1e6)
+    page = performance(tmp_path)
+    assert ", 1 thread, " in page
+    cells = {tuple(cell.strip() for cell in line.split("|"))[1:-1] for line in page.splitlines()}
+    case = "2 layers of 16 -> 16, 64 tokens, fp32"
+    assert (f"{case}: nn.Linear", f"{per_layer(exact):.1f}", "1.00", "") in cells
+    for row in sketched:
+        time, over = per_layer(row), per_layer(row) - per_layer(exact)
+        assert (f"{case}: {row.provider}", f"{time:.1f}", f"{row.relative:.2f}", f"{over:.1f}") in cells
 
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

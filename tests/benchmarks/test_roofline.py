@@ -12,14 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import roofline, work
 from benchmarks.__main__ import main
-from benchmarks.roofline import ALL, BLOCKS, EXACT, MACHINES, WAYS, Block, Way, works
+from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Way, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
-from rmm_linear.ops.gated import _parts as gated_parts
+from rmm_linear.ops.fused import activate_and_pack, gate_and_pack
 from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.gated import stored_parts as gated_parts
 from rmm_linear.ops.masks import apply_mask, pack_mask
-from rmm_linear.ops.norms import norm_backward, norm_bytes, pack_norm
+from rmm_linear.ops.norms import norm_backward, norm_bytes, normalize_and_pack, pack_norm
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.stored import stored_bytes
 from rmm_linear.ops.weight_gradient import weight_gradient
@@ -53,7 +54,8 @@ def x() -> torch.Tensor:
 
 def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
     norm, gated, gelu = work.norm(N, C, 2), work.gated(N, C, 4), work.activation(N, C, 4)
-    dropout = work.dropout(N, C, is_packed=True)
+    dropout, types = work.dropout(N, C, is_packed=True), (x.dtype, x.dtype)
+    fused = [make(N, C, bits, is_fused=True) for make, bits in ((work.norm, 2), (work.gated, 4), (work.activation, 4))]
     copy, pair = pack_norm(x, None, 0, 2, 1e-5, True), keep_gated(x, x, "silu", 4, 0, None, True, True)
     codes, bits = pack_derivative(x, None, 0, "gelu", (), 4), pack_mask(x > 0, None)
     for found, name, declared in (
@@ -63,6 +65,9 @@ def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
         (gated, "gated, apply", counted(apply_gated, x, pair, 4, None, True, True)),
         (gelu, "derivative, pack", counted(pack_derivative, x, None, 0, "gelu", (), 4)),
         (gelu, "derivative, apply", counted(apply_derivative, x, codes, None, "gelu", (), 4)),
+        (fused[0], "norm with copy", counted(normalize_and_pack, x, None, None, None, 0, 2, 1e-5, True, *types)),
+        (fused[1], "gated with products", counted(gate_and_pack, x, x, "silu", 4, 0, None, True, True)),
+        (fused[2], "activation with derivative", counted(activate_and_pack, x, None, 0, "gelu", (), 4)),
         (dropout, "mask, pack", counted(pack_mask, x > 0, None)),
         (dropout, "mask, apply", counted(apply_mask, x, bits, 1.0, None)),
     ):
@@ -140,6 +145,9 @@ def test_bytes_moved_are_those_of_the_kernels_contracts() -> None:
         (one(work.gated(N, C, 4), "gated, pack"), "pack_gated", {"BITS": 4}, 0),
         (one(work.gated(N, C, 4), "gated, apply"), "apply_gated", {"BITS": 4}, 0),
         (one(work.dropout(N, C, is_packed=True), "mask, apply"), "apply_mask", {}, 0),
+        (one(work.norm(N, C, 2, is_fused=True), "norm with copy"), "normalize", {"BITS": 2}, 0),
+        (one(work.activation(N, C, 4, is_fused=True), "activation with derivative"), "activate", {"BITS": 4}, 0),
+        (one(work.gated(N, C, 4, is_fused=True), "gated with products"), "gate", {"BITS": 4}, 0),
     ):
         contract = rmm_kernels_moved.value(rmm_kernels_moved.moved(formula, "*bf16", half | constants))
         assert found.bytes / elements == pytest.approx(contract + more, rel=1e-3), formula
@@ -169,6 +177,13 @@ def test_blocks_differ_by_what_has_stand_ins() -> None:
     assert exact - totals["linears sketched"] == pytest.approx(saved, rel=1e-3)
     stored = {way.name: sum(item.stored for item in works(llama, way)) for way in (EXACT, ALL)}
     assert stored["all operations"] < stored["exact"] / 5
+    for block in BLOCKS:  # fused, the stand-ins and the gradients are the same, and inputs are read once
+        apart, fused = (works(block, way) for way in (ALL, FUSED))
+        assert sum(item.stored for item in fused) == sum(item.stored for item in apart)
+        assert [item for item in fused if not item.is_forward] == [item for item in apart if not item.is_forward]
+        # A norm, and GELU, are spared one reading; PyTorch's two kernels of a gated product move 5 where 1 is written.
+        elements = block.tokens * (2 * block.width + (4 if block.is_gated else 1) * block.inner)
+        assert sum(item.bytes for item in apart) - sum(item.bytes for item in fused) == work.SIZE * elements
     # RoBERTa's block saves 16 units without dropout and half of one for each of two masks, see docs/design.md.
     roberta = BLOCKS[0]
     unit = work.SIZE * roberta.tokens * roberta.width
