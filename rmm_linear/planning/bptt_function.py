@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from rmm_linear.planning.bptt_cells import Cell, Step, adapted, module_of
 from rmm_linear.planning.bptt_plans import StepBytes
 from rmm_linear.planning.bptt_runs import Outputs, Run
-from rmm_linear.planning.bptt_trial import try_step
+from rmm_linear.planning.bptt_trial import check_reached, leaves_behind, try_step
 from rmm_linear.planning.store import open_store
 
 
@@ -156,6 +156,9 @@ def _loop(step: Step, leaves: list[Tensor], state: list[Any], steps: int) -> tup
     outputs = Outputs(steps)
     for number in range(steps):
         found, state = step([leaf[number] for leaf in leaves], state)
+        if torch.is_grad_enabled():  # then nothing that is known needs a gradient
+            needing = [leaf for leaf in (*found, *state) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            check_reached(leaves_behind(needing), (), module_of(step.cell))
         outputs.put(number, found)
     return step.output_tree(outputs.leaves or []), step.state_tree(state)
 

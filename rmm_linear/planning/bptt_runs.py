@@ -15,7 +15,7 @@ from rmm_linear.memory.ledger import storage_key
 from rmm_linear.planning.bptt_cells import Recorded, Step, is_differentiable, module_of
 from rmm_linear.planning.bptt_frames import Frame, StoredFrame, compact, next_run
 from rmm_linear.planning.bptt_plans import Action, BPTTPlan
-from rmm_linear.planning.bptt_trial import leaves_of
+from rmm_linear.planning.bptt_trial import check_reached, leaves_of
 from rmm_linear.planning.buffers import restored_buffers
 from rmm_linear.planning.generators import accelerators, forked, generator_states, set_generator_states
 
@@ -206,16 +206,7 @@ class Run:
         state = self._state()
         needs = self.needs_state if number == 0 else [is_differentiable(leaf) for leaf in state]
         recorded = self.step.record([leaf[number] for leaf in self.inputs], state, [*self.needs, *needs])
-        if not self.is_replayed and not any(frame.recorded for frame in self.frames):
-            known = {id(leaf) for leaf in self.leaves}
-            for leaf in leaves_of(recorded):
-                if id(leaf) not in known:
-                    name = type(self.module).__name__ if self.module is not None else "the function"
-                    raise ValueError(
-                        f"cell must find its parameters in its module, got a tensor of shape {tuple(leaf.shape)} that "
-                        f"needs a gradient and is none of {name}'s. Register it there, or give a function: "
-                        "lambda x, state: cell(x, state)."
-                    )
+        check_reached(leaves_of(recorded), self.leaves, self.module)
         return recorded
 
     def _backpropagate(self, number: int, recorded: Recorded) -> None:

@@ -92,8 +92,41 @@ def graph(results: Iterable[Tensor]) -> set[Any]:
 def leaves_of(recorded: Recorded) -> list[Tensor]:
     """Return the tensors that need a gradient, reached by a recorded step, beside its inputs and its state."""
     own = {id(leaf) for leaf in (*recorded.inputs, *recorded.state)}
-    found = [node.variable for node in graph(recorded.results) if hasattr(node, "variable")]
-    return [leaf for leaf in found if id(leaf) not in own]
+    return [leaf for leaf in leaves_behind(recorded.results) if id(leaf) not in own]
+
+
+def leaves_behind(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that get a gradient when one goes back from results that need it."""
+    found = [node.variable for node in graph(results) if hasattr(node, "variable")]
+    found += [leaf for leaf in results if leaf.is_leaf]  # returned as they are, without a node
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:
+    """Raise if a step reaches a tensor whose gradient would be missing.
+
+    Args:
+        leaves: Tensors that need a gradient and that the step reaches.
+        known: Those that get one.
+        module: The module that the cell is, or None for a function.
+
+    Raises:
+        ValueError: If it does.
+    """
+    ids = {id(leaf) for leaf in known}
+    for leaf in leaves:
+        if id(leaf) in ids:
+            continue
+        got = f"got a tensor of shape {tuple(leaf.shape)} that needs a gradient and is none of"
+        if module is None:
+            raise ValueError(
+                f"cell must reach the same parameters at every step as at the first one, {got} those. "
+                "Give an nn.Module that has all of them."
+            )
+        raise ValueError(
+            f"cell must find its parameters in its module, {got} {type(module).__name__}'s. Register it there, or give "
+            "a function, if every step reaches it: lambda x, state: cell(x, state)."
+        )
 
 
 def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[Recorded, dict[StorageKey, int]]:

@@ -82,6 +82,39 @@ def test_a_module_that_reaches_for_parameters_that_are_not_its_own_is_noticed():
     assert other.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("options", [{"slots": 0}, {"slots": 3, "internal": False}, {"slots": 10**4}], ids=str)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_parameters_that_only_some_steps_reach_are_noticed(is_module, options):
+    """Steps with an even number use another layer; of a module, one that it does not own."""
+    even, odd = nn.Linear(H, H), nn.Linear(H, H)
+
+    class Alternating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.even = even
+
+        def forward(self, x, state):
+            h, n = state
+            return None, (torch.tanh((even if n % 2 == 0 else odd)(x) + h), n + 1)
+
+    cell = Alternating()
+    cell = cell if is_module else lambda x, state, run=cell: run(x, state)
+    text = "none of Alternating's" if is_module else "same parameters at every step .* nn.Module that has all"
+    with pytest.raises(ValueError, match=text):
+        bptt(cell, inputs(), (torch.zeros(B, H), 0), **options)[1][0].sum().backward()
+    even.requires_grad_(False)  # the first step needs no gradient at all
+    with pytest.raises(ValueError, match=text):
+        bptt(cell, inputs().detach(), (torch.zeros(B, H), 0), **options)
+
+
+def test_a_parameter_that_is_put_out_as_it_is_gets_its_gradient():
+    weight = torch.ones(B, H, requires_grad=True)
+    for slots in (0, 3, 10**4):
+        weight.grad = None
+        bptt(lambda x, s: (weight, s), inputs().detach(), torch.zeros(1), slots=slots)[0].sum().backward()
+        assert torch.equal(weight.grad, torch.full((B, H), float(T)))
+
+
 def test_hooks_on_parameters_of_a_function_are_refused():
     cell = nn.LSTMCell(H, H)
     cell.weight_hh.register_hook(lambda grad: grad)
