@@ -1,11 +1,11 @@
-"""Kept states: in memory or in a store, with the generators' states where the cell draws random numbers."""
+"""Kept states: in memory or in a store, with what the cell reads beside them: random generators and buffers."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,20 +15,32 @@ from rmm_linear.planning.bptt_cells import Recorded
 _number = itertools.count()  # of runs, so that two of them can share a store
 
 
+class Around(NamedTuple):
+    """What a step reads and writes besides its state.
+
+    Attributes:
+        generators: States of the random generators.
+        buffers: Values of the module's buffers.
+    """
+
+    generators: list[Tensor]
+    buffers: list[Tensor]
+
+
 class Frame:
     """The state before a step.
 
     Attributes:
         position: The step.
-        generators: States of the random generators, or None.
+        around: What the step reads besides, or None.
         recorded: The step before, if its graph is kept with the state.
     """
 
     def __init__(
-        self, position: int, leaves: list[Any], generators: Any = None, recorded: Recorded | None = None
+        self, position: int, leaves: list[Any], around: Around | None = None, recorded: Recorded | None = None
     ) -> None:
         """Keep the leaves of a state in memory."""
-        self.position, self.generators, self.recorded = position, generators, recorded
+        self.position, self.around, self.recorded = position, around, recorded
         self._leaves = leaves
         self._versions = [_version(leaf) for leaf in leaves]
 
@@ -55,9 +67,9 @@ class Frame:
 class StoredFrame(Frame):
     """A state whose tensors are in a store; they leave it with the frame, whatever happens."""
 
-    def __init__(self, position: int, leaves: list[Any], generators: Any, store: Any, run: int) -> None:
+    def __init__(self, position: int, leaves: list[Any], around: Around | None, store: Any, run: int) -> None:
         """Put a state into a store."""
-        super().__init__(position, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], generators)
+        super().__init__(position, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], around)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._devices = [tensor.device for tensor in tensors]

@@ -195,8 +195,9 @@ class StepBytes:
     """What one step of a cell keeps, as :func:`step_bytes` measures it.
 
     Attributes:
-        state: Bytes of its state.
-        graph: Bytes that its backward pass needs, with the state that it reads, and the state and output it returns.
+        state: Bytes of its state, with those of random generators and buffers if the step changes them.
+        graph: Bytes that its backward pass needs, with the state that it reads, and the state and output it returns,
+            and the same besides.
         plain: The same without the state that it reads, which in a plain loop the step before has returned.
     """
 

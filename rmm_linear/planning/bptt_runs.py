@@ -13,10 +13,10 @@ from torch.func import functional_call
 from rmm_linear._support.autocast import autocast_as, autocast_now
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.planning.bptt_cells import Recorded, Step, is_differentiable, module_of
-from rmm_linear.planning.bptt_frames import Frame, StoredFrame, compact, next_run
+from rmm_linear.planning.bptt_frames import Around, Frame, StoredFrame, compact, next_run
 from rmm_linear.planning.bptt_plans import Action, BPTTPlan
 from rmm_linear.planning.bptt_trial import check_reached, leaves_of
-from rmm_linear.planning.buffers import restored_buffers
+from rmm_linear.planning.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
 from rmm_linear.planning.generators import accelerators, forked, generator_states, set_generator_states
 
 
@@ -72,7 +72,7 @@ class Run:
         self.current: list[Any] | None = None
         self.output_leaves: list[Any] = []
         self.last_leaves: list[Any] = []
-        self.is_replayed = self.is_random = False
+        self.is_replayed = self.is_moved = False
         self.rest: Iterator[Action] | None = None
 
     def forward(self, inputs: list[Tensor], state: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -90,7 +90,8 @@ class Run:
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]
         self.lasting = {storage_key(leaf) for leaf in (*inputs, *state) if isinstance(leaf, Tensor)}
-        self.begin = generator_states(self.devices)
+        self.buffers = [] if self.module is None else buffer_places([self.module])
+        self.begin = Around(generator_states(self.devices), buffer_values(self.buffers))
         outputs, actions = Outputs(self.plan.steps), self.plan.actions()
         read = Frame(0, [*inputs, *state])
         self.inputs, self.frames = inputs, [Frame(0, state, self.begin)]
@@ -104,7 +105,7 @@ class Run:
 
         self._inside(work)
         read.read()  # raises if the cell changed its inputs
-        self.is_random = generator_states(self.devices, self.begin) is not self.begin
+        self._forget_what_stays()
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
         last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].read()]
         self.inputs, self.frames[0] = [], Frame(0, [])  # saved for backward instead
@@ -170,17 +171,16 @@ class Run:
         elif action.kind == "store":
             leaves = compact(self.current or [], self.lasting)
             if self.store is None:
-                self.frames.append(Frame(action.step, leaves, self._generators()))
+                self.frames.append(Frame(action.step, leaves, self._around()))
             else:
-                self.frames.append(StoredFrame(action.step, leaves, self._generators(), self.store, self.number))
+                self.frames.append(StoredFrame(action.step, leaves, self._around(), self.store, self.number))
             self.current = None
         elif action.kind == "record":
             recorded = self._record(action.step)
             if put is not None:
                 put(action.step, recorded.outputs)
             new = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in recorded.new]
-            generators = self._generators() if action.is_kept else None
-            self.frames.append(Frame(action.step + 1, new, generators, recorded))
+            self.frames.append(Frame(action.step + 1, new, self._around() if action.is_kept else None, recorded))
             self.current = None
         else:
             frame = self.frames.pop()
@@ -193,14 +193,35 @@ class Run:
         if self.current is not None:
             return self.current
         frame = self.frames[-1]
-        if self.is_replayed and self.is_random:
-            set_generator_states(frame.generators, self.devices)
+        if self.is_replayed and self.is_moved and frame.around is not None:
+            set_generator_states(frame.around.generators, self.devices)
+            set_buffer_values(self.buffers, frame.around.buffers)
         return frame.read()
 
-    def _generators(self) -> list[Tensor] | None:
-        if self.is_replayed and not self.is_random:
+    def _around(self) -> Around | None:
+        """What the step that comes next reads besides its state; what has not changed is kept once."""
+        if self.is_replayed and not self.is_moved:
             return None
-        return generator_states(self.devices, self.frames[-1].generators)
+        last = self.frames[-1].around or self.begin
+        return Around(generator_states(self.devices, last.generators), buffer_values(self.buffers, last.buffers))
+
+    def _forget_what_stays(self) -> None:
+        """At the end of the forward pass: keep no copies of buffers that the steps do not change."""
+        end = Around(
+            generator_states(self.devices, self.begin.generators), buffer_values(self.buffers, self.begin.buffers)
+        )
+        seen = [end, *(frame.around for frame in self.frames if frame.around is not None)]
+        moving = [
+            place
+            for place, old in enumerate(self.begin.buffers)
+            if any(around.buffers[place] is not old for around in seen)
+        ]
+        for frame in self.frames:
+            if frame.around is not None:
+                frame.around = frame.around._replace(buffers=[frame.around.buffers[place] for place in moving])
+        self.begin = self.begin._replace(buffers=[self.begin.buffers[place] for place in moving])
+        self.buffers = [self.buffers[place] for place in moving]
+        self.is_moved = bool(moving) or end.generators is not self.begin.generators
 
     def _record(self, number: int) -> Recorded:
         state = self._state()

@@ -91,6 +91,28 @@ def test_bytes_of_an_lstm_step():
     assert (measured.state, measured.graph, measured.plain) == (2 * unit, 9 * unit, 7 * unit)
 
 
+def test_bytes_of_random_numbers_and_of_buffers_that_change_count_with_every_state_and_graph():
+    class Normed(nn.Module):
+        def __init__(self, rate):
+            super().__init__()
+            self.cell, self.norm, self.rate = nn.RNNCell(H, H), nn.BatchNorm1d(H), rate
+
+        def forward(self, x, state):
+            state = self.norm(nn.functional.dropout(self.cell(x, state), self.rate, self.rate > 0))
+            return None, state
+
+    state = torch.zeros(B, H)
+    plain, dropping, frozen = (step_bytes(cell, inputs(), state) for cell in (Normed(0), Normed(0.5), Normed(0).eval()))
+    drawn, counted_buffers = torch.get_rng_state().nbytes, (2 * H + 2) * 4  # mean, variance, an int64
+    assert frozen.state == B * H * 4
+    assert plain.state - frozen.state == counted_buffers
+    assert dropping.state - plain.state == drawn
+    for measured, besides in ((frozen, 0), (plain, counted_buffers), (dropping, counted_buffers + drawn)):
+        assert (
+            measured.graph - measured.plain == B * H * 4 + besides
+        )  # a plain run keeps neither, nor the state it reads
+
+
 @pytest.mark.parametrize("options", [{"slots": 7}, {"slots": 2, "internal": "only"}, {"memory": 10**9}], ids=str)
 def test_frozen_parameters_and_inputs_without_gradient(options):
     cell, state = start(nn.LSTMCell)
@@ -231,3 +253,32 @@ def test_buffers_are_updated_once_per_step():
         buffers.append(list(cell.buffers()))
     assert buffers[0][2] == T
     assert all(torch.equal(old, new) for old, new in zip(*buffers, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_results_that_depend_on_buffers_which_steps_change(options):
+    class Remembering(nn.Module):
+        """A spectral norm, whose vectors every step improves, a count, and the last state in place of the state's."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(2 * H, H))
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("mean", torch.zeros(H))
+
+        def forward(self, x, state):
+            state = torch.tanh(self.linear(torch.cat([x, state], -1)) / (1 + self.count.clone()) + self.mean.clone())
+            self.count += 0.1
+            self.mean = 0.9 * self.mean + state.detach().mean(0)
+            return state, state
+
+    expected, found = Remembering(), Remembering()
+    given = inputs(), torch.zeros(B, H, requires_grad=True)
+    results = [
+        outcome(run, cell, *given, list(cell.parameters()))
+        for run, cell in ((loop, expected), (planned(**options), found))
+    ]
+    scale = max(grad.abs().max() for grad in results[0][1])
+    same(*results, lambda old, new: torch.allclose(old, new, rtol=0, atol=2**-24 * T * T * scale))
+    assert all(torch.equal(old, new) for old, new in zip(expected.buffers(), found.buffers(), strict=True))
