@@ -105,8 +105,12 @@ def _run(
             "The parameters of a cell that is a function must have no hooks, which would see the gradients of single "
             "steps. Give an nn.Module, whose parameters' hooks see the sum."
         )
-    weakref.finalize(run, opened.pop_all().close)
-    found = _Through.apply(run, initial, len(leaves), *leaves, *tensors, *run.parameters)
+    closing = weakref.finalize(run, opened.pop_all().close)
+    try:
+        found = _Through.apply(run, initial, len(leaves), *leaves, *tensors, *run.parameters)
+    except BaseException:  # its traceback keeps the run
+        closing()
+        raise
     results = iter(found)
     outputs = [None if leaf is None else next(results) for leaf in run.output_leaves]
     last = [next(results) if isinstance(leaf, Tensor) else leaf for leaf in run.last_leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.func import functional_call
 from rmm_linear._support.autocast import autocast_as, autocast_now
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.planning.bptt_cells import Recorded, Step, is_differentiable, module_of
-from rmm_linear.planning.bptt_frames import Around, Frame, StoredFrame, compact, next_run
+from rmm_linear.planning.bptt_frames import Around, Frame, StoredFrame, compact, release_all
 from rmm_linear.planning.bptt_plans import Action, BPTTPlan
 from rmm_linear.planning.bptt_trial import check_reached, leaves_of
 from rmm_linear.planning.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
@@ -59,7 +60,7 @@ class Run:
 
     def __init__(self, step: Step, plan: BPTTPlan, parameters: Sequence[Tensor] | None, store: Any) -> None:
         """Prepare a run; ``parameters`` are those of a function, None takes those of the module that the cell is."""
-        self.step, self.plan, self.store, self.number = step, plan, store, next_run()
+        self.step, self.plan, self.store, self.name = step, plan, store, uuid.uuid4().hex[:12]
         self.module = module_of(step.cell) if parameters is None else None
         # In place of a module's parameters, their aliases get the gradients of single steps: hooks see the sum alone.
         named = {} if self.module is None else dict(self.module.named_parameters())
@@ -103,7 +104,12 @@ class Run:
                     return
                 self._do(action, outputs.put)
 
-        self._inside(work)
+        try:
+            self._inside(work)
+        except BaseException:  # the traceback keeps the frames
+            release_all(self.frames)
+            self.inputs, self.frames, self.current, self.rest = [], [], None, None
+            raise
         read.read()  # raises if the cell changed its inputs
         self._forget_what_stays()
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
@@ -147,8 +153,7 @@ class Run:
                 self._inside(work)
             return [*self.grad_inputs, *self.grad_state, *self.grad_parameters]
         finally:
-            for frame in self.frames:
-                frame.release()
+            release_all(self.frames)
             self.inputs, self.frames, self.current, self.grads = [], [], None, []
             del self.grad_inputs, self.grad_state, self.grad_parameters
 
@@ -173,8 +178,9 @@ class Run:
             if self.store is None:
                 self.frames.append(Frame(action.step, leaves, self._around()))
             else:
-                self.frames.append(StoredFrame(action.step, leaves, self._around(), self.store, self.number))
-            self.current = None
+                self.frames.append(StoredFrame(action.step, leaves, self._around(), self.store, self.name))
+            # What is in a store need not be read to go on; what is in memory is, which sees if it was changed.
+            self.current = None if self.store is None else leaves
         elif action.kind == "record":
             recorded = self._record(action.step)
             if put is not None:
