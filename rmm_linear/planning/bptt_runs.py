@@ -38,20 +38,22 @@ class Outputs:
 
         Raises:
             TypeError: If a leaf is neither.
-            ValueError: If its shape or dtype differs from that of the first step.
+            ValueError: If its shape or dtype differs from that of the first step, or one of them is None.
         """
+        wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
+        if wrong is not None:
+            raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
         if self.leaves is None:
-            wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
-            if wrong is not None:
-                raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
             self.leaves = [leaf if leaf is None else leaf.new_empty((self.steps, *leaf.shape)) for leaf in found]
         for whole, leaf in zip(self.leaves, found, strict=True):
-            if whole is not None:
-                if leaf.shape != whole.shape[1:] or leaf.dtype != whole.dtype:
-                    raise ValueError(
-                        "cell must put out tensors of one shape and dtype, which are stacked over the steps, got "
-                        f"{tuple(leaf.shape)}, {leaf.dtype} after {tuple(whole.shape[1:])}, {whole.dtype}."
-                    )
+            first = None if whole is None else (tuple(whole.shape[1:]), whole.dtype)
+            now = None if leaf is None else (tuple(leaf.shape), leaf.dtype)
+            if first != now:
+                raise ValueError(
+                    "cell must put out tensors of one shape and dtype, which are stacked over the steps, or None at "
+                    f"every step, got {now} after {first}."
+                )
+            if whole is not None and leaf is not None:
                 whole[number] = leaf.detach()
 
 

@@ -57,6 +57,15 @@ def test_outputs_of_several_shapes_are_refused():
         refused(lambda x, s: (x.sum() * torch.ones(next(lengths)), s), state=torch.ones(1))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_outputs_that_are_sometimes_none_are_refused(first, grad):
+    with pytest.raises(ValueError, match=r"or None at every step, got .*None"), torch.set_grad_enabled(grad):
+        refused(lambda x, n: (None if (n == 0) == first else x, n + 1), state=0)
+    with pytest.raises((TypeError, ValueError), match="must put out tensors, or None, got 0.5"):
+        refused(lambda x, n: (x if n < 3 else 0.5, n + 1), state=0)
+
+
 def test_a_cell_that_changes_its_state_in_place_is_noticed():
     def run(x, state):
         with torch.no_grad():
