@@ -45,8 +45,8 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
     """Run a chain of modules and keep the outputs that a plan names; the others are computed again for the gradients.
 
     The result and the gradients are those of running one module after the other, to the bit; dropout draws the same
-    numbers again, and buffers are updated once: a repetition reads what the first run read. Nothing of the last segment is computed again, for its
-    backward pass comes first. Without gradients, the modules run and nothing is kept.
+    numbers again, and buffers are updated once: a repetition reads what the first run read. Nothing of the last segment
+    is computed again, for its backward pass comes first. Without gradients, the modules run and nothing is kept.
 
     A module counts as one that needs its input or its output for its gradient, as linear layers, convolutions and
     activations do. A module that keeps more inside of it, such as a block of a transformer, needs more than the plan

@@ -37,6 +37,7 @@ def refused(cell, given=None, state=None, **options):
         (lambda: refused(nn.LSTMCell(H, H), slots=-1), ValueError, "slots must not be negative"),
         (lambda: refused(nn.LSTMCell(H, H), internal="all"), ValueError, "internal must be"),
         (lambda: refused(nn.LSTMCell(H, H), internal=1), ValueError, "internal must be True, False or"),
+        (lambda: refused(nn.LSTMCell(H, H), store="cpu", internal="only"), ValueError, "stores no states, got store"),
         (lambda: refused(nn.LSTMCell(H, H), store=7), TypeError, "store must be a folder, .* or an object with put"),
         (lambda: refused(nn.LSTMCell(H, H), torch.ones(0, B, H)), ValueError, "at least one step, got none"),
         (lambda: refused(nn.LSTMCell(H, H), (torch.ones(3, H), torch.ones(2, H))), ValueError, "all of one length"),
@@ -51,6 +52,19 @@ def test_what_cannot_be_is_refused_with_the_remedy(call, error, text):
         call()
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"slots": -1}, "slots must not be negative"),
+        ({"internal": "all"}, "internal must be"),
+        ({"slots": None, "memory": "much"}, "memory must be a size"),
+    ],
+)
+def test_arguments_are_checked_without_gradients_too(options, text):
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        refused(nn.LSTMCell(H, H), **options)
+
+
 def test_outputs_of_several_shapes_are_refused():
     lengths = iter(range(1, 100))
     with pytest.raises(ValueError, match="of one shape and dtype"):
@@ -62,7 +76,7 @@ def test_outputs_of_several_shapes_are_refused():
 def test_outputs_that_are_sometimes_none_are_refused(first, grad):
     with pytest.raises(ValueError, match=r"or None at every step, got .*None"), torch.set_grad_enabled(grad):
         refused(lambda x, n: (None if (n == 0) == first else x, n + 1), state=0)
-    with pytest.raises((TypeError, ValueError), match="must put out tensors, or None, got 0.5"):
+    with pytest.raises((TypeError, ValueError), match=r"must put out tensors, or None, got 0\.5"):
         refused(lambda x, n: (x if n < 3 else 0.5, n + 1), state=0)
 
 
