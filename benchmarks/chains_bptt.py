@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,8 @@ class Run(Origin):
         counted_steps: Steps that ran, without two trial steps.
         time_ratio: (planned_steps / T + 2) / 3.
         planned_bytes: What the plan says is kept.
-        peak_bytes: Peak of tensors made in the run, outputs and the gradient of the inputs among them.
+        peak_bytes: Peak of tensors made in the run, outputs and the gradient of the inputs among them, and the
+            random generators' states.
         recurrent_bytes: The same where there are neither: the loss takes the last state alone, inputs need no gradient.
         share: recurrent_bytes by those of the plain loop.
         gradients: "equal" to the plain loop's to the bit, or the largest difference by the largest gradient.
@@ -172,7 +176,7 @@ def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], 
             leaf.grad = None
         calls.clear()
         torch.manual_seed(SEED)
-        with peak("cpu") as made:
+        with peak("cpu") as made, generator_bytes() as drawn:
             outputs = _loop(cell, x, state) if policy == "plain" else bptt(cell, x, state, **options)[0]
             outputs.sum().backward()
         count = len(calls)
@@ -182,7 +186,7 @@ def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], 
         del outputs
         recurrent = _recurrent(cell, x.detach(), state, options)
         share = recurrent / (found[0].recurrent_bytes if found else recurrent)
-        numbers = (forward, count - trials, plan.time_ratio, kept, made.bytes, recurrent, share)
+        numbers = (forward, count - trials, plan.time_ratio, kept, made.bytes + drawn.most, recurrent, share)
         fixed = (name, *shape, policy, budget, plan.slots)
         found.append(Run(*fixed, *numbers, _difference(expected, grads), plan.internal_cost, **about))
     return found
@@ -192,7 +196,7 @@ def _recurrent(cell: nn.Module, x: Tensor, state: Any, options: dict[str, Any]) 
     """Peak of a run without outputs and without a gradient of the inputs."""
     quiet = Quiet(cell)
     quiet.zero_grad()
-    with peak("cpu") as made:
+    with peak("cpu") as made, generator_bytes() as drawn:
         if options:
             last = bptt(quiet, x, state, **options)[1]
         else:
@@ -200,7 +204,39 @@ def _recurrent(cell: nn.Module, x: Tensor, state: Any, options: dict[str, Any]) 
             for x_t in x.unbind(0):
                 last = quiet(x_t, last)[1]
         (last if isinstance(last, Tensor) else last[0]).sum().backward()
-    return made.bytes
+    return made.bytes + drawn.most
+
+
+class _Living:
+    """Bytes of the random generators' states that are alive, and the most there were."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def made(self, state: Tensor) -> Tensor:
+        self.now += state.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(state, self.gone, state.nbytes)
+        return state
+
+    def gone(self, count: int) -> None:
+        self.now -= count
+
+
+@contextmanager
+def generator_bytes() -> Iterator[_Living]:
+    """Count the CPU generator's states, which are made outside of what ``peak`` sees.
+
+    Yields:
+        The count.
+    """
+    found, read = _Living(), torch.get_rng_state
+
+    def seen() -> Tensor:
+        return found.made(read())
+
+    with mock.patch.object(torch, "get_rng_state", seen):
+        yield found
 
 
 def _loop(cell: nn.Module, x: Tensor, state: Any) -> Tensor:

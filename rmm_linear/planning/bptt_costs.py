@@ -24,12 +24,13 @@ always the best one.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-TABLE_LIMIT = 2 * 10**10  # m·t² of a table: some seconds
+TABLE_LIMIT = 2 * 10**9  # m·t² of a table: some seconds
+ROOM_LIMIT = 4 * 10**6  # m·t of a table: 64 MB
 
 
 class Splits(Protocol):
@@ -59,14 +60,16 @@ def splits(steps: int, slots: int, internal_cost: int | None) -> Splits:
     Returns:
         The splits: with the least forward steps where a state and a graph differ in size only if a table is affordable.
     """
-    if _is_bound_attained(steps, slots, internal_cost) or slots * steps * steps > TABLE_LIMIT:
+    if internal_cost is not None and slots >= internal_cost * (steps - 1):
+        return AllGraphs()
+    if _is_bound_attained(steps, slots, internal_cost) or not _is_affordable(steps, slots):
         return Envelope.of(steps, slots, internal_cost)
     return Table.of(steps, slots, internal_cost or 1)
 
 
 def is_exact(steps: int, slots: int, internal_cost: int | None) -> bool:
     """Say whether :func:`splits` has the least forward steps of all plans, by proof or by search."""
-    return _is_bound_attained(steps, slots, internal_cost) or slots * steps * steps <= TABLE_LIMIT
+    return _is_bound_attained(steps, slots, internal_cost) or _is_affordable(steps, slots)
 
 
 def _is_bound_attained(steps: int, slots: int, internal_cost: int | None) -> bool:
@@ -74,14 +77,35 @@ def _is_bound_attained(steps: int, slots: int, internal_cost: int | None) -> boo
     return internal_cost in (None, 1) or slots >= internal_cost * (steps - 1)
 
 
+def _is_affordable(steps: int, slots: int) -> bool:
+    """Whether a table takes no more than some seconds, and some megabytes."""
+    return slots * steps * steps <= TABLE_LIMIT and slots * steps <= ROOM_LIMIT
+
+
+class AllGraphs:
+    """Every step is recorded when it first runs, for there are slots for all graphs."""
+
+    def split(self, slots: int, steps: int) -> int:
+        """See :class:`Splits`."""
+        return -1
+
+
 class Table:
     """C(m, t) for all m and t in question, with both kinds of slots."""
 
+    _last: ClassVar[list[Table]] = []
+
     @classmethod
-    @functools.lru_cache(maxsize=2)
     def of(cls, steps: int, slots: int, internal_cost: int) -> Table:
-        """Make a table, or take one of the last two."""
-        return cls(steps, slots, internal_cost)
+        """Make a table, or take one of the last two: one for more steps or more slots has the smaller ones in it."""
+        for table in cls._last:
+            most_slots, most_steps = (size - 1 for size in table.cost.shape)
+            if table.internal_cost == internal_cost and slots <= most_slots and steps <= most_steps:
+                break
+        else:
+            table = cls(steps, slots, internal_cost)
+        Table._last = [table, *(one for one in cls._last if one is not table)][:2]
+        return table
 
     def __init__(self, steps: int, slots: int, internal_cost: int) -> None:
         """Fill the table up to ``steps`` and ``slots``."""

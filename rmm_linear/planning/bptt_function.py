@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from rmm_linear.planning.bptt_cells import Cell, Step, adapted, module_of
 from rmm_linear.planning.bptt_plans import StepBytes
 from rmm_linear.planning.bptt_runs import Outputs, Run
-from rmm_linear.planning.bptt_trial import try_step
+from rmm_linear.planning.bptt_trial import check_reached, leaves_behind, try_step
 from rmm_linear.planning.store import open_store
 
 
@@ -32,11 +32,13 @@ def bptt(
     Some states, and some steps with their graphs, are kept; the backward pass computes the others again, with the
     fewest forward steps that the memory allows (Gruslys et al. 2016). Outputs and gradients are those of a plain loop:
     steps run and gradients add up in its order. A state that a cell reads more than once may differ in the last digit,
-    because the parts of its gradient add up in another order.
+    because the parts of its gradient add up in another order. Under autocast, the steps' gradients of a weight add up
+    in its own dtype, not in the one it is cast to.
 
-    Steps that run again draw the same random numbers, under the same autocast. Buffers of a module are updated once. A
-    cell must have no other side effects: it runs more than once per step. Without gradients it runs once, and nothing
-    is kept.
+    Steps that run again draw the same random numbers, under the same autocast. Buffers of a module are updated once,
+    and a step that runs again reads what they held when it first ran; those that a function reaches are updated by
+    every run of a step, trial steps too. A cell must have no other side effects: it runs more than once per step.
+    Without gradients it runs once, and nothing is kept.
 
     Args:
         cell: ``cell(x_t, state) -> (output, state)``, or PyTorch's ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell``,
@@ -47,20 +49,24 @@ def bptt(
         state: The initial state, a tree. What is no tensor, or an integer, has no gradient. None is zeros for PyTorch's
             cells.
         memory: Bytes for what is kept between the steps of the backward pass, or a text such as "64MB": stored states
-            and graphs. Outputs, inputs and gradients are not part of it. Two trial steps measure a state and a graph.
+            and graphs, with the states of random generators and changed buffers that belong to them. Outputs, inputs
+            and gradients are not part of it. Two trial steps measure a state and a graph. States in a ``store`` count
+            as those in memory do.
         slots: Number of states that may be stored, in place of ``memory``; graphs count as many as they measure.
         internal: Which of the paper's policies: False stores states alone, "only" graphs of recorded steps alone (then
             ``slots`` counts graphs), True whatever costs fewer steps.
         store: Where stored states go: a folder, "cpu", or an object with ``put(key, tensors)``, ``get(key)`` and
             ``drop(key)``, see :func:`rmm_linear.planning.open_store`; None keeps them where they are. Graphs of
-            recorded steps stay in memory: ``internal=False`` keeps none.
+            recorded steps, and generators' states, stay in memory: ``internal=False`` keeps no graphs.
 
     Returns:
         The outputs, a tree with time first, and the last state.
 
     Raises:
         TypeError: If the cell runs all steps at once as nn.LSTM does, or an argument has the wrong type.
-        ValueError: If there is no step, the memory is too small, or the cell depends on tensors that it must not.
+        ValueError: If there is no step, the memory is too small, arguments exclude each other, or the cell depends on
+            tensors that it must not.
+        StoreError: If a state cannot be stored, or does not come back as it was.
 
     Example:
         >>> cell = torch.nn.LSTMCell(8, 16)
@@ -70,6 +76,9 @@ def bptt(
     """
     if (memory is None) == (slots is None):
         raise ValueError(f"bptt needs memory or slots, and not both, got memory={memory!r} and slots={slots!r}.")
+    if store is not None and internal == "only":
+        raise ValueError(f'internal="only" stores no states, got store={store!r} too. Use internal=False or True.')
+    StepBytes(1, 1, 1).plan(1, memory=memory, slots=slots, internal=internal)  # checks them, with gradients or without
     with contextlib.ExitStack() as opened:
         used = None if store is None else open_store(store)
         if used is not store:
@@ -105,8 +114,12 @@ def _run(
             "The parameters of a cell that is a function must have no hooks, which would see the gradients of single "
             "steps. Give an nn.Module, whose parameters' hooks see the sum."
         )
-    weakref.finalize(run, opened.pop_all().close)
-    found = _Through.apply(run, initial, len(leaves), *leaves, *tensors, *run.parameters)
+    closing = weakref.finalize(run, opened.pop_all().close)
+    try:
+        found = _Through.apply(run, initial, len(leaves), *leaves, *tensors, *run.parameters)
+    except BaseException:  # its traceback keeps the run
+        closing()
+        raise
     results = iter(found)
     outputs = [None if leaf is None else next(results) for leaf in run.output_leaves]
     last = [next(results) if isinstance(leaf, Tensor) else leaf for leaf in run.last_leaves]
@@ -156,6 +169,9 @@ def _loop(step: Step, leaves: list[Tensor], state: list[Any], steps: int) -> tup
     outputs = Outputs(steps)
     for number in range(steps):
         found, state = step([leaf[number] for leaf in leaves], state)
+        if torch.is_grad_enabled():  # then nothing that is known needs a gradient
+            needing = [leaf for leaf in (*found, *state) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            check_reached(leaves_behind(needing), (), module_of(step.cell))
         outputs.put(number, found)
     return step.output_tree(outputs.leaves or []), step.state_tree(state)
 

@@ -18,6 +18,8 @@ from rmm_linear.planning.bptt_costs import Envelope, is_exact, splits
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_FINEST = 64  # most slots of a graph that is measured: one of them is lost by rounding, and plans take time by slots
+
 
 class Action(NamedTuple):
     """One thing that a plan does.
@@ -48,7 +50,7 @@ class BPTTPlan(SavedSettings):
         steps: T.
         slots: States that may be stored at once, the initial one not counted.
         internal_cost: Slots that the graph of a recorded step takes; None keeps no graph but the current one.
-        state_bytes: Bytes of a state, that is of a slot; None if they are not known.
+        state_bytes: Bytes of a slot, a state's or somewhat more; None if they are not known.
         graph_bytes: Bytes of a recorded step's graph; None if they are not known.
         plain_bytes: Bytes that a plain run keeps per step; None if they are not known.
     """
@@ -193,8 +195,9 @@ class StepBytes:
     """What one step of a cell keeps, as :func:`step_bytes` measures it.
 
     Attributes:
-        state: Bytes of its state.
-        graph: Bytes that its backward pass needs, with the state that it reads, and the state and output it returns.
+        state: Bytes of its state, with those of random generators and buffers if the step changes them.
+        graph: Bytes that its backward pass needs, with the state that it reads, and the state and output it returns,
+            and the same besides.
         plain: The same without the state that it reads, which in a plain loop the step before has returned.
     """
 
@@ -203,9 +206,14 @@ class StepBytes:
     plain: int
 
     @property
+    def slot(self) -> int:
+        """Bytes of a slot where states and graphs are kept: a state's, or a 64th of a graph's if a state has less."""
+        return max(self.state, math.ceil(self.graph / _FINEST), 1)
+
+    @property
     def internal_cost(self) -> int:
-        """Slots of a recorded step's graph: its bytes by those of a state, rounded up."""
-        return max(1, math.ceil(self.graph / max(self.state, 1)))
+        """Slots of a recorded step's graph: its bytes by those of a slot, rounded up."""
+        return max(1, math.ceil(self.graph / self.slot))
 
     def plan(
         self,
@@ -233,7 +241,7 @@ class StepBytes:
         """
         if not isinstance(internal, bool) and internal != "only":
             raise ValueError(f'internal must be True, False or "only", got {internal!r}.')
-        slot = self.graph if internal == "only" else max(self.state, 1)
+        state = self.graph if internal == "only" else max(self.state, 1)
         if slots is None:
             if memory is None:
                 raise ValueError("A plan needs memory or slots, got neither.")
@@ -243,16 +251,28 @@ class StepBytes:
                     f"memory must be at least {self.graph:,} bytes, the graph of one recorded step, got {budget:,}. "
                     f"{self.graph + self.state:,} bytes store one state too; make the batch smaller to need less."
                 )
-            slots = (budget - self.graph) // slot
-        cost = 1 if internal == "only" else self.internal_cost if internal else None
-        return BPTTPlan(steps, slots, cost, slot, self.graph or None, self.plain or None)
+            slots = (budget - self.graph) // state
+
+        def using(count: int, cost: int | None, slot: int) -> BPTTPlan:
+            return BPTTPlan(steps, count, cost, slot, self.graph or None, self.plain or None)
+
+        if internal == "only" or not internal:
+            return using(slots, 1 if internal else None, state)
+        if self.slot == state:
+            return using(slots, self.internal_cost, state)
+        # Slots as small as the state would be too many to plan with. In larger ones states take more than they need.
+        alone, room = using(slots, None, state), slots * state
+        if room < self.graph:
+            return alone
+        both = using(room // self.slot, self.internal_cost, self.slot)
+        return min(both, alone, key=lambda plan: plan.forward_steps)
 
 
 def plan_bptt(steps: int, *, slots: int, internal_cost: int | None = None) -> BPTTPlan:
     """Plan backpropagation through time without running it.
 
     The forward steps are the least possible ones for states alone, for graphs alone (``internal_cost=1``, slots as
-    large as a graph), and for both up to slots · steps² of 2·10¹⁰, which takes some seconds at first. Beyond that they
+    large as a graph), and for both up to slots · steps² of 2·10⁹, which takes some seconds at first. Beyond that they
     are at most some per cent above the bound ``least_forward_steps``.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.func import functional_call
 from rmm_linear._support.autocast import autocast_as, autocast_now
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.planning.bptt_cells import Recorded, Step, is_differentiable, module_of
-from rmm_linear.planning.bptt_frames import Frame, StoredFrame, compact, next_run
+from rmm_linear.planning.bptt_frames import Around, Frame, StoredFrame, compact, release_all
 from rmm_linear.planning.bptt_plans import Action, BPTTPlan
-from rmm_linear.planning.bptt_trial import leaves_of
-from rmm_linear.planning.buffers import restored_buffers
+from rmm_linear.planning.bptt_trial import check_reached, leaves_of
+from rmm_linear.planning.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
 from rmm_linear.planning.generators import accelerators, forked, generator_states, set_generator_states
 
 
@@ -37,20 +38,22 @@ class Outputs:
 
         Raises:
             TypeError: If a leaf is neither.
-            ValueError: If its shape or dtype differs from that of the first step.
+            ValueError: If its shape or dtype differs from that of the first step, or one of them is None.
         """
+        wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
+        if wrong is not None:
+            raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
         if self.leaves is None:
-            wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
-            if wrong is not None:
-                raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
             self.leaves = [leaf if leaf is None else leaf.new_empty((self.steps, *leaf.shape)) for leaf in found]
         for whole, leaf in zip(self.leaves, found, strict=True):
-            if whole is not None:
-                if leaf.shape != whole.shape[1:] or leaf.dtype != whole.dtype:
-                    raise ValueError(
-                        "cell must put out tensors of one shape and dtype, which are stacked over the steps, got "
-                        f"{tuple(leaf.shape)}, {leaf.dtype} after {tuple(whole.shape[1:])}, {whole.dtype}."
-                    )
+            first = None if whole is None else (tuple(whole.shape[1:]), whole.dtype)
+            now = None if leaf is None else (tuple(leaf.shape), leaf.dtype)
+            if first != now:
+                raise ValueError(
+                    "cell must put out tensors of one shape and dtype, which are stacked over the steps, or None at "
+                    f"every step, got {now} after {first}."
+                )
+            if whole is not None and leaf is not None:
                 whole[number] = leaf.detach()
 
 
@@ -59,7 +62,7 @@ class Run:
 
     def __init__(self, step: Step, plan: BPTTPlan, parameters: Sequence[Tensor] | None, store: Any) -> None:
         """Prepare a run; ``parameters`` are those of a function, None takes those of the module that the cell is."""
-        self.step, self.plan, self.store, self.number = step, plan, store, next_run()
+        self.step, self.plan, self.store, self.name = step, plan, store, uuid.uuid4().hex[:12]
         self.module = module_of(step.cell) if parameters is None else None
         # In place of a module's parameters, their aliases get the gradients of single steps: hooks see the sum alone.
         named = {} if self.module is None else dict(self.module.named_parameters())
@@ -72,7 +75,7 @@ class Run:
         self.current: list[Any] | None = None
         self.output_leaves: list[Any] = []
         self.last_leaves: list[Any] = []
-        self.is_replayed = self.is_random = False
+        self.is_replayed = self.is_moved = False
         self.rest: Iterator[Action] | None = None
 
     def forward(self, inputs: list[Tensor], state: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -90,7 +93,8 @@ class Run:
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]
         self.lasting = {storage_key(leaf) for leaf in (*inputs, *state) if isinstance(leaf, Tensor)}
-        self.begin = generator_states(self.devices)
+        self.buffers = [] if self.module is None else buffer_places([self.module])
+        self.begin = Around(generator_states(self.devices), buffer_values(self.buffers))
         outputs, actions = Outputs(self.plan.steps), self.plan.actions()
         read = Frame(0, [*inputs, *state])
         self.inputs, self.frames = inputs, [Frame(0, state, self.begin)]
@@ -102,9 +106,14 @@ class Run:
                     return
                 self._do(action, outputs.put)
 
-        self._inside(work)
+        try:
+            self._inside(work)
+        except BaseException:  # the traceback keeps the frames
+            release_all(self.frames)
+            self.inputs, self.frames, self.current, self.rest = [], [], None, None
+            raise
         read.read()  # raises if the cell changed its inputs
-        self.is_random = generator_states(self.devices, self.begin) is not self.begin
+        self._forget_what_stays()
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
         last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].read()]
         self.inputs, self.frames[0] = [], Frame(0, [])  # saved for backward instead
@@ -146,8 +155,7 @@ class Run:
                 self._inside(work)
             return [*self.grad_inputs, *self.grad_state, *self.grad_parameters]
         finally:
-            for frame in self.frames:
-                frame.release()
+            release_all(self.frames)
             self.inputs, self.frames, self.current, self.grads = [], [], None, []
             del self.grad_inputs, self.grad_state, self.grad_parameters
 
@@ -170,17 +178,17 @@ class Run:
         elif action.kind == "store":
             leaves = compact(self.current or [], self.lasting)
             if self.store is None:
-                self.frames.append(Frame(action.step, leaves, self._generators()))
+                self.frames.append(Frame(action.step, leaves, self._around()))
             else:
-                self.frames.append(StoredFrame(action.step, leaves, self._generators(), self.store, self.number))
-            self.current = None
+                self.frames.append(StoredFrame(action.step, leaves, self._around(), self.store, self.name))
+            # What is in a store need not be read to go on; what is in memory is, which sees if it was changed.
+            self.current = None if self.store is None else leaves
         elif action.kind == "record":
             recorded = self._record(action.step)
             if put is not None:
                 put(action.step, recorded.outputs)
             new = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in recorded.new]
-            generators = self._generators() if action.is_kept else None
-            self.frames.append(Frame(action.step + 1, new, generators, recorded))
+            self.frames.append(Frame(action.step + 1, new, self._around() if action.is_kept else None, recorded))
             self.current = None
         else:
             frame = self.frames.pop()
@@ -193,29 +201,41 @@ class Run:
         if self.current is not None:
             return self.current
         frame = self.frames[-1]
-        if self.is_replayed and self.is_random:
-            set_generator_states(frame.generators, self.devices)
+        if self.is_replayed and self.is_moved and frame.around is not None:
+            set_generator_states(frame.around.generators, self.devices)
+            set_buffer_values(self.buffers, frame.around.buffers)
         return frame.read()
 
-    def _generators(self) -> list[Tensor] | None:
-        if self.is_replayed and not self.is_random:
+    def _around(self) -> Around | None:
+        """What the step that comes next reads besides its state; what has not changed is kept once."""
+        if self.is_replayed and not self.is_moved:
             return None
-        return generator_states(self.devices, self.frames[-1].generators)
+        last = self.frames[-1].around or self.begin
+        return Around(generator_states(self.devices, last.generators), buffer_values(self.buffers, last.buffers))
+
+    def _forget_what_stays(self) -> None:
+        """At the end of the forward pass: keep no copies of buffers that the steps do not change."""
+        end = Around(
+            generator_states(self.devices, self.begin.generators), buffer_values(self.buffers, self.begin.buffers)
+        )
+        seen = [end, *(frame.around for frame in self.frames if frame.around is not None)]
+        moving = [
+            place
+            for place, old in enumerate(self.begin.buffers)
+            if any(around.buffers[place] is not old for around in seen)
+        ]
+        for frame in self.frames:
+            if frame.around is not None:
+                frame.around = frame.around._replace(buffers=[frame.around.buffers[place] for place in moving])
+        self.begin = self.begin._replace(buffers=[self.begin.buffers[place] for place in moving])
+        self.buffers = [self.buffers[place] for place in moving]
+        self.is_moved = bool(moving) or end.generators is not self.begin.generators
 
     def _record(self, number: int) -> Recorded:
         state = self._state()
         needs = self.needs_state if number == 0 else [is_differentiable(leaf) for leaf in state]
         recorded = self.step.record([leaf[number] for leaf in self.inputs], state, [*self.needs, *needs])
-        if not self.is_replayed and not any(frame.recorded for frame in self.frames):
-            known = {id(leaf) for leaf in self.leaves}
-            for leaf in leaves_of(recorded):
-                if id(leaf) not in known:
-                    name = type(self.module).__name__ if self.module is not None else "the function"
-                    raise ValueError(
-                        f"cell must find its parameters in its module, got a tensor of shape {tuple(leaf.shape)} that "
-                        f"needs a gradient and is none of {name}'s. Register it there, or give a function: "
-                        "lambda x, state: cell(x, state)."
-                    )
+        check_reached(leaves_of(recorded), self.leaves, self.module)
         return recorded
 
     def _backpropagate(self, number: int, recorded: Recorded) -> None:

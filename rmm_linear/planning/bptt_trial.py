@@ -13,8 +13,8 @@ from torch import Tensor
 from rmm_linear.memory.ledger import StorageKey, storage_key
 from rmm_linear.planning.bptt_cells import Recorded, Step, is_differentiable, module_of
 from rmm_linear.planning.bptt_plans import StepBytes
-from rmm_linear.planning.buffers import restored_buffers
-from rmm_linear.planning.generators import accelerators, forked
+from rmm_linear.planning.buffers import buffer_places, buffer_values, restored_buffers
+from rmm_linear.planning.generators import accelerators, forked, generator_states
 
 # Autocast keeps one copy of a parameter for all steps; its node keeps nothing, so that it may be run for each of them.
 _CAST = "ToCopyBackward0"
@@ -37,6 +37,8 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
     """Record a step twice, and leave random numbers and buffers as they were.
 
     What both graphs save is not a step's own: parameters, their copies under autocast, what the cell has captured.
+    Where a step draws random numbers or changes buffers, every kept state and graph has the generators' states and the
+    buffers' values with it.
 
     Args:
         step: The cell.
@@ -51,10 +53,15 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
             would run at every step.
     """
     module = module_of(step.cell)
+    devices, places = accelerators((*x, *state)), [] if module is None else buffer_places([module])
     with ExitStack() as stack:
-        stack.enter_context(forked(accelerators((*x, *state))))
+        stack.enter_context(forked(devices))
         stack.enter_context(restored_buffers([] if module is None else [module]))
+        before = generator_states(devices), buffer_values(places)
         first, first_saved = _recorded(step, x, state)
+        drawn = generator_states(devices, before[0])
+        around = [] if drawn is before[0] else list(drawn)
+        around += [new for new, old in zip(buffer_values(places, before[1]), before[1], strict=True) if new is not old]
         # Copies, so that the state that the second one reads is its own.
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in state]
         second, saved = _recorded(step, x, copies)
@@ -69,9 +76,10 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
     own = _storages(second.new) | _storages(second.outputs) | saved
     kept = own.keys() - passed - first_saved.keys() - _storages(x).keys()
     new = [leaf for leaf in second.new if isinstance(leaf, Tensor) and storage_key(leaf) not in passed]
+    besides = sum(one.numel() * one.element_size() for one in around)
     measured = StepBytes(
-        state=sum(leaf.numel() * leaf.element_size() for leaf in new),
-        graph=sum(own[key] for key in kept),
+        state=sum(leaf.numel() * leaf.element_size() for leaf in new) + besides,
+        graph=sum(own[key] for key in kept) + besides,
         plain=sum(own[key] for key in kept - _storages(second.state).keys()),
     )
     return Trial(measured, leaves_of(second))
@@ -92,8 +100,41 @@ def graph(results: Iterable[Tensor]) -> set[Any]:
 def leaves_of(recorded: Recorded) -> list[Tensor]:
     """Return the tensors that need a gradient, reached by a recorded step, beside its inputs and its state."""
     own = {id(leaf) for leaf in (*recorded.inputs, *recorded.state)}
-    found = [node.variable for node in graph(recorded.results) if hasattr(node, "variable")]
-    return [leaf for leaf in found if id(leaf) not in own]
+    return [leaf for leaf in leaves_behind(recorded.results) if id(leaf) not in own]
+
+
+def leaves_behind(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that get a gradient when one goes back from results that need it."""
+    found = [node.variable for node in graph(results) if hasattr(node, "variable")]
+    found += [leaf for leaf in results if leaf.is_leaf]  # returned as they are, without a node
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:
+    """Raise if a step reaches a tensor whose gradient would be missing.
+
+    Args:
+        leaves: Tensors that need a gradient and that the step reaches.
+        known: Those that get one.
+        module: The module that the cell is, or None for a function.
+
+    Raises:
+        ValueError: If it does.
+    """
+    ids = {id(leaf) for leaf in known}
+    for leaf in leaves:
+        if id(leaf) in ids:
+            continue
+        got = f"got a tensor of shape {tuple(leaf.shape)} that needs a gradient and is none of"
+        if module is None:
+            raise ValueError(
+                f"cell must reach the same parameters at every step as at the first one, {got} those. "
+                "Give an nn.Module that has all of them."
+            )
+        raise ValueError(
+            f"cell must find its parameters in its module, {got} {type(module).__name__}'s. Register it there, or give "
+            "a function, if every step reaches it: lambda x, state: cell(x, state)."
+        )
 
 
 def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[Recorded, dict[StorageKey, int]]:

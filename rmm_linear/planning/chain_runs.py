@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from contextlib import AbstractContextManager, ExitStack
+from itertools import compress, pairwise
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.planning.buffers import restored_buffers
+from rmm_linear.planning.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
 from rmm_linear.planning.chains import ChainPlan
+from rmm_linear.planning.states import versions
 
 
 def chain_sizes(modules: Iterable[nn.Module], input: Any) -> list[int]:
@@ -43,8 +45,8 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
     """Run a chain of modules and keep the outputs that a plan names; the others are computed again for the gradients.
 
     The result and the gradients are those of running one module after the other, to the bit; dropout draws the same
-    numbers again, and BatchNorm updates its statistics once. Nothing of the last segment is computed again, for its
-    backward pass comes first. Without gradients, the modules run and nothing is kept.
+    numbers again, and buffers are updated once: a repetition reads what the first run read. Nothing of the last segment
+    is computed again, for its backward pass comes first. Without gradients, the modules run and nothing is kept.
 
     A module counts as one that needs its input or its output for its gradient, as linear layers, convolutions and
     activations do. A module that keeps more inside of it, such as a block of a transformer, needs more than the plan
@@ -59,7 +61,8 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
         What the last module returns.
 
     Raises:
-        ValueError: If the plan is one of a longer or shorter chain.
+        ValueError: If the plan is one of a longer or shorter chain, or modules that run twice change what they begin
+            with in place.
 
     Example:
         >>> chain = nn.Sequential(*(nn.Tanh() for _ in range(15)))
@@ -81,7 +84,8 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
         if len(segment) == 1 or end == len(chain) or not torch.is_grad_enabled():
             input = _run(segment, input)
         else:
-            input = checkpoint(_run, segment, input, use_reentrant=False, context_fn=lambda s=segment: _contexts(s))
+            contexts = functools.partial(_contexts, segment, _versions(input), input)
+            input = checkpoint(_run, segment, input, use_reentrant=False, context_fn=contexts)
     return input
 
 
@@ -91,9 +95,52 @@ def _run(segment: Sequence[nn.Module], input: Any) -> Any:
     return input
 
 
-def _contexts(segment: Sequence[nn.Module]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(
+    segment: Sequence[nn.Module], versions_before: list[int], input: Any
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a segment's forward pass and of its repetition."""
-    return nullcontext(), restored_buffers(segment)
+    first = _First(segment, versions_before, input)
+    return first, _Again(segment, first)
+
+
+class _First:
+    """The first run of a segment: what its repetition must begin with."""
+
+    def __init__(self, segment: Sequence[nn.Module], versions_before: list[int], input: Any) -> None:
+        self.segment, self.versions, self.input = segment, versions_before, input
+        self.places, self.values = buffer_places(segment), []
+
+    def __enter__(self) -> None:
+        self.values = buffer_values(self.places)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        now, self.input, before = _versions(self.input), None, self.values
+        changed = [new is not old for new, old in zip(buffer_values(self.places, before), before, strict=True)]
+        self.places, self.values = list(compress(self.places, changed)), list(compress(before, changed))
+        if kind is None and now != self.versions:
+            names = ", ".join(type(module).__name__ for module in self.segment)
+            raise ValueError(
+                f"Modules between two kept outputs must leave their input as it was, got {names}, which changed it in "
+                "place: they run on it once more. Use inplace=False, or plans that keep the changed output too."
+            )
+
+
+class _Again:
+    """A repetition, from the buffers of the first run; afterwards they are as they were. It may come twice."""
+
+    def __init__(self, segment: Sequence[nn.Module], first: _First) -> None:
+        self.segment, self.first, self.stack = segment, first, ExitStack()
+
+    def __enter__(self) -> None:
+        self.stack.enter_context(restored_buffers(self.segment))
+        set_buffer_values(self.first.places, self.first.values)
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+
+def _versions(tree: Any) -> list[int]:
+    return versions([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)])
 
 
 def _chain(modules: Iterable[nn.Module]) -> list[nn.Module]:

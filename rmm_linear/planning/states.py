@@ -86,7 +86,7 @@ class Snapshot:
                 f"The state before step {number} must stay as it was until the backward pass, but one of its tensors "
                 "was changed in place. Clone what sweep returned, or what a step hands out, before changing it."
             )
-        return [_restrided(leaf, stride) for leaf, stride in zip(self.leaves, self.strides, strict=True)]
+        return [restrided(leaf, stride) for leaf, stride in zip(self.leaves, self.strides, strict=True)]
 
 
 def _compact(leaf: Tensor) -> Tensor:
@@ -94,7 +94,8 @@ def _compact(leaf: Tensor) -> Tensor:
     return leaf.clone() if leaf.untyped_storage().nbytes() > used else leaf
 
 
-def _restrided(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+def restrided(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a tensor with the strides that it once had."""
     if leaf.stride() == stride or 0 in stride:  # an expanded tensor has no room for a copy
         return leaf
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

@@ -1,7 +1,6 @@
 """Cells of users: trees of inputs, state and outputs, functions that capture, random numbers, masks, stores."""
 
 import functools
-import gc
 import weakref
 
 import pytest
@@ -207,58 +206,6 @@ def test_what_every_step_reads_goes_with_the_state_and_its_gradient_adds_up():
         bptt(
             lambda x, s: (None, attend(x, (s, memory))[1][0]), inputs(), (torch.zeros(B, H), torch.zeros(B, H)), slots=4
         )
-
-
-class Dictionary:
-    """A store that says what it holds."""
-
-    def __init__(self):
-        self.held, self.puts, self.most = {}, 0, 0
-
-    def put(self, key, tensors):
-        assert key not in self.held
-        self.held[key] = tensors
-        self.puts, self.most = self.puts + 1, max(self.most, len(self.held))
-
-    def get(self, key):
-        return self.held[key]
-
-    def drop(self, key):
-        del self.held[key]
-
-
-def test_states_go_to_a_store_and_leave_it():
-    cell, state, store = Dropping(), {**zeros("h", "c"), "count": torch.tensor(0)}, Dictionary()
-    given = cell, inputs(), state, list(cell.parameters())
-    expected = outcome(loop, *given)
-    found = outcome(planned(slots=5, internal=False, store=store), *given)
-    assert all(torch.equal(old, new) for old, new in zip(expected[1][1:], found[1][1:], strict=True) if old is not None)
-    assert (store.most, store.held) == (5, {})
-    assert store.puts > 5
-    one, two = (bptt(cell, inputs(), state, slots=5, internal=False, store=store)[0][0] for _ in range(2))
-    assert len(store.held) == 10  # of two runs, under keys of their own
-    del one
-    assert len(store.held) == 5  # no backward pass: they go with the graph
-    two.sum().backward()
-    assert store.held == {}
-
-
-@pytest.mark.parametrize("kind", ["cpu", "folder"])
-def test_a_folder_has_the_states_for_as_long_as_the_graph_lives(kind, tmp_path):
-    cell, state = Dropping(), {**zeros("h", "c"), "count": torch.tensor(0)}
-    given = cell, inputs(), state, list(cell.parameters())
-    store = "cpu" if kind == "cpu" else tmp_path / "states"
-    expected = outcome(loop, *given)
-    found = outcome(planned(slots=5, internal=False, store=store), *given)
-    assert all(torch.equal(old, new) for old, new in zip(expected[1][1:], found[1][1:], strict=True) if old is not None)
-    outputs = bptt(cell, inputs(), state, slots=5, internal=False, store=store)[0]
-    assert len(list(tmp_path.rglob("*.safetensors"))) == (0 if kind == "cpu" else 5)
-    del outputs, found, expected
-    gc.collect()
-    assert not list(tmp_path.rglob("*.safetensors"))
-    with torch.no_grad():
-        bptt(cell, inputs(), state, slots=5, internal=False, store=store)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 @pytest.mark.parametrize("options", [{"slots": 9, "internal": False}, {"slots": 9}])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rmm_linear.planning import bptt_costs
-from rmm_linear.planning.bptt_costs import Envelope, Table
+from rmm_linear.planning.bptt_costs import AllGraphs, Envelope, Table
 
 
 def fewest(slots, steps, cost):
@@ -131,13 +131,28 @@ def test_the_bound_holds_and_its_splits_are_close_to_the_best(cost):
         assert best <= followed(envelope, slots, steps, cost) <= 1.03 * best
 
 
-def test_small_plans_are_searched_and_large_ones_are_bounded(monkeypatch):
+def test_small_plans_are_searched_and_large_ones_are_bounded():
     assert isinstance(bptt_costs.splits(100, 30, 4), Table)
     assert isinstance(bptt_costs.splits(100, 30, None), Envelope)
-    assert isinstance(bptt_costs.splits(100, 4 * 99, 4), Envelope)  # all graphs fit
+    assert isinstance(bptt_costs.splits(100, 4 * 99, 4), AllGraphs)
+    assert isinstance(bptt_costs.splits(100, 10**5, 2000), Envelope)  # a table would have 10⁷ numbers
     assert isinstance(bptt_costs.splits(10_000, 2000, 4), Envelope)
     assert not bptt_costs.is_exact(10_000, 2000, 4)
     assert bptt_costs.is_exact(10_000, 40_000, 4)
+
+
+def test_a_table_serves_smaller_plans(monkeypatch):
+    monkeypatch.setattr(Table, "_last", [])
+    large = Table.of(60, 40, 3)
+    assert Table.of(59, 40, 3) is Table.of(60, 7, 3) is Table.of(60, 40, 3) is large
+    small = Table.of(30, 8, 2)
+    assert Table.of(50, 20, 3) is large
+    assert Table.of(61, 2, 3) not in (large, small)
+    assert Table._last[1] is large  # and not the one that was used before it
+    exact = Table(30, 8, 3)
+    assert [[large.split(m, t) for t in range(1, 31)] for m in range(9)] == [
+        [exact.split(m, t) for t in range(1, 31)] for m in range(9)
+    ]
 
 
 def test_the_table_is_the_same_whatever_the_default_dtype_and_device():

@@ -83,3 +83,40 @@ def test_a_plan_of_another_chain_is_refused():
         checkpoint_chain(chain(), torch.randn(4, 8), minimum_peak([1] * 5))
     with pytest.raises(ValueError, match="at least one module"):
         chain_sizes([], torch.ones(1))
+
+
+def test_a_repetition_reads_the_buffers_that_the_first_run_read():
+    """A spectral norm improves its vectors in every forward pass."""
+
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(
+                part
+                for _ in range(4)
+                for part in (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.BatchNorm1d(8))
+            )
+        )
+
+    x, plan = torch.randn(16, 8), ChainPlan(0, (0, 5, 10, 12))
+    for expected, found in zip(outcome(normed(), x), outcome(normed(), x, plan), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_the_graph_may_be_gone_through_twice():
+    modules, x = chain(), torch.randn(16, 8, requires_grad=True)
+    found = checkpoint_chain(modules, x, ChainPlan(0, (0, 10, 20, 32))).sum()
+    first = torch.autograd.grad(found, x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(found, x)[0])
+
+
+def test_a_segment_that_changes_its_input_in_place_is_refused():
+    modules, x = [nn.Linear(8, 8), nn.SELU(inplace=True), nn.Tanh(), nn.Linear(8, 4)], torch.randn(16, 8)
+    with pytest.raises(ValueError, match=r"leave their input as it was, got SELU, Tanh, .* inplace=False"):
+        checkpoint_chain(modules, x, ChainPlan(0, (0, 1, 3, 4)))
+    plain = nn.Sequential(*modules)
+    for plan in (ChainPlan(0, (0, 1, 2, 4)), ChainPlan(0, (0, 2, 4))):
+        plain.zero_grad()
+        expected = [one.clone() for one in outcome(plain, x)]
+        plain.zero_grad()
+        assert all(torch.equal(old, new) for old, new in zip(expected, outcome(plain, x, plan), strict=True))
