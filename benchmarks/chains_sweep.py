@@ -21,7 +21,10 @@ from rmm_linear._support.tables import table
 from rmm_linear.planning import SweepReport, schedules, sweep
 
 _MILLISECONDS = (1, 2, 5, 10, 20, 50)
-_SECONDS = 6.0  # about how long a plain loop of each row would run backwards and forwards
+_SECONDS = 1.5  # about how long a plain loop of each row would run backwards and forwards
+_FEWEST = 20  # steps
+_RUNS = 3  # of each variant, which take turns
+_COMPARED = 10  # steps whose gradients are compared with the plain loop's, which keeps the graphs of all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Waits(Origin):
     Attributes:
         milliseconds: What a step was made to last.
         state_bytes: Bytes of a state.
+        filesystem: Type of the folder's filesystem; empty where the system does not say.
+        samples: Runs of each variant; times are those of the median run.
         steps: Steps of the chain.
         slots: States in fast memory.
         step_seconds: Time of a step, as the sweep measured it.
@@ -51,6 +56,8 @@ class Waits(Origin):
     milliseconds: float
     state_bytes: int
     steps: int
+    filesystem: str = ""
+    samples: int = 0
     slots: int
     step_seconds: float = 0.0
     transfer_seconds: float = 0.0
@@ -83,7 +90,12 @@ def run(out: Path, about: dict[str, Any], tiny: bool) -> str:
     }
     counted = [dataclasses.replace(row, **about) for row in counts(tiny=tiny)]
     write_rows(out / "chains-sweep-steps.csv", counted)
-    rows = [dataclasses.replace(row, **about) for row in waits(tiny=tiny)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the other processor is the store's
+    try:
+        rows = [dataclasses.replace(row, **about | {"threads": 1}) for row in waits(tiny=tiny)]
+    finally:
+        torch.set_num_threads(threads)
     write_rows(out / "chains-sweep-waits.csv", rows)
     plot(rows).savefig(out / "chains-sweep-waits.png", dpi=150)
     return f"{tables(counted)}\n\n{waits_table(rows)}"
@@ -95,18 +107,25 @@ def waits(*, tiny: bool) -> list[Waits]:
     size = 1 << (12 if tiny else 20)
     rows = []
     for milliseconds in (1,) if tiny else _MILLISECONDS:
-        steps = 30 if tiny else max(50, min(1000, int(_SECONDS / (milliseconds * 1e-3) / 3)))
+        steps = 30 if tiny else max(_FEWEST, min(1000, int(_SECONDS / (milliseconds * 1e-3) / 3)))
         step, state = step_of(milliseconds * 1e-3, size), torch.randn(size)
-        report = SweepReport()
         with tempfile.TemporaryDirectory() as folder:
-            seconds = _timed(step, state, steps, store=folder, report=report)
-        alone = _timed(step, state, steps)
+            compare(step, state, Path(folder))
+            stored, alone = [], []
+            for _ in range(_RUNS):
+                stored.append(_timed(step, state, steps, store=folder))
+                alone.append(_timed(step, state, steps))
+                _check(stored[-1].gradient, alone[-1].gradient)
+            filesystem = filesystem_of(Path(folder))
+        seconds, report = _median(stored).seconds, _median(stored).report
         counted = steps + schedules.recomputed(steps, SLOTS)
         rows.append(
             Waits(
                 milliseconds=milliseconds,
                 state_bytes=size * 4,
                 steps=steps,
+                filesystem=filesystem,
+                samples=_RUNS,
                 slots=SLOTS,
                 step_seconds=report.step_seconds or 0.0,
                 transfer_seconds=report.transfer_seconds or 0.0,
@@ -116,8 +135,8 @@ def waits(*, tiny: bool) -> list[Waits]:
                 waited_forward=report.waited_forward,
                 waited_backward=report.waited_backward,
                 share=report.waited / seconds,
-                revolve_seconds=alone,
-                of_revolve=seconds / alone,
+                revolve_seconds=_median(alone).seconds,
+                of_revolve=seconds / _median(alone).seconds,
                 expected=(report.forward_steps + BACKWARD * steps) / (counted + BACKWARD * steps),
             )
         )
@@ -145,11 +164,63 @@ def step_of(seconds: float, size: int) -> Callable[[int, Tensor], Tensor]:
     return repeated(max(1, round(seconds / sorted(times)[10])))
 
 
-def _timed(step: Callable[[int, Tensor], Tensor], state: Tensor, steps: int, **options: Any) -> float:
-    u = state.clone().requires_grad_()
+@dataclass(frozen=True)
+class _Timed:
+    seconds: float
+    report: SweepReport
+    gradient: Tensor
+
+
+def _timed(step: Callable[[int, Tensor], Tensor], state: Tensor, steps: int, **options: Any) -> _Timed:
+    u, report = state.clone().requires_grad_(), SweepReport()
     begin = time.perf_counter()
-    sweep(step, u, steps, slots=SLOTS, **options).sum().backward()
-    return time.perf_counter() - begin
+    (gradient,) = torch.autograd.grad(sweep(step, u, steps, slots=SLOTS, report=report, **options).sum(), u)
+    return _Timed(time.perf_counter() - begin, report, gradient)
+
+
+def _median(runs: list[_Timed]) -> _Timed:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+
+
+def compare(step: Callable[[int, Tensor], Tensor], state: Tensor, folder: Path) -> None:
+    """Compare gradients with the plain loop's; this also warms up the steps, the schedules and the folder.
+
+    Args:
+        step: A step.
+        state: Initial state.
+        folder: Folder of the store.
+
+    Raises:
+        RuntimeError: If a sweep's gradient is another, so that its time would mean nothing.
+    """
+    u = state.clone().requires_grad_()
+    final = u
+    for number in range(_COMPARED):
+        final = step(number, final)
+    (expected,) = torch.autograd.grad(final.sum(), u)
+    for options in ({}, {"store": folder}, {"store": folder, "interval": 3}):
+        _check(_timed(step, state, _COMPARED, **options).gradient, expected)
+
+
+def _check(found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        error = float((found - expected).abs().max())
+        raise RuntimeError(f"A sweep's gradient must be the plain loop's to the bit, got a difference of {error:g}.")
+
+
+def filesystem_of(folder: Path) -> str:
+    """Return the type of a folder's filesystem, or nothing where the system has no list of mounts."""
+    mounts = Path("/proc/self/mounts")
+    if not mounts.is_file():
+        return ""
+    places = [folder.resolve(), *folder.resolve().parents]
+    lines = [line.split() for line in mounts.read_text().splitlines()]
+    found = [
+        (places.index(Path(where)), -number, kind)
+        for number, (_, where, kind, *_) in enumerate(lines)
+        if Path(where) in places
+    ]
+    return min(found)[2] if found else ""  # the deepest, and of those at one place the last
 
 
 def waits_table(rows: Sequence[Waits]) -> str:
@@ -168,7 +239,9 @@ def waits_table(rows: Sequence[Waits]) -> str:
         )
         for row in rows
     ]
-    title = f"A folder, {rows[0].state_bytes / 2**20:g} MiB per state, {SLOTS} slots, interval as measured:"
+    where = f"A folder on {rows[0].filesystem}" if rows[0].filesystem else "A folder"
+    state = f"{rows[0].state_bytes / 2**20:g} MiB per state"
+    title = f"{where}, {state}, {SLOTS} slots, interval as measured, medians of {rows[0].samples} runs:"
     return f"{title}\n\n{table(header, lines)}"
 
 

@@ -28,7 +28,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
         stream = _side_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)
             events.append(stream.record_event())

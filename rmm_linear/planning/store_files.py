@@ -168,7 +168,7 @@ def _read_tensor(file: Any, entry: tuple[torch.dtype, list[int]]) -> Tensor:
     size = prod(shape) * dtype.itemsize
     if size > os.fstat(file.fileno()).st_size:
         raise ValueError("it is shorter than its tensors")
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     rest = _bytes_of(tensor)
     while rest.nbytes:
         count = file.readinto(rest)

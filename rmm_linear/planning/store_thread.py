@@ -8,6 +8,9 @@ of that are counted.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import os
 import queue
 import threading
 import time
@@ -15,7 +18,7 @@ import uuid
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -24,9 +27,11 @@ from torch import Tensor
 from rmm_linear.planning.store import Store, StoreError
 from rmm_linear.planning.store_copies import claim, to_device, to_host
 
+_logger = logging.getLogger(__name__)
+
 IN_FLIGHT = 2  # one that is being written, and one that is ready when it is done
 _LOOK = 0.2  # seconds after which to look whether the thread is alive
-_PATIENCE = 10.0  # seconds for what the thread has begun, when it has to stop
+_PATIENCE = 10.0  # seconds for each thing that the thread has to do before it stops
 
 
 class Transfers:
@@ -53,8 +58,8 @@ class Transfers:
         self._gets: dict[int, Future[Any]] = {}
         self._stored: dict[int, list[Any]] = {}  # what must come back: dtype, shape and device of every tensor
         self._order: list[int] = []  # the same steps, sorted
-        self._held: set[str] = set()  # keys that the store may have
-        self._finalizer = weakref.finalize(self, _close, self._worker, store, owned, self._held)
+        self._held: dict[str, bool] = {}  # keys that the store may have, and whether their put has ended
+        self._finalizer = weakref.finalize(self, _close, self._worker, store, owned, self._held, os.getpid())
 
     def put(self, number: int, tensors: list[Tensor]) -> None:
         """Begin to store the state before a step.
@@ -72,8 +77,8 @@ class Transfers:
         self.count += 1
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         copies, events = to_host(tensors)
-        self._held.add(self._key(number))
-        self._puts.append((number, self._worker.submit(_put, self._store, self._key(number), copies, events)))
+        put = self._worker.submit(_put, self._store, self._key(number), copies, events, self._held)
+        self._puts.append((number, put))
 
     def prefetch(self, below: int) -> None:
         """Begin to fetch the last stored state before a step, if there is one."""
@@ -125,12 +130,11 @@ class Transfers:
             The shorter of two trials, of which the first begins the thread and makes the store ready.
         """
         key, devices = f"{self._run}-trial", [tensor.device for tensor in tensors]
-        self._held.add(key)
         taken = []
         for _ in range(2):
             begin = time.perf_counter()
             copies, events = to_host(tensors)
-            self._result(self._worker.submit(_put, self._store, key, copies, events), 0, "stored")
+            self._result(self._worker.submit(_put, self._store, key, copies, events, self._held), 0, "stored")
             middle = time.perf_counter()
             self._result(self._worker.submit(_get, self._store, key, devices), 0, "read")
             taken.append(max(middle - begin, time.perf_counter() - middle))
@@ -183,14 +187,10 @@ class _Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._thread is None:
-            arguments_of_thread = (self._jobs, self._stopped)
-            self._thread = threading.Thread(
-                target=_work, args=arguments_of_thread, name="rmm_linear-store", daemon=True
-            )
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="rmm_linear-store", daemon=True)
             self._thread.start()
         future: Future[Any] = Future()
         self._jobs.put((future, function, arguments))
@@ -199,16 +199,35 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def stop(self) -> None:
-        """End the thread after what it has begun; what it has not begun is left undone."""
-        self._stopped.set()
+    def stop(self, last: Callable[[], None], left: Sized) -> None:
+        """End the thread after what it has begun and a last job; what else it has not begun is left undone.
+
+        Args:
+            last: The job, which may be begun anew if the thread is killed.
+            left: What becomes less while the job goes on; as long as it does, this waits.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        if self._thread is None:
+            last()
+            return
+        future = self.submit(last)
         self._jobs.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is threading.current_thread():  # garbage is collected in the middle of a job
+            return
+        before = len(left) + 1
+        while self._thread.is_alive() and len(left) < before:
+            before = len(left)
             self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            _logger.warning("A store has not answered for %g s; what is left in it is removed when it does.", _PATIENCE)
+        elif not future.done() or future.exception() is not None:  # it was killed, so nobody else calls the store
+            last()
 
 
-def _work(jobs: queue.SimpleQueue[Any], stopped: threading.Event) -> None:
-    while (job := jobs.get()) is not None and not stopped.is_set():
+def _work(jobs: queue.SimpleQueue[Any]) -> None:
+    while (job := jobs.get()) is not None:
         future, function, arguments = job
         try:
             future.set_result(function(*arguments))
@@ -217,28 +236,39 @@ def _work(jobs: queue.SimpleQueue[Any], stopped: threading.Event) -> None:
         del job, future, function, arguments  # while it waits for the next job, it holds no tensor
 
 
-def _put(store: Store, key: str, copies: list[Tensor], events: list[Any]) -> None:
+def _put(store: Store, key: str, copies: list[Tensor], events: list[Any], held: dict[str, bool]) -> None:
     for event in events:
         event.synchronize()
+    held[key] = False
     store.put(key, copies)
+    held[key] = True
 
 
 def _get(store: Store, key: str, devices: list[Any]) -> list[Tensor]:
     return to_device(store.get(key), devices)
 
 
-def _drop(store: Store, key: str, held: set[str]) -> None:
+def _drop(store: Store, key: str, held: dict[str, bool]) -> None:
     store.drop(key)
-    held.discard(key)
+    held.pop(key, None)
 
 
-def _close(worker: _Worker, store: Any, owned: bool, held: set[str]) -> None:
-    """Leave nothing behind; nobody is there to be told of an error."""
-    worker.stop()
+def _close(worker: _Worker, store: Any, owned: bool, held: dict[str, bool], process: int) -> None:
+    if os.getpid() == process:  # a forked one has neither the thread nor a right to remove what is its parent's
+        worker.stop(functools.partial(_leave_nothing, store, owned, held), held)
+
+
+def _leave_nothing(store: Any, owned: bool, held: dict[str, bool]) -> None:
+    """Remove what is left; an error is logged, since the gradients are right without this."""
     if owned:
         if hasattr(store, "close"):
             store.close()
         return
-    for key in held:
-        with contextlib.suppress(Exception):
-            store.drop(key)
+    failed = []
+    for key, complete in list(held.items()):
+        try:
+            _drop(store, key, held)
+        except Exception as error:
+            failed += [(key, error)] if complete else []  # a store may not know what it could not put
+    if failed:
+        _logger.warning("A store did not drop %d states, the first %r: %r. Remove them there.", len(failed), *failed[0])

@@ -87,6 +87,7 @@ def sweep(
 
 
 def _run(step: Any, state: Any, steps: Any, settings: Settings, report: SweepReport) -> Any:
+    report.reset()
     leaves, structure = flatten(state, "the initial state")
     stepper, length = Stepper(step, structure), Length(steps, structure)
     if not length.has(0, leaves):

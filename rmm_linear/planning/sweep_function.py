@@ -110,9 +110,10 @@ def _schedule(
     if settings.disk is not None and costs is not None:
         return schedules.hierarchical(_known(length), slots, settings.disk, *costs), True
     if interval == "auto":
-        _measure(stepper, early, length, slots, surroundings, transfers, report)
-        if report.step_seconds is None or report.transfer_seconds is None:  # the chain has ended before
+        measured = _measure(stepper, early, length, slots, surroundings, transfers)
+        if measured is None:  # the chain has ended before
             return schedules.two_level(max(early), slots), False
+        report.step_seconds, report.transfer_seconds = measured
         ratio = report.transfer_seconds / max(report.step_seconds, 1e-9)
         if settings.disk is not None:
             return schedules.hierarchical(_known(length), slots, settings.disk, ratio, ratio), True
@@ -133,9 +134,8 @@ def _measure(
     slots: int,
     surroundings: Surroundings,
     transfers: Transfers,
-    report: SweepReport,
-) -> None:
-    """Time some steps, whose results are kept, and a transfer."""
+) -> tuple[float, float] | None:
+    """Time some steps, whose results are kept, and a transfer; None if the chain has ended before."""
     times = []
     number = max(early)
     leaves = early[number].leaves
@@ -148,9 +148,9 @@ def _measure(
         times.append(time.perf_counter() - begin)
         number += 1
         early[number] = Snapshot.of(leaves, surroundings.generators())
-    if times and length.known != number:
-        report.step_seconds = min(times)
-        report.transfer_seconds = transfers.seconds([*early[number].leaves, *early[number].generators])
+    if not times or length.known == number:
+        return None
+    return min(times), transfers.seconds([*early[number].leaves, *early[number].generators])
 
 
 def _known(length: Length) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
 @dataclass
 class SweepReport:
-    """What one :func:`sweep` did; complete when its backward pass has ended.
+    """What one :func:`sweep` did; complete when its backward pass has ended, and begun anew by the next sweep.
 
     Attributes:
         steps: Steps of the chain.
@@ -42,6 +43,11 @@ class SweepReport:
     def waited(self) -> float:
         """Seconds that both passes waited for the store."""
         return self.waited_forward + self.waited_backward
+
+    def reset(self) -> None:
+        """Forget what was filled in, as every sweep does when it begins."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
 
     def __str__(self) -> str:
         per_step = self.forward_steps / max(self.steps, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,7 @@ class Run:
             self.close()
             raise
         self._early = {}
+        self._begin = dataclasses.replace(self._begin, leaves=[])  # autograd keeps them, until the backward pass
         self._report.steps = self._length.known or 0
         self._tell("forward")
         return [leaf.detach() for leaf in self._work]
@@ -163,6 +165,7 @@ class Run:
         """Give up all states, those in the store too."""
         self._ended = True
         self._ram, self._current, self._recorded, self._early, self._work = {}, None, None, {}, []
+        self._begin = Snapshot([], [], [])
         if self._transfers is not None:
             self._transfers.close()
 

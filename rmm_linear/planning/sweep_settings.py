@@ -56,6 +56,11 @@ class Settings:
         check_integer("length", length, optional=True)
         if length is not None and not callable(steps):
             raise ValueError(f"length is for a condition, got steps={steps} and length={length}. Leave length out.")
+        if length is not None and interval != "sqrt":
+            raise ValueError(
+                f'length is what interval="sqrt" takes the root of, got interval={interval!r} and length={length}. '
+                "Leave length out."
+            )
         if callable(steps) and (store is None or levels is not None):
             got = "no store" if store is None else "levels"
             raise ValueError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from doc_pages import text
 
 from benchmarks import chains_sweep_counts as counted
 from benchmarks.__main__ import main
-from benchmarks.chains_sweep import Waits
+from benchmarks.chains_sweep import Waits, compare, filesystem_of
 from benchmarks.chains_sweep_counts import Steps
 from benchmarks.records import read_rows
 from rmm_linear.planning import schedules
@@ -28,10 +30,27 @@ def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest
     assert {row.commit for row in steps} == {"abc"}
     assert all(row.checkpoint_schedules and row.machine for row in steps)
     (row,) = read_rows(tmp_path / "chains-sweep-waits.csv", Waits)
+    assert (row.samples, row.threads) == (3, 1)
+    assert row.filesystem in printed
     assert row.forward_steps >= 2 * row.steps - 1
     assert 0 <= row.waited_forward + row.waited_backward < row.seconds
     assert row.share == pytest.approx((row.waited_forward + row.waited_backward) / row.seconds)
     assert (tmp_path / "chains-sweep-waits.png").stat().st_size > 10_000
+
+
+def test_a_wrong_gradient_is_not_timed(tmp_path: Path) -> None:
+    u = torch.linspace(0, 1, 8)
+    compare(lambda number, u: torch.sin(u), u, tmp_path)
+    runs = itertools.count()
+    with pytest.raises(RuntimeError, match="must be the plain loop's to the bit"):
+        compare(lambda number, u: torch.sin(u) * (1.0 + next(runs)), u, tmp_path)
+
+
+def test_the_filesystem_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
+    if not Path("/proc/self/mounts").is_file():
+        pytest.skip("the system has no list of mounts")
+    assert filesystem_of(Path("/proc/self")) == "proc"
+    assert filesystem_of(tmp_path) not in ("", "proc")
 
 
 def cells(title: str) -> dict[tuple[str, ...], list[str]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from planning_helpers import Recording
+from planning_helpers import Recording, number_of
 from torch import Tensor
 
 from rmm_linear.memory import peak
-from rmm_linear.planning import SweepReport, schedules, sweep
+from rmm_linear.planning import SweepReport, schedules, store_thread, sweep
 
 
 @functools.cache
@@ -121,31 +122,31 @@ def test_each_state_is_written_once_read_once_and_dropped() -> None:
     assert store.kept == {}
 
 
-class Late(Recording):
-    """A store whose gets are slow, and which knows when they began."""
-
-    def get(self, key: str) -> list[Tensor]:
-        time.sleep(0.05)
-        return super().get(key)
-
-
 def test_the_interval_before_is_fetched_while_this_one_is_worked_on() -> None:
-    """Each interval takes longer than a get, so nothing but the first fetch can make the backward pass wait."""
-    store, began = Late(), []
+    """Each interval's steps wait until the get of the one before has begun, so that must not come after them."""
+    begun = {number: threading.Event() for number in (8, 16, 24)}
+
+    class Telling(Recording):
+        def get(self, key: str) -> list[Tensor]:
+            begun[number_of(key)].set()
+            return super().get(key)
+
+    backwards, waited = [False], set()
 
     def step(number: int, u: Tensor) -> Tensor:
-        began.append((number, [n for what, n in store.done if what == "get"]))
-        time.sleep(0.01)
+        before = number // 8 * 8 - 8
+        if backwards[0] and before in begun:
+            assert begun[before].wait(20)
+            waited.add(before)
         return u * 0.5
 
     report = SweepReport()
     u = torch.ones(3, requires_grad=True)
-    sweep(step, u, 40, slots=2, store=store, interval=8, report=report).sum().backward()
-    for start in (24, 16, 8):  # when the interval is reached, its state is there, and has been for some time
-        before = next(i for i, (number, _) in enumerate(began) if i > 40 and number == start)
-        assert start in began[before][1]
+    final = sweep(step, u, 40, slots=2, store=Telling(), interval=8, report=report)
+    backwards[0] = True
+    final.sum().backward()
+    assert waited == {8, 16, 24}
     assert report.read == 3
-    assert report.waited_backward < 2 * 0.05  # of three
 
 
 class Slow(Recording):
@@ -156,11 +157,24 @@ class Slow(Recording):
         super().put(key, tensors)
 
 
-def test_a_store_that_lags_makes_the_run_wait_and_says_so() -> None:
-    """Each state is on its way 20 ms, and no more than two at once: of 19, 17 must be through."""
-    report = ran(20, slots=2, store=Slow(), interval=1)
+def test_a_store_that_lags_makes_the_run_wait_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 19 puts goes on for 20 ms after the run began to wait for it, whatever else the processor does."""
+    waits, wait = threading.Event(), store_thread.wait
+
+    def watched(futures: Any, timeout: float) -> Any:
+        waits.set()
+        return wait(futures, timeout=timeout)
+
+    class Lagging(Slow):
+        def put(self, key: str, tensors: list[Tensor]) -> None:
+            assert waits.wait(20)
+            waits.clear()
+            super().put(key, tensors)
+
+    monkeypatch.setattr(store_thread, "wait", watched)
+    report = ran(20, slots=2, store=Lagging(), interval=1)
     assert report.stored == 19
-    assert report.waited > 17 * 0.02 - 0.01
+    assert report.waited > 17 * 0.02  # the run may look again in the middle of a put, which lets the next one go on
     assert report.waited == report.waited_forward + report.waited_backward
 
 

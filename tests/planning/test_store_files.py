@@ -55,6 +55,12 @@ def test_tensors_come_back_as_they_were(store: Any) -> None:
     assert same(store.get("sweep-2"), [torch.zeros(2)])
 
 
+def test_tensors_come_back_to_the_cpu_whatever_the_default_device_is(store: Any) -> None:
+    store.put("sweep-1", TENSORS)
+    with torch.device("meta"):
+        assert same(store.get("sweep-1"), TENSORS)
+
+
 def test_files_are_safetensors(store: Any) -> None:
     store.put("sweep-1", PLAIN)
     with safe_open(store.path("sweep-1"), framework="pt") as file:

@@ -67,8 +67,9 @@ def test_a_full_device(tmp_path: Path) -> None:
     )
     mounted = f'mount -t tmpfs -o size=1m none {tmp_path} && {sys.executable} -c "$CODE" {tmp_path} mounted'
     environment = os.environ | {"CODE": code}
+    # The outer shell makes a missing unshare an exit status.
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mounted], env=environment, capture_output=True, text=True, check=False
+        ["sh", "-c", 'unshare -rm sh -c "$0"', mounted], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         command = [sys.executable, "-c", code, str(tmp_path), "full"]

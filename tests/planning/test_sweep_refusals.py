@@ -30,6 +30,13 @@ def initial() -> Tensor:
         (9, {}, TypeError, "slots must be a positive integer, got None"),
         (9, {"slots": 0}, ValueError, "slots must be at least 1, got 0"),
         (9, {"slots": 1, "length": 9}, ValueError, "length is for a condition, got steps=9 and length=9"),
+        (
+            lambda i, u: i < 9,
+            {"slots": 1, "store": "cpu", "interval": 3, "length": 9},
+            ValueError,
+            r'length is what interval="sqrt" takes the root of, got interval=3 and length=9\. Leave length out',
+        ),
+        (lambda i, u: i < 9, {"slots": 1, "store": "cpu", "length": 9}, ValueError, "got interval='auto' and length=9"),
         (9, {"slots": 1, "interval": 3}, ValueError, "got store=None. Give a store"),
         (9, {"slots": 1, "interval": "sqrt"}, ValueError, "got store=None. Give a store"),
         (9, {"slots": 1, "interval": "root", "store": "cpu"}, ValueError, '"auto" or "sqrt", got \'root\''),

@@ -78,6 +78,7 @@ def test_on_an_accelerator(store: str, tmp_path: Path) -> None:
     expected = gradients(lambda: plain(step, u, 60))
     for interval in (5, "auto"):
         options = {"slots": 3, "store": place, "interval": interval, "report": report}
-        found = gradients(lambda options=options: sweep(step, u, 60, **options))
+        with device:  # as under torch.set_default_device
+            found = gradients(lambda options=options: sweep(step, u, 60, **options))
         for a, b in zip(found, expected, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
