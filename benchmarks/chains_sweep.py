@@ -21,8 +21,8 @@ from rmm_linear._support.tables import table
 from rmm_linear.planning import SweepReport, schedules, sweep
 
 _MILLISECONDS = (1, 2, 5, 10, 20, 50)
-_SECONDS = 1.5  # about how long a plain loop of each row would run backwards and forwards
-_FEWEST = 20  # steps
+_SECONDS = 0.8  # about how long a plain loop of each row would run backwards and forwards
+_FEWEST = 12  # steps
 _RUNS = 3  # of each variant, which take turns
 _COMPARED = 10  # steps whose gradients are compared with the plain loop's, which keeps the graphs of all of them
 
