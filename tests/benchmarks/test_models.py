@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.case import Case
 from benchmarks.suites import setup
 from rmm_linear.memory import track_saved
-from rmm_linear.memory.peak import Peak, _LiveTensors
+from rmm_linear.memory.peak import LiveTensors, Peak
 
 
 @pytest.mark.parametrize("case", [ROBERTA, LLAMA], ids=lambda case: case.name)
@@ -29,7 +29,7 @@ def test_kept_bytes_are_those_alive_between_forward_and_backward(case: Case) -> 
         for _ in range(5):
             candidate.run()  # bits="auto" has chosen
         candidate.module.zero_grad()
-        with _LiveTensors(Peak()) as alive:
+        with LiveTensors(Peak()) as alive:
             loss = candidate.forward()
             live = alive.now
         del loss

@@ -10,7 +10,7 @@ from statistical import assert_unbiased
 
 from rmm_linear import convert
 from rmm_linear.memory import track_saved
-from rmm_linear.memory.peak import Peak, _LiveTensors
+from rmm_linear.memory.peak import LiveTensors, Peak
 
 
 def made(architecture, dropout=0.0):
@@ -109,7 +109,7 @@ def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architect
     if settings:
         convert(model, bits=4, **settings)
     batch = batch_of(architecture)
-    with _LiveTensors(Peak()) as live:
+    with LiveTensors(Peak()) as live:
         loss = loss_of(model, architecture, batch)
         alive = live.now
     given = {tensor.untyped_storage().data_ptr() for tensor in batch.values()}
@@ -148,7 +148,7 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, bit
             "_on_backward",
             lambda layer, call, y, mask: in_block.append((layer.rmm_index, live.now)),
         )
-        with _LiveTensors(Peak()) as live:
+        with LiveTensors(Peak()) as live:
             hooks = torch.autograd.graph.save_on_cpu() if form == "save_on_cpu" else contextlib.nullcontext()
             with hooks:
                 loss = model(x).sum()
@@ -179,7 +179,7 @@ def test_a_checkpointed_block_of_a_transformer_keeps_its_sketches_while_it_is_re
         batch, alive = {"input_ids": batch_of("llama")["input_ids"], "use_cache": False}, []
         layer = model.model.layers[0].mlp.down_proj
         monkeypatch.setattr(type(layer), "_on_backward", lambda layer, call, y, mask: alive.append(live.now))
-        with _LiveTensors(Peak()) as live:
+        with LiveTensors(Peak()) as live:
             loss = loss_of(model, "llama", batch)
             forward = live.now
             loss.backward()
