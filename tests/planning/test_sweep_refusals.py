@@ -67,7 +67,7 @@ def initial() -> Tensor:
             "the slots of level disk must be at least 1",
         ),
     ],
-    ids=str,
+    ids=lambda value: "condition" if callable(value) and not isinstance(value, type) else str(value),
 )
 def test_arguments_that_make_no_sense(steps: Any, options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
