@@ -32,11 +32,6 @@ _SIZES: dict[str, dict[str, Any]] = {
     "roberta": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
 }
-_HALF: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 5504,
-    "num_attention_heads": 16,
-}  # of LLaMA, for CPUs
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
@@ -160,7 +155,7 @@ def _roberta(case: Case) -> Any:
 def _llama(case: Case) -> Any:
     from transformers import LlamaConfig, LlamaModel
 
-    sizes = _TINY if case.tiny else _HALF if case.device == "cpu" else _SIZES["llama"]
+    sizes = _TINY if case.tiny else models.HALF_OF_LLAMA if case.device == "cpu" else _SIZES["llama"]
     return LlamaModel(LlamaConfig(**sizes, num_hidden_layers=case.sizes[2], vocab_size=32, use_cache=False))
 
 

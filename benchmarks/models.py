@@ -27,7 +27,7 @@ ALL_SKETCHED = "countsketch, all operations"
 DEFAULT = "default, example="
 _TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
 _TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}  # of LLaMA's 32, and each of them like the others
-_HALF: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16}
+HALF_OF_LLAMA: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16}
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
@@ -163,7 +163,7 @@ def _llama(case: Case) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
-        **(_TINY if case.tiny else _TWO_LAYERS | (_HALF if case.device == "cpu" else {})),
+        **(_TINY if case.tiny else _TWO_LAYERS | (HALF_OF_LLAMA if case.device == "cpu" else {})),
         vocab_size=32,  # the vocabulary is no part of a layer
         use_cache=False,
     )

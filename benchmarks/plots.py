@@ -205,7 +205,7 @@ def _handles(styles: dict[str, Any], lines: dict[str, dict[str, Any]]) -> list[A
 
 def _finished(figure: Any, rows: Sequence[Row], handles: list[Any], title: str) -> Any:
     about = rows[0]
-    threads = "" if about.device == "cuda" else f", {about.threads} threads"
+    threads = "" if about.device == "cuda" else f", {about.threads} thread{'s' if about.threads != 1 else ''}"
     figure.suptitle(f"{title}\n{about.machine}{threads}, PyTorch {about.torch}", fontsize=11)
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)

@@ -1,10 +1,37 @@
-"""A plain loop over a cell, and what one training step gives with it or with bptt."""
+"""A cell, a plain loop over cells, and what one training step gives with it or with bptt."""
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rmm_linear.planning import bptt
+
+T, B, H = 40, 3, 8  # steps, batch and width
+
+
+def inputs(steps=T):
+    """Inputs that need a gradient, shape (steps, B, H)."""
+    torch.manual_seed(3)
+    return torch.randn(steps, B, H, requires_grad=True)
+
+
+class Dropping(nn.Module):
+    """A cell with dropout, of a dictionary as state, with a step count and a tuple as output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.LSTMCell(H, H), nn.Linear(H, 2)
+
+    def forward(self, x, state):
+        h, c = self.cell(nn.functional.dropout(x, 0.3), (state["h"], state["c"]))
+        count = state["count"] + 1
+        return (h, {"logits": self.head(h), "count": count}), {"h": h, "c": c, "count": count}
+
+
+def zeros(*names):
+    """A dictionary of zero states, shape (B, H) each."""
+    return {name: torch.zeros(B, H) for name in names}
 
 
 def loop(cell, inputs, state):

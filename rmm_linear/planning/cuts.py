@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.pareto import unbeaten
 
 _STATES = 60  # carried from cut to cut
 _CUTS = 110
@@ -77,7 +78,7 @@ class Cuts:
         """
         states: dict[int, list[_State]] = defaultdict(list, {0: [_State(0, 0.0)]})
         for begin in [0, *self.cuts]:
-            front = states[begin] = _unbeaten(states[begin])
+            front = states[begin] = unbeaten(states[begin], _STATES)
             for choice in self.choices[begin]:
                 reached = states[choice.piece.end]
                 for state in front:
@@ -167,14 +168,3 @@ def _candidates(costs: GraphCosts) -> list[int]:
     step = -(-len(legal) // _CUTS)
     stretches = [legal[place : place + step] for place in range(0, len(legal), step)]
     return [min(stretch, key=lambda cut: (crossing[cut], -cut)) for stretch in stretches]
-
-
-def _unbeaten(states: list[_State]) -> list[_State]:
-    states.sort(key=lambda state: (state.kept, state.seconds))
-    found: list[_State] = []
-    for state in states:
-        if not found or state.seconds < found[-1].seconds - 1e-12:
-            found.append(state)
-    if len(found) <= _STATES:
-        return found
-    return [found[index * (len(found) - 1) // (_STATES - 1)] for index in range(_STATES)]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rmm_linear.planning.pareto import unbeaten
+
 _MOST = 400  # states that are carried from block to block; more than enough for blocks that are alike
 
 
@@ -59,7 +61,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> list[int] | None
             for index, option in enumerate(block)
             if state.kept + option.worst <= budget
         ]
-        states = _unbeaten(made)
+        states = unbeaten(made, _MOST)
         if not states:
             return None
     state, chosen = min(states, key=lambda one: one.seconds), list[int]()
@@ -92,15 +94,3 @@ def least(options: Sequence[Sequence[Option]]) -> int:
             kept += min(fitting)
         low, high = (low, middle) if high_enough else (middle + 1, high)
     return low
-
-
-def _unbeaten(states: list[_State]) -> list[_State]:
-    """States that keep less than all faster ones, thinned out to what can be carried."""
-    states.sort(key=lambda state: (state.kept, state.seconds))
-    found: list[_State] = []
-    for state in states:
-        if not found or state.seconds < found[-1].seconds - 1e-12:
-            found.append(state)
-    if len(found) <= _MOST:
-        return found
-    return [found[index * (len(found) - 1) // (_MOST - 1)] for index in range(_MOST)]

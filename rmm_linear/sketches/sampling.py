@@ -39,6 +39,7 @@ from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.masks import TokenMask
 
 UNIFORM_MIX = 0.1
+_CAST = 2**20  # elements of a half type whose norms are computed at once
 
 
 class RowSample(NamedTuple):
@@ -91,7 +92,12 @@ def row_norms(matrix: Tensor) -> Tensor:
     Returns:
         float32 or float64, shape (N,).
     """
-    return torch.linalg.vector_norm(matrix, dim=1, dtype=accumulator_dtype(matrix.dtype))
+    dtype = accumulator_dtype(matrix.dtype)
+    if matrix.device.type != "cpu" or matrix.dtype == dtype or torch.compiler.is_compiling():
+        return torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    # torch reduces half types far more slowly on CPUs than it casts them; a part at a time needs little memory
+    parts = matrix.split(max(_CAST // max(matrix.shape[1], 1), 1))
+    return torch.cat([torch.linalg.vector_norm(part.to(dtype), dim=1) for part in parts])
 
 
 def probabilities(

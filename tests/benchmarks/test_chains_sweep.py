@@ -15,7 +15,7 @@ from benchmarks import chains_sweep_counts as counted
 from benchmarks.__main__ import main
 from benchmarks.chains_sweep import Waits, compare, filesystem_of
 from benchmarks.chains_sweep_counts import Steps
-from benchmarks.records import read_rows
+from benchmarks.records import RESULTS, read_rows
 from rmm_linear.planning import schedules
 
 PAGE = text("docs/planning/sweep.md")
@@ -36,6 +36,15 @@ def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest
     assert 0 <= row.waited_forward + row.waited_backward < row.seconds
     assert row.share == pytest.approx((row.waited_forward + row.waited_backward) / row.seconds)
     assert (tmp_path / "chains-sweep-waits.png").stat().st_size > 10_000
+
+
+def test_the_page_has_what_was_measured() -> None:
+    for row in read_rows(RESULTS / "chains-sweep-waits.csv", Waits):
+        cells = (
+            f"{row.step_seconds * 1e3:.1f}", str(row.steps), f"{row.transfer_seconds * 1e3:.1f}", str(row.interval),
+            f"{row.share:.1%}".replace("%", " %"), f"{row.of_revolve:.2f}", f"{row.expected:.2f}",
+        )  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in PAGE
 
 
 def test_a_wrong_gradient_is_not_timed(tmp_path: Path) -> None:

@@ -5,17 +5,10 @@ import weakref
 
 import pytest
 import torch
-from bptt_helpers import counted, loop, outcome, planned
+from bptt_helpers import B, Dropping, H, T, counted, inputs, loop, outcome, planned, zeros
 from torch import nn
 
 from rmm_linear.planning import bptt
-
-T, B, H = 40, 3, 8
-
-
-def inputs(steps=T):
-    torch.manual_seed(3)
-    return torch.randn(steps, B, H, requires_grad=True)
 
 
 def check(cell, given, state, parameters, **options):
@@ -30,24 +23,6 @@ def check(cell, given, state, parameters, **options):
             assert (old is None) == (new is None)
             assert old is None or torch.equal(old, new)
     return sum(grad is not None for grad in found[1][-len(parameters) :])
-
-
-class Dropping(nn.Module):
-    """A cell with dropout, of a dictionary as state, with a step count and a tuple as output."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell, self.head = nn.LSTMCell(H, H), nn.Linear(H, 2)
-
-    def forward(self, x, state):
-        h, c = self.cell(nn.functional.dropout(x, 0.3), (state["h"], state["c"]))
-        count = state["count"] + 1
-        return (h, {"logits": self.head(h), "count": count}), {"h": h, "c": c, "count": count}
-
-
-def zeros(*names):
-    return {name: torch.zeros(B, H) for name in names}
 
 
 @pytest.mark.parametrize("internal", [True, False])

@@ -2,16 +2,10 @@
 
 import pytest
 import torch
+from bptt_helpers import B, H, T, inputs
 from torch import nn
 
 from rmm_linear.planning import bptt
-
-T, B, H = 40, 3, 8
-
-
-def inputs():
-    torch.manual_seed(3)
-    return torch.randn(T, B, H, requires_grad=True)
 
 
 def refused(cell, given=None, state=None, **options):

@@ -4,35 +4,10 @@ import gc
 
 import pytest
 import torch
-from bptt_helpers import loop, outcome, planned
+from bptt_helpers import B, Dropping, H, T, inputs, loop, outcome, planned, zeros
 from torch import nn
 
 from rmm_linear.planning import StoreError, bptt
-
-T, B, H = 40, 3, 8
-
-
-def inputs():
-    torch.manual_seed(3)
-    return torch.randn(T, B, H, requires_grad=True)
-
-
-class Dropping(nn.Module):
-    """A cell with dropout, of a dictionary as state, with a step count."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell, self.head = nn.LSTMCell(H, H), nn.Linear(H, 2)
-
-    def forward(self, x, state):
-        h, c = self.cell(nn.functional.dropout(x, 0.3), (state["h"], state["c"]))
-        count = state["count"] + 1
-        return (h, {"logits": self.head(h), "count": count}), {"h": h, "c": c, "count": count}
-
-
-def zeros(*names):
-    return {name: torch.zeros(B, H) for name in names}
 
 
 def same(expected, found):
