@@ -1,4 +1,4 @@
-"""Measure: ``python -m benchmarks run | plot | table | chains | gpu | compile | roofline``, each with ``--help``."""
+"""Measure: ``python -m benchmarks``; ``--help`` lists the commands, and each of them has its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chains, compiled, gpu, pages, roofline
+from benchmarks import chains, compiled, gpu, graphs, pages, roofline
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -81,7 +81,13 @@ def _parser() -> argparse.ArgumentParser:
         "--parts", choices=tuple(chains.PARTS), nargs="+", default=list(chains.PARTS), help="all by default"
     )
 
-    for command, out in ((run, RESULTS), (planned, RESULTS), (all_of_it, None)):
+    whole = commands.add_parser("graphs", help="plans for whole networks: peaks, predicted and measured, operations")
+    whole.set_defaults(command=_graphs)
+    whole.add_argument(
+        "--parts", choices=tuple(graphs.PARTS), nargs="+", default=list(graphs.PARTS), help="all by default"
+    )
+
+    for command, out in ((run, RESULTS), (planned, RESULTS), (whole, RESULTS), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
         command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
@@ -131,6 +137,12 @@ def _chains(arguments: argparse.Namespace) -> int:
         print(text, end="\n\n", flush=True)
     if arguments.out == RESULTS:
         pages.update()
+    return 0
+
+
+def _graphs(arguments: argparse.Namespace) -> int:
+    for text in graphs.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
+        print(text, end="\n\n", flush=True)
     return 0
 
 

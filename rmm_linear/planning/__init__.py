@@ -10,12 +10,16 @@ from rmm_linear.planning.chains import ChainPlan, minimum_peak
 from rmm_linear.planning.graph_plan import GraphPlan, PlannedPiece
 from rmm_linear.planning.load import load_plan
 from rmm_linear.planning.measure import BlockCost, Costs, measure
+from rmm_linear.planning.memory_plots import plot_memory
+from rmm_linear.planning.node_costs import NodeCost
+from rmm_linear.planning.order import order
 from rmm_linear.planning.plan_blocks import plan_blocks
 from rmm_linear.planning.plan_graph import plan_graph
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.store import StoreError, open_store
 from rmm_linear.planning.sweep import sweep
 from rmm_linear.planning.sweep_report import SweepReport
+from rmm_linear.planning.workspace import Workspace, workspace
 
 __all__ = [
     "BPTTPlan",
@@ -26,11 +30,13 @@ __all__ = [
     "ChainPlan",
     "Costs",
     "GraphPlan",
+    "NodeCost",
     "PlannedBlock",
     "PlannedPiece",
     "StepBytes",
     "StoreError",
     "SweepReport",
+    "Workspace",
     "backend",
     "bptt",
     "chain_sizes",
@@ -39,10 +45,13 @@ __all__ = [
     "measure",
     "minimum_peak",
     "open_store",
+    "order",
     "plan_blocks",
     "plan_bptt",
     "plan_graph",
+    "plot_memory",
     "simulate",
     "step_bytes",
     "sweep",
+    "workspace",
 ]

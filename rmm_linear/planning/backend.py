@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
+from rmm_linear.planning.block_pieces import block_pieces
 from rmm_linear.planning.graph_plan import GraphPlan, fingerprint
 from rmm_linear.planning.plan_graph import plan_captured
 
@@ -28,6 +31,7 @@ class Backend:
         self.memory = memory
         self.method = method
         self.plans = {plan.graph: plan for plan in known}
+        self.breaks = ""  # why the model is no single graph
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Plan a graph.
@@ -41,21 +45,50 @@ class Backend:
         """
         key = fingerprint(graph, inputs)
         if key not in self.plans:
-            self.plans[key] = plan_captured(graph, inputs, self.memory, self.method)
+            self.plans[key] = self._plan(graph, inputs)
             _logger.info("%s", self.plans[key].summary())
-            if len(self.plans) == 2:
-                _logger.warning(
-                    "The model has several graphs or shapes; each is planned for the whole budget. Where a graph "
-                    "breaks, planning.plan_blocks() plans the whole model."
-                )
         return self.plans[key].run(graph, inputs)
+
+    def _plan(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphPlan:
+        found = _why_no_single_graph(graph)
+        if found and not self.breaks:
+            self.breaks = found
+            _logger.warning(
+                "The model is no single graph, so its graphs share no budget and memory=%r is not kept: %s. Instead, "
+                "every block of the module tree is recomputed. planning.plan_blocks(model, example, memory) plans the "
+                "whole model and needs no graph.",
+                self.memory,
+                self.breaks,
+            )
+        if self.breaks:
+            return block_pieces(graph, inputs)
+        return plan_captured(graph, inputs, self.memory, self.method)
+
+
+def _why_no_single_graph(graph: fx.GraphModule) -> str:
+    """Say where dynamo ended the graph before the model ended; empty if it did not."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if getattr(reason, "graph_break", False):
+        stack, lines = getattr(reason, "user_stack", None), str(getattr(reason, "reason", "")).strip().splitlines()
+        line = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+        return f"{lines[0].rstrip('.') if lines else 'a graph break'}{line}"
+    frame, found = sys._getframe(1), ""
+    while frame.f_back is not None and Path(frame.f_code.co_filename).name != "eval_frame.py":
+        if frame.f_code.co_name == "forward":  # of a module around the one that this graph is of
+            model = type(frame.f_locals.get(frame.f_code.co_varnames[0])).__name__
+            found = f"{model}.forward runs without a graph, {frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
 
 
 def backend(memory: int | float | str, method: str = "cuts") -> Backend:
     """Return a backend for torch.compile that keeps a training step within a memory budget.
 
+    Every graph is planned when it is captured, once per shape. Where a model is no single graph, there is no budget for
+    all: every block of the module tree is recomputed then, and a warning says where the graph breaks, and why.
+
     Args:
-        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain peak in (0, 1].
+        memory: Budget for what a step makes, as for :func:`rmm_linear.planning.plan_graph`.
         method: As for :func:`rmm_linear.planning.plan_graph`.
 
     Returns:

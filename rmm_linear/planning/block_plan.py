@@ -15,7 +15,10 @@ from rmm_linear._support.files import write_text
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.recompute import Recomputed
+from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.workspace import Workspace
 
 KEEP, RECOMPUTE, SELECTIVE, NESTED = "keep", "recompute", "selective", "nested"
 CHOICES = (KEEP, RECOMPUTE, SELECTIVE, NESTED)
@@ -150,6 +153,19 @@ class BlockPlan:
             yield model
         finally:
             self.revert()
+
+    def simulated(self, example: Any, workspace: Workspace | None = None) -> Peak:
+        """Return the peak of a step with the plan, as :func:`rmm_linear.planning.simulate` does.
+
+        Args:
+            example: A training batch.
+            workspace: What operators take beyond their results.
+
+        Returns:
+            The peak.
+        """
+        with self.applied() as planned:
+            return simulate(planned, example, workspace)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from rmm_linear._support.sizes import read_bytes
 
+LEAST = "least"  # as a budget: as little as a plan can need
+
 
 def read_budget(memory: object, plain: int) -> int:
     """Read a memory budget.
 
     Args:
-        memory: A number of bytes, a text such as "2GB", or a share in (0, 1].
+        memory: A number of bytes, a text such as "2GB", a share in (0, 1], or "least", which is 0 here.
         plain: Bytes that a share is of.
 
     Returns:
@@ -22,6 +24,8 @@ def read_budget(memory: object, plain: int) -> int:
         >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget(1, 100)
         (2048, 50, 1)
     """
+    if memory == LEAST:
+        return 0
     if isinstance(memory, float):
         if not 0 < memory <= 1:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ class CaptureError(ValueError):
     """A model is no single graph."""
 
 
+class _Captured(Exception):
+    """The graph is there; it need not run."""
+
+
 def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
-    """Capture the forward pass of a training step.
+    """Capture the forward pass of a training step, without its memory: the graph is not run.
 
     Args:
         model: The model.
@@ -35,14 +40,17 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
         )
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
+    def stop(*_: Any) -> Any:
+        raise _Captured
+
     def record(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         found.append((graph, list(inputs)))
-        return graph.forward
+        return stop
 
     compiled: Any = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
     torch._dynamo.reset()
     try:
-        with as_in_training(model):
+        with as_in_training(model), suppress(_Captured):
             call_with(compiled, example)
     except TorchDynamoException as error:
         raise CaptureError(

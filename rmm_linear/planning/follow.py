@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.planning.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 
@@ -104,15 +105,17 @@ def followed(model: nn.Module) -> Iterator[Place]:
 class FollowedTensors(LiveTensors):
     """Adds up live bytes and remembers every change with its place."""
 
-    def __init__(self, result: Peak, place: Place) -> None:
+    def __init__(self, result: Peak, place: Place, workspace: Workspace | None = None) -> None:
         """Count into a result.
 
         Args:
             result: It has the peak so far; :meth:`finish` adds the rest.
             place: Where the step is.
+            workspace: What operators take beyond their results.
         """
         super().__init__(result)
         self.place = place
+        self.workspace = workspace or {}
         self.events: list[Event] = []
         self.random: set[str] = set()  # modules that draw random numbers
         self._open = True
@@ -120,7 +123,13 @@ class FollowedTensors(LiveTensors):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random.add(self.place.now[1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
+        if beyond:
+            pass_, running = self.place.now
+            self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
+            self.events.append(Event(self.now, pass_, running, -beyond, running))
+        return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

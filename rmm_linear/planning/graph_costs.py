@@ -1,25 +1,16 @@
-"""What every node of a captured graph makes, saves and costs, from one forward pass on fake tensors."""
+"""What every node of a captured graph makes, saves and costs."""
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from rmm_linear.memory.peak import storages
-from rmm_linear.planning.simulate import flop_counter
 
 # Rough speeds of one core and of its memory: only their ratio matters, to compare products with other operators.
 _FLOPS, _BYTES = 40e9, 8e9
-_INPLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 
 
 @dataclass
@@ -42,7 +33,10 @@ class GraphCosts:
         flops: By node.
         touched: By node: bytes read and written.
         random: By node: whether it draws random numbers.
-        groups: Nodes that belong in one piece, because one of them changes in place what another made.
+        changed: Storage to the last node that changes it in place.
+        groups: Nodes between two of which another piece must not begin: one of them changes in place what another made,
+            or they switch gradients or autocast.
+        writing: Nodes that change something in place, norms with their statistics among them.
         written: Names of inputs that a node changes.
         contexts: Nodes that switch gradients or autocast on or off: none may change places with them.
     """
@@ -62,7 +56,9 @@ class GraphCosts:
     flops: list[int] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
     random: list[bool] = field(default_factory=list)
+    changed: dict[int, int] = field(default_factory=dict)
     groups: list[set[int]] = field(default_factory=list)
+    writing: set[int] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     contexts: list[int] = field(default_factory=list)
 
@@ -76,153 +72,82 @@ class GraphCosts:
         """By node: a rough time."""
         return [flops / _FLOPS + touched / _BYTES for flops, touched in zip(self.flops, self.touched, strict=True)]
 
+    def made_by(self) -> list[set[int]]:
+        """Return by node: the storages that it makes."""
+        found: list[set[int]] = [set() for _ in self.nodes]
+        for key, place in self.made.items():
+            found[place].add(key)
+        return found
+
+    def reordered(self, order: Sequence[int]) -> GraphCosts:
+        """Return the costs of the same nodes in another order.
+
+        Args:
+            order: Numbers of the nodes.
+
+        Returns:
+            Costs in which nodes have the numbers of the new order.
+        """
+        if all(place == node for place, node in enumerate(order)):
+            return self
+        place_of = {node: place for place, node in enumerate(order)}
+        last: dict[int, int] = {}
+        for place, node in enumerate(order):
+            last.update(dict.fromkeys(self.read[node], place))
+        saver: dict[int, int] = {}
+        for place, node in reversed([*enumerate(order)]):
+            saver.update(dict.fromkeys(self.saved[node], place))
+        made = {key: place_of[node] for key, node in self.made.items()}
+        return replace(
+            self,
+            nodes=[self.nodes[node] for node in order],
+            made=made,
+            last={
+                key: self.count if node == self.count else max(last.get(key, 0), made[key])
+                for key, node in self.last.items()
+            },
+            saver=saver,
+            saved=[self.saved[node] for node in order],
+            read=[self.read[node] for node in order],
+            parameters={key: (place_of[node], size) for key, (node, size) in self.parameters.items()},
+            flops=[self.flops[node] for node in order],
+            touched=[self.touched[node] for node in order],
+            random=[self.random[node] for node in order],
+            changed={key: place_of[node] for key, node in self.changed.items()},
+            groups=[{place_of[node] for node in group} for group in self.groups],
+            writing={place_of[node] for node in self.writing},
+            contexts=[place_of[node] for node in self.contexts],
+        )
+
     def legal_cuts(self) -> list[int]:
-        """Return the numbers of nodes before which the graph may be cut."""
-        inside = {place for group in self.groups for place in range(min(group) + 1, max(group) + 1)}
+        """Return the numbers of nodes before which the graph may be cut, whichever pieces are recomputed."""
+        return self._outside(self.groups)
+
+    def possible_cuts(self) -> list[int]:
+        """Return the numbers of nodes before which it may be cut if :meth:`repeatable` says which are recomputed."""
+        return self._outside([set(pair) for pair in self.switched()])
+
+    def repeatable(self, begin: int) -> int:
+        """Return where a piece must end at the latest so that it can be recomputed.
+
+        A recomputed piece must not read what other nodes made, and changed in place after it began: a convolution's
+        output, say, which the ReLU that the piece begins with overwrites.
+
+        Args:
+            begin: Number of the first node.
+
+        Returns:
+            Number of the node after the last one.
+        """
+        spoiled = {key for key, place in self.changed.items() if self.made.get(key, begin) < begin <= place}
+        if not spoiled:
+            return self.count
+        return next((place for place in range(begin, self.count) if self.read[place] & spoiled), self.count)
+
+    def switched(self) -> list[tuple[int, int]]:
+        """Return the first and the last of nodes between which gradients or autocast are switched."""
+        return [*zip(self.contexts[::2], self.contexts[1::2], strict=False)]
+
+    def _outside(self, groups: Sequence[set[int]]) -> list[int]:
+        inside = {place for group in groups for place in range(min(group) + 1, max(group) + 1)}
         return [place for place in range(1, self.count) if place not in inside]
-
-
-def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
-    """Run a graph on fake tensors, node by node.
-
-    Args:
-        graph: A graph whose parameters and buffers are inputs.
-        inputs: Its inputs.
-
-    Returns:
-        What was seen.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [fake_input(mode, each) for each in inputs]
-    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    costs = GraphCosts(graph, fakes, mode, nodes)
-    runner = _Runner(costs)
-    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(runner.pack, lambda tensor: tensor):
-        output = runner.run(*fakes)
-    for storage in storages(output):
-        if storage._cdata in costs.made:
-            costs.last[storage._cdata] = costs.count
-    runner.finish()
-    return costs
-
-
-def fake_input(mode: FakeTensorMode, each: Any) -> Any:
-    """Return a fake leaf like an input of a graph.
-
-    Args:
-        mode: Of the fake tensors.
-        each: A tensor, real or fake, or anything else.
-
-    Returns:
-        The fake tensor; what is no tensor, as it is.
-    """
-    if not isinstance(each, Tensor):
-        return each
-    with mode:
-        made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-    if isinstance(each, nn.Parameter):
-        return nn.Parameter(made, requires_grad=each.requires_grad)
-    return made.requires_grad_(each.requires_grad)
-
-
-class _Random(TorchDispatchMode):
-    """Notes whether random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-class _Runner(fx.Interpreter):
-    """Interprets a graph and fills in its costs."""
-
-    def __init__(self, costs: GraphCosts) -> None:
-        super().__init__(costs.graph, garbage_collect_values=False)
-        self.costs = costs
-        self.index = {node: place for place, node in enumerate(costs.nodes)}
-        self.current: int | None = None
-        self.held: list[Any] = []  # a storage's key is of one that is alive
-        self.outer = {storage._cdata: storage.nbytes() for storage in storages(costs.inputs)}
-        self.trained = {s._cdata for each in costs.inputs if isinstance(each, nn.Parameter) for s in storages([each])}
-        self.users: dict[int, set[int]] = defaultdict(set)
-        self.changed: dict[int, int] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        if self.current is not None:
-            self.held.append(tensor)
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.outer:
-                self._make(storage, self.current)
-                self.costs.saved[self.current].add(storage._cdata)
-        return tensor
-
-    def _make(self, storage: torch.UntypedStorage, place: int) -> None:
-        self.costs.made.setdefault(storage._cdata, place)
-        self.costs.size.setdefault(storage._cdata, storage.nbytes())
-
-    def run_node(self, n: fx.Node) -> Any:
-        place = self.index.get(n)
-        if place is None:
-            return super().run_node(n)
-        costs, given = self.costs, [self.env[each] for each in n.all_input_nodes]
-        inputs = {storage._cdata: storage for storage in storages(given)}
-        costs.saved.append(set())
-        self.current = place
-        with flop_counter() as counter, _Random() as random:
-            output = super().run_node(n)
-        self.current = None
-        self.held.append(output)
-        costs.flops.append(counter.get_total_flops())
-        costs.random.append(random.drawn)
-        costs.read.append(set(inputs) - set(self.outer))
-        touched = sum(storage.nbytes() for storage in inputs.values())
-        for key in inputs:
-            self.users[key].add(place)
-            if key in self.trained:
-                costs.parameters[key] = (place, self.outer[key])
-        for leaf in tree_leaves(output):
-            for storage in storages([leaf]):
-                if storage._cdata in self.outer:
-                    continue
-                touched += 0 if storage._cdata in costs.made else storage.nbytes()
-                self._make(storage, place)
-                if leaf.requires_grad:
-                    costs.differentiable.add(storage._cdata)
-        costs.touched.append(touched)
-        self._note_changes(n, place)
-        return output
-
-    def _note_changes(self, node: fx.Node, place: int) -> None:
-        target = node.target
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        if "set_grad_enabled" in name or name in ("_enter_autocast", "_exit_autocast"):
-            self.costs.contexts.append(place)
-        if "batch_norm" in name or "instance_norm" in name:
-            statistics = [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-            self.costs.written |= {
-                one.name for one in statistics if isinstance(one, fx.Node) and one.op == "placeholder"
-            }
-        is_inplace = (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
-        if (is_inplace or target in _INPLACE or target is operator.setitem) and node.all_input_nodes:
-            first = node.all_input_nodes[0]
-            if first.op == "placeholder":
-                self.costs.written.add(first.name)
-            for storage in storages(self.env[first]):
-                self.changed[storage._cdata] = place
-
-    def finish(self) -> None:
-        costs = self.costs
-        for key, place in costs.made.items():
-            costs.last.setdefault(key, max(self.users[key], default=place))
-            until = self.changed.get(key)
-            if until is not None and until > place:
-                costs.groups.append({place, *(user for user in self.users[key] if user <= until)})
-        if costs.contexts:  # they come in pairs; what is between stays together
-            pairs = zip(costs.contexts[::2], costs.contexts[1::2], strict=False)
-            costs.groups += [set(range(first, last + 1)) for first, last in pairs]
-        for place in range(costs.count - 1, -1, -1):
-            costs.saver.update(dict.fromkeys(costs.saved[place], place))

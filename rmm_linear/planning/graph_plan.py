@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -15,8 +16,12 @@ from torch import Tensor, fx, nn
 from rmm_linear._support.files import write_text
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
-from rmm_linear.planning.graph_costs import GraphCosts, graph_costs
-from rmm_linear.planning.pieces import run_in_pieces
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.capture import capture
+from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.graph_record import graph_costs
+from rmm_linear.planning.pieces import run_in_pieces, simulate_graph
+from rmm_linear.planning.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,16 @@ class GraphPlan:
     """Which pieces of a captured graph are recomputed in the backward pass.
 
     Attributes:
-        method: How it was found: "cuts", "chen", "kusumoto" or "kusumoto-exact".
+        method: How it was found: "cuts", "chen", "kusumoto", "kusumoto-exact", "order"; "blocks" where graphs break.
         graph: Fingerprint of the graph.
         part: By node: the number of its part.
         recomputed: Numbers of the parts that are recomputed.
         pieces: The parts, for the reader.
-        memory: The budget in bytes.
+        memory: The budget in bytes; 0 where there is none.
         predicted: Peak of a step with the plan, simulated.
         plain: Peak of a step without it, simulated.
         flops: Operations of a step, by those of a step without the plan.
+        order: The nodes in the order in which they run; empty if that is the graph's own.
     """
 
     FORMAT: ClassVar[str] = "rmm_linear graph plan 1"
@@ -67,6 +73,7 @@ class GraphPlan:
     predicted: int = 0
     plain: int = 0
     flops: float = 1.0
+    order: list[int] = field(default_factory=list)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -79,9 +86,10 @@ class GraphPlan:
 
     def summary(self) -> str:
         """Return the plan in one line."""
+        budget = f"budget {show_bytes(self.memory)}" if self.memory else "no budget"
         return (
             f"rmm_linear plan: method={self.method} pieces={len(self.pieces)} recompute={len(self.recomputed)} "
-            f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, budget {show_bytes(self.memory)}, "
+            f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, {budget}, "
             f"operations × {self.flops:.3f}"
         )
 
@@ -103,8 +111,7 @@ class GraphPlan:
         Raises:
             ValueError: If it is another graph.
         """
-        if fingerprint(graph, inputs) != self.graph:
-            raise ValueError("The plan is of another graph: the model or the shapes differ. Plan it with plan_graph().")
+        self.check(graph, inputs)
         return self.of(graph_costs(graph, inputs))
 
     def of(self, costs: GraphCosts) -> fx.GraphModule:
@@ -116,7 +123,38 @@ class GraphPlan:
         Returns:
             A module with the same inputs and outputs.
         """
-        return run_in_pieces(costs, self.part, set(self.recomputed))
+        return run_in_pieces(costs, self.part, set(self.recomputed), self.order)
+
+    def simulated(self, example: Any, workspace: Workspace | None = None) -> Peak:
+        """Return the peak of a step with the plan, as :func:`rmm_linear.planning.simulate` does.
+
+        Args:
+            example: A training batch of the planned shape.
+            workspace: What operators take beyond their results.
+
+        Returns:
+            The peak, whose modules are pieces.
+
+        Raises:
+            ValueError: If the plan has no model, or is of another graph.
+        """
+        graph, inputs = capture(self._given(self._model), example)
+        self.check(graph, inputs)
+        costs = graph_costs(graph, inputs)
+        peak = simulate_graph(costs, self.of(costs), workspace)
+        names = {
+            str(number): f"{piece.first} … {piece.last}"
+            for number, piece in zip(sorted(set(self.part)), self.pieces, strict=True)
+        }
+
+        def named(text: str) -> str:
+            return re.sub(r"submod_(\d+)(\.piece)?", lambda found: names[found[1]], text)
+
+        peak.moment, by_module = named(peak.moment), dict[str, int]()
+        for name, size in peak.by_module.items():
+            by_module[named(name)] = by_module.get(named(name), 0) + size
+        peak.by_module, peak.timeline = by_module, [(size, named(moment)) for size, moment in peak.timeline]
+        return peak
 
     def apply(self, model: nn.Module | None = None) -> Any:
         """Return the model to train, which shares its parameters with the given one.
@@ -133,15 +171,32 @@ class GraphPlan:
         """
         from rmm_linear.planning.backend import Backend  # it makes plans
 
-        model = self._model if model is None else model
-        if model is None:
-            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
-        self._model = model
-        return torch.compile(model, backend=Backend(self.memory, self.method, known=[self]), dynamic=False)
+        self._model = model = self._given(self._model if model is None else model)
+        made = Backend(self.memory, "cuts" if self.method == "order" else self.method, known=[self])
+        return torch.compile(model, backend=made, dynamic=False)
 
     def revert(self) -> nn.Module | None:
         """Return the model itself, which the plan has not changed."""
         return self._model
+
+    def check(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Check that a graph is the planned one.
+
+        Args:
+            graph: A captured graph.
+            inputs: Its inputs.
+
+        Raises:
+            ValueError: If it is another one.
+        """
+        if fingerprint(graph, inputs) != self.graph:
+            raise ValueError("The plan is of another graph: the model or the shapes differ. Plan it with plan_graph().")
+
+    @staticmethod
+    def _given(model: nn.Module | None) -> nn.Module:
+        if model is None:
+            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
+        return model
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan.

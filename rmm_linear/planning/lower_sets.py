@@ -57,11 +57,13 @@ class LowerSets:
         groups = [sum(1 << place for place in group) for group in costs.groups]
         self.sets = self._describe(self._all(groups) if exact else self._ancestors(groups))
 
-    def solve(self, budget: int) -> list[int] | None:
+    def solve(self, budget: int, *, most: bool = False) -> list[int] | None:
         """Find the sequence of lower sets with the least recomputation.
 
         Args:
             budget: Bytes, in the terms of the paper: results of nodes, each with a gradient.
+            most: The most recomputation instead, which the paper calls memory-centric: what is forgotten early frees
+                memory that its budget does not count.
 
         Returns:
             The stages, as bit masks; None if nothing fits.
@@ -84,13 +86,14 @@ class LowerSets:
             found = fits.flatten().nonzero().flatten()
             bytes_kept = (kept[:place] + new[:, :1]).flatten()[found]
             time_cached = (cached[:place] + new[:, 1:]).flatten()[found]
-            chosen = _unbeaten(bytes_kept, time_cached)
+            chosen = _unbeaten(bytes_kept, -time_cached if most else time_cached)
             kept[place, : len(chosen)] = bytes_kept[chosen]
             cached[place, : len(chosen)] = time_cached[chosen]
             origins[place, : len(chosen)] = found[chosen]
         if torch.isinf(kept[last, 0]):
             return None
-        best = int(torch.where(torch.isinf(kept[last]), -1.0, cached[last]).argmax())
+        value = -cached[last] if most else cached[last]
+        best = int(torch.where(torch.isinf(kept[last]), -torch.inf, value).argmax())
         stages, place = list[int](), last
         while place:
             before, state = divmod(int(origins[place, best]), _STATES)
@@ -151,7 +154,7 @@ class LowerSets:
                 if not self.before[place] & ~nodes and larger not in found:
                     found.add(larger)
                     todo.append(larger)
-            if len(found) > 100 * MOST_SETS:
+            if len(found) > 20 * MOST_SETS:
                 break
         legal = {nodes for nodes in found if all(nodes & group in (0, group) for group in groups)}
         if len(legal) > MOST_SETS or todo:
@@ -233,13 +236,13 @@ def _bits(nodes: int) -> Iterator[int]:
         nodes ^= low
 
 
-def _unbeaten(kept: Tensor, cached: Tensor) -> Tensor:
-    """Places of the states that keep less than all that cache more, thinned out to what is carried."""
-    order = torch.argsort(cached, descending=True, stable=True)
+def _unbeaten(kept: Tensor, value: Tensor) -> Tensor:
+    """Places of the states that keep less than all of a greater value, thinned out to what is carried."""
+    order = torch.argsort(value, descending=True, stable=True)
     order = order[torch.argsort(kept[order], stable=True)]
-    best = torch.cummax(cached[order], 0).values if len(order) else cached
+    best = torch.cummax(value[order], 0).values if len(order) else value
     is_better = torch.ones(len(order), dtype=torch.bool)
-    is_better[1:] = cached[order][1:] > best[:-1]
+    is_better[1:] = value[order][1:] > best[:-1]
     order = order[is_better]
     if len(order) <= _STATES:
         return order

@@ -13,9 +13,12 @@ from rmm_linear._support.tables import table
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks import find_blocks, owner_of
 from rmm_linear.planning.follow import FORWARD, Event
+from rmm_linear.planning.node_costs import NodeCost, measure_nodes
 from rmm_linear.planning.observe import observe
 from rmm_linear.planning.simulate import watch
 from rmm_linear.planning.timing import time_modules
+from rmm_linear.planning.workspace import Workspace
+from rmm_linear.planning.workspace import workspace as measure_workspace
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,14 @@ class Costs:
     Attributes:
         blocks: In the order of the forward pass.
         peak: Of the whole step.
+        nodes: The nodes of its graph, if they were asked for.
+        workspace: What operators take beyond their results, if that was asked for.
     """
 
     blocks: tuple[BlockCost, ...]
     peak: Peak
+    nodes: tuple[NodeCost, ...] = ()
+    workspace: Workspace | None = None
 
     def __str__(self) -> str:
         header = ("block", "kept", "saved", "transient", "GFLOP", "seconds", "random", "in place")
@@ -78,8 +85,26 @@ class Costs:
         ]
         return f"{table(header, rows)}\npeak {show_bytes(self.peak.bytes)}, {self.peak.moment}"
 
+    def node_table(self) -> str:
+        """Return a row per node of the graph."""
+        header = ("node", "module", "saved", "transient", "GFLOP", "seconds", "random", "in place")
+        rows = [
+            (
+                node.name,
+                node.module,
+                show_bytes(sum(node.storages)),
+                show_bytes(node.transient),
+                f"{node.flops / 1e9:.3g}",
+                f"{node.seconds:.2g}",
+                "yes" if node.random else "",
+                "yes" if node.writes else "",
+            )
+            for node in self.nodes
+        ]
+        return table(header, rows)
 
-def measure(model: nn.Module, example: Any) -> Costs:
+
+def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: bool = False) -> Costs:
     """Measure what every block of a model costs in a training step.
 
     Memory and operations come from a step on fake tensors, see :func:`rmm_linear.planning.simulate`; time from forward
@@ -88,9 +113,15 @@ def measure(model: nn.Module, example: Any) -> Costs:
     Args:
         model: The model.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+        nodes: Whether the nodes of the model's graph are measured too, which must be a single one.
+        workspace: Whether a whole step runs on the real tensors, under the profiler, to see what operators take beyond
+            their results; see :func:`rmm_linear.planning.workspace`.
 
     Returns:
         A row per block.
+
+    Raises:
+        ValueError: If nodes are asked for and the model is no single graph.
 
     Example:
         >>> import torch
@@ -120,6 +151,8 @@ def measure(model: nn.Module, example: Any) -> Costs:
             for name in blocks
         ),
         peak,
+        measure_nodes(model, example) if nodes else (),
+        measure_workspace(model, example) if workspace else None,
     )
 
 

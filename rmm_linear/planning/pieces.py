@@ -13,10 +13,11 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.follow import FollowedTensors, Place
+from rmm_linear.planning.follow import FollowedTensors, followed
 from rmm_linear.planning.graph_costs import GraphCosts
 from rmm_linear.planning.simulate import flop_counter
 from rmm_linear.planning.step import loss_of
+from rmm_linear.planning.workspace import Workspace
 
 
 class RecomputedPiece(nn.Module):
@@ -75,21 +76,24 @@ class RecomputedPiece(nn.Module):
         )
 
 
-def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> fx.GraphModule:
+def run_in_pieces(
+    costs: GraphCosts, part: Sequence[int], recomputed: set[int], order: Sequence[int] = ()
+) -> fx.GraphModule:
     """Split a graph and recompute some of its parts.
 
     Args:
         costs: Of the graph.
         part: By node: the number of its part.
         recomputed: Numbers of the parts that are recomputed.
+        order: The nodes in the order in which they run, if that is another one.
 
     Returns:
         A module with the graph's inputs and outputs.
     """
+    ordered = _in_order(costs, part, order) if recomputed or order else costs.graph
     if not recomputed:
-        return costs.graph
+        return ordered
     where = {node.name: part[place] for place, node in enumerate(costs.nodes)}
-    ordered = _in_order_of_parts(costs, part)
     split = split_module(ordered, ordered, lambda node: where.get(node.name, 0))  # type: ignore[arg-type]
     for node in list(split.graph.nodes):
         number = int(node.target.split("_")[1]) if node.op == "call_module" else -1
@@ -103,12 +107,12 @@ def run_in_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) 
     return split
 
 
-def _in_order_of_parts(costs: GraphCosts, part: Sequence[int]) -> fx.GraphModule:
+def _in_order(costs: GraphCosts, part: Sequence[int], order: Sequence[int]) -> fx.GraphModule:
     """The graph with the nodes of each part one after another, as they will run."""
-    if all(first <= second for first, second in pairwise(part)):
+    order = sorted(order or range(costs.count), key=part.__getitem__)
+    if all(first < second for first, second in pairwise(order)):
         return costs.graph
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    order = sorted(range(costs.count), key=lambda place: part[place])
     known = set(costs.nodes)
     others = [node for node in costs.graph.graph.nodes if node not in known]
     end = [node for node in others if node.op == "output"]
@@ -117,19 +121,20 @@ def _in_order_of_parts(costs: GraphCosts, part: Sequence[int]) -> fx.GraphModule
     return fx.GraphModule(costs.graph, graph)
 
 
-def simulate_graph(costs: GraphCosts, run: Callable[..., Any]) -> Peak:
+def simulate_graph(costs: GraphCosts, run: fx.GraphModule, workspace: Workspace | None = None) -> Peak:
     """Simulate a forward and a backward pass of a graph.
 
     Args:
         costs: Of the graph.
         run: The graph, in pieces or not.
+        workspace: What operators take beyond their results.
 
     Returns:
-        The peak.
+        The peak; its modules are pieces.
     """
-    peak, place = Peak(measure="simulated live tensors"), Place()
-    with costs.mode, FollowedTensors(peak, place) as live:
-        _step(costs, run)
+    peak = Peak(measure="simulated live tensors")
+    with costs.mode, followed(run) as place, FollowedTensors(peak, place, workspace) as live:
+        graph_step(run, costs.inputs)
         live.finish()
     return peak
 
@@ -145,16 +150,22 @@ def graph_flops(costs: GraphCosts, run: Callable[..., Any]) -> int:
         The operations of matrix products, convolutions and attention.
     """
     with costs.mode, flop_counter() as counter:
-        _step(costs, run)
+        graph_step(run, costs.inputs)
     return counter.get_total_flops()
 
 
-def _step(costs: GraphCosts, run: Callable[..., Any]) -> None:
-    inputs = [each for each in costs.inputs if isinstance(each, Tensor)]
+def graph_step(run: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    """Run a forward and a backward pass of a graph; gradients are left in ``.grad`` of its inputs.
+
+    Args:
+        run: The graph, in pieces or not.
+        inputs: Its inputs, whose gradients are forgotten first.
+    """
     for each in inputs:
-        each.grad = None
+        if isinstance(each, Tensor):
+            each.grad = None
     with torch.enable_grad():
-        loss_of(_loss_or_all(run(*costs.inputs))).backward()
+        loss_of(_loss_or_all(run(*inputs))).backward()
 
 
 def _loss_or_all(outputs: Any) -> Any:

@@ -12,17 +12,24 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.block_plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks import find_inner
-from rmm_linear.planning.budget import read_budget
+from rmm_linear.planning.budget import LEAST, read_budget
 from rmm_linear.planning.measure import Costs, by_block, measure
 from rmm_linear.planning.simulate import count_flops, watch
 from rmm_linear.planning.solve import Option, choose, least
 from rmm_linear.planning.timing import cheap_shares, time_modules
+from rmm_linear.planning.workspace import Workspace
 
 _TRIES = 10
 
 
 def plan_blocks(
-    model: nn.Module, example: Any, memory: int | float | str, *, selective: bool = True, nested: bool = True
+    model: nn.Module,
+    example: Any,
+    memory: int | float | str,
+    *,
+    selective: bool = True,
+    nested: bool = True,
+    workspace: Workspace | None = None,
 ) -> BlockPlan:
     """Plan which blocks of a model are recomputed in the backward pass, so that a step fits into a memory budget.
 
@@ -34,9 +41,11 @@ def plan_blocks(
         model: The model, in any mode; steps are those of training.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
         memory: Budget for what a step makes, as :func:`rmm_linear.planning.simulate` counts it: bytes, a text such as
-            "2GB", or a share of the plain step's peak in (0, 1].
+            "2GB", or a share of the plain step's peak in (0, 1]; "least" is the lowest peak that is found.
         selective: Whether blocks may keep the results of products and recompute all others, which costs little time.
         nested: Whether parts of a block may be recomputed once more while it is recomputed, which takes more time.
+        workspace: What operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it counts
+            too; None leaves it out.
 
     Returns:
         The plan; ``plan.apply()`` makes it so.
@@ -52,13 +61,17 @@ def plan_blocks(
         True
     """
     costs = measure(model, example)
+    if workspace:
+        costs = replace(costs, peak=watch(model, example, workspace)[0])
     budget = read_budget(memory, costs.peak.bytes)
-    plans = _Plans(model, example, costs, budget)
+    plans = _Plans(model, example, costs, budget, workspace)
     if costs.peak.bytes <= budget:
         return plans.plan([0] * len(costs.blocks), costs.peak)
     plans.add_choices([RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])])
     best = plans.search() or plans.smallest()
-    if best.predicted > budget:
+    if memory == LEAST:
+        best.memory = best.predicted
+    elif best.predicted > budget:
         raise ValueError(
             f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
             f"which the {best.moment} needs. Use more memory, or a smaller batch."
@@ -84,8 +97,9 @@ def count_planned_flops(plan: BlockPlan, example: Any) -> int:
 class _Plans:
     """The options of every block, and the plans made of them."""
 
-    def __init__(self, model: nn.Module, example: Any, costs: Costs, budget: int) -> None:
+    def __init__(self, model: nn.Module, example: Any, costs: Costs, budget: int, workspace: Workspace | None) -> None:
         self.model, self.example, self.costs, self.budget = model, example, costs, budget
+        self.workspace = workspace
         self.names = [block.name for block in costs.blocks]
         self.options = [[Option(KEEP, block.kept, block.worst, 0.0)] for block in costs.blocks]
         self.inner: dict[str, tuple[str, ...]] = {}
@@ -101,7 +115,7 @@ class _Plans:
             if all(row.choice != choice for row in rows):
                 continue
             with BlockPlan(rows, _model=self.model).applied() as planned:
-                events = watch(planned, self.example)[1].events
+                events = watch(planned, self.example, self.workspace)[1].events
             kept, worst = by_block(events, self.names)
             for number, row in enumerate(rows):
                 if row.choice == choice:
@@ -129,7 +143,7 @@ class _Plans:
         """Make a plan and simulate it."""
         made = self.plan(chosen, Peak())
         with made.applied() as planned:
-            peak = watch(planned, self.example)[0]
+            peak = watch(planned, self.example, self.workspace)[0]
         made.predicted, made.moment = peak.bytes, peak.moment
         return made
 

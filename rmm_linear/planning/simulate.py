@@ -11,20 +11,23 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.follow import FollowedTensors, followed
 from rmm_linear.planning.step import needs_values, prepared
+from rmm_linear.planning.workspace import Workspace
 
 if TYPE_CHECKING:
     from rmm_linear.planning.block_plan import BlockPlan
+    from rmm_linear.planning.graph_plan import GraphPlan
 
 
-def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
+def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: Workspace | None = None) -> Peak:
     """Predict the peak memory of a training step without its memory.
 
     A forward and a backward pass run on fake tensors, and the bytes of all tensors that operators make are added up:
     activations, gradients of the parameters, temporary results. Parameters, buffers and the batch exist before the step
     and are not counted, nor is the workspace inside of an operator (convolutions have some), which only the allocator
-    sees. The model, its gradients and the random number generators stay as they are. It takes about as long as a step
-    of a small model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks
-    nothing is simulated with the mask. What a converted model saves depends on values, so its step runs on real
+    sees: :func:`rmm_linear.planning.workspace` measures it in a real step. The model, its gradients and the random
+    number generators stay as they are. It takes about as long as a step of a small model, whatever the size. Fake
+    tensors have no values: a model that leaves a mask out because it masks nothing is simulated with the mask. What a
+    converted model saves depends on values, so its step runs on real
     tensors.
 
     Args:
@@ -32,32 +35,34 @@ def simulate(model: nn.Module | BlockPlan, example: Any) -> Peak:
         example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
             function that runs the model on one and returns its output or loss. Without a loss, the sum of all outputs
             is differentiated.
+        workspace: What operators take beyond their results, to be added; None leaves it out.
 
     Returns:
-        Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time.
+        Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time. Modules of a plan
+        for a graph are its pieces.
 
     Example:
         >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
         'backward of 1'
     """
     if not isinstance(model, nn.Module):
-        with model.applied() as planned:
-            return simulate(planned, example)
-    return watch(model, example)[0]
+        return model.simulated(example, workspace)
+    return watch(model, example, workspace)[0]
 
 
-def watch(model: nn.Module, example: Any) -> tuple[Peak, FollowedTensors]:
+def watch(model: nn.Module, example: Any, workspace: Workspace | None = None) -> tuple[Peak, FollowedTensors]:
     """Run a step and follow its tensors.
 
     Args:
         model: The model.
         example: A training batch, as for :func:`simulate`.
+        workspace: As for :func:`simulate`.
 
     Returns:
         The peak, and all that was followed.
     """
     peak = Peak() if needs_values(model) else Peak(measure="simulated live tensors")
-    with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place) as live:
+    with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place, workspace) as live:
         step()
         live.finish()
     return peak, live

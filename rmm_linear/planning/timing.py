@@ -31,7 +31,7 @@ def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: 
     Returns:
         Name to seconds: of the device for CUDA, of the process for the CPU.
     """
-    passes = [_Clock(model, names).run(model, example) for _ in range(repeats)]
+    passes = [Clock(model, names).run(model, example) for _ in range(repeats)]
     return _mean_of_alike(model, {name: min(seconds[name] for seconds in passes) for name in names})
 
 
@@ -46,7 +46,7 @@ def cheap_shares(model: nn.Module, example: Any, names: Sequence[str]) -> dict[s
     Returns:
         Name to a share of the time in operators.
     """
-    clock = _Clock(model, names)
+    clock = Clock(model, names)
     with _Operators(clock) as operators:
         clock.run(model, example)
     products, others = clock.sums(operators.products), clock.sums(operators.others)
@@ -62,16 +62,23 @@ def _mean_of_alike(model: nn.Module, values: dict[str, float]) -> dict[str, floa
     return {name: sum(groups[kind]) / len(groups[kind]) for name, kind in kinds.items()}
 
 
-class _Clock:
-    """Reads the time when modules begin and end."""
+class Clock:
+    """Reads the time when modules, or whatever has a name, begin and end."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Begin without spans.
+
+        Args:
+            model: The model, whose device's time is read.
+            names: Of its modules.
+        """
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.names = names
         self.running: list[tuple[str, Any]] = []
         self.spans: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
+        """Return the time: seconds of the process, or an event of CUDA."""
         if self.device.type != "cuda":
             return time.process_time()
         event = torch.cuda.Event(enable_timing=True)
@@ -79,6 +86,16 @@ class _Clock:
         return event
 
     def run(self, model: nn.Module, example: Any) -> dict[str, float]:
+        """Run a forward pass.
+
+        Args:
+            model: The model.
+            example: A training batch.
+
+        Returns:
+            Name to seconds.
+        """
+
         def enter(name: str) -> Callable[..., None]:
             return lambda *_: self.running.append((name, self.now()))
 
@@ -95,6 +112,14 @@ class _Clock:
         return self.sums(self.spans)
 
     def sums(self, spans: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
+        """Add up the time between what :meth:`now` returned.
+
+        Args:
+            spans: Name, begin and end.
+
+        Returns:
+            Name to seconds.
+        """
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(self.device)
@@ -107,7 +132,7 @@ class _Clock:
 class _Operators(TorchDispatchMode):
     """Times operators, products apart from others."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
         self.products: list[tuple[str, Any, Any]] = []

@@ -16,6 +16,7 @@ from benchmarks.chains_subsets import Subset
 from benchmarks.chains_sweep import Waits
 from benchmarks.chains_sweep_counts import Steps
 from benchmarks.compiled import CompiledRow
+from benchmarks.graphs import Planned
 from benchmarks.left import LeftRow
 from benchmarks.peaks import PeakRow
 from benchmarks.records import RESULTS, Noise, Origin, Parity, Row, origin, read_rows, write_rows
@@ -30,6 +31,9 @@ KINDS = {
     "chains-subsets": Subset,
     "chains-sweep-steps": Steps,
     "chains-sweep-waits": Waits,
+    "graphs-order": Planned,
+    "graphs-paper": Planned,
+    "graphs-real": Planned,
 }
 
 

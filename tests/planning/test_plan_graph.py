@@ -2,10 +2,11 @@
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
-from planning_graph_helpers import NETWORKS, gradients, network
+from planning_graph_helpers import NETWORKS, gradients, mlp, network
 from torch import nn
 
 import rmm_linear
@@ -142,3 +143,88 @@ def test_bad_input_is_refused():
         plan_graph(model, example, memory=0.5, method="kusumuto")
     with pytest.raises(ValueError, match=r"the least found is \d+ bytes"):
         plan_graph(model, example, memory=0.01)
+
+
+class Halved(nn.Module):
+    """Two stacks of blocks, between which no graph goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.between, self.two = mlp(), nn.Linear(3, 8), mlp()
+
+    def forward(self, x):
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(self.between(x))
+
+
+class Looping(nn.Module):
+    """Blocks in a loop that no graph goes through, so that each block is a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(mlp(blocks=2) for _ in range(3))
+        self.between = nn.Linear(3, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.between(layer(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Halved, r"graph_break\(\)"), (Looping, "Looping.forward runs without")])
+def test_where_graphs_break_blocks_are_recomputed_and_it_is_said_why(kind, why, caplog):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(64, 8)
+    expected = gradients(model, lambda: run_step(model, x))
+    made = backend(memory=0.5)
+    trained = torch.compile(model, backend=made, dynamic=False)
+    assert same(gradients(model, lambda: run_step(trained, x)), expected)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(why, said)
+    assert "test_plan_graph.py:" in said
+    assert "plan_blocks" in said
+    assert {plan.method for plan in made.plans.values()} == {"blocks"}
+    assert all(plan.recomputed for plan in made.plans.values())
+    if kind is Halved:
+        assert all(len(plan.recomputed) == 6 and plan.predicted < 0.6 * plan.plain for plan in made.plans.values())
+
+
+@pytest.mark.parametrize("method", ["cuts", "chen", "kusumoto"])
+def test_the_least_peak_is_no_higher_than_any_that_was_met(method):
+    model, example = network("cnn")
+    least = plan_graph(model, example, memory="least", method=method)
+    assert least.predicted == least.memory < least.plain
+    with pytest.raises(ValueError, match="the least found is"):
+        plan_graph(model, example, memory=least.predicted // 2, method=method)
+
+
+class Overwritten(nn.Module):
+    """Wide convolutions whose results are overwritten: the plan with the least peak cuts before the ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(32, 32, 3, padding=1)),
+            *(nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Conv2d(32, 8, 3), nn.ReLU(inplace=True), nn.Flatten()),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_a_piece_may_begin_with_what_overwrites_the_one_before():
+    torch.manual_seed(0)
+    model, x = Overwritten(), torch.randn(2, 3, 48, 48)
+    plan = plan_graph(model, x, memory="least")
+    chen = plan_graph(model, x, memory="least", method="chen")
+    assert plan.predicted < 0.8 * chen.predicted
+    begins = [piece for piece in plan.pieces[1:] if "relu" in piece.first or piece.first in ("input_2", "input_4")]
+    assert begins
+    assert all(piece.choice == "keep" for piece in begins)  # run again, it would overwrite what is gone
+    expected = gradients(model, lambda: run_step(model, x))
+    trained = plan.apply()
+    assert same(gradients(model, lambda: run_step(trained, x)), expected)
+    graph, inputs = capture(model, x)
+    assert real_peak(plan.run(graph, inputs), inputs) == plan.predicted

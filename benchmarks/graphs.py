@@ -1,0 +1,257 @@
+"""Plans for whole networks: ``python -m benchmarks graphs``.
+
+Peaks are counted and operations too, so the machine matters only to the allocator's peaks and to the time of planning.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.graph_networks import PUBLISHED, large, small
+from benchmarks.records import Origin, origin, write_rows
+from rmm_linear._support.tables import table
+from rmm_linear.memory import peak
+from rmm_linear.planning import GraphPlan, order, plan_graph, plot_memory, simulate, workspace
+from rmm_linear.planning.capture import capture
+from rmm_linear.planning.pieces import graph_step
+from rmm_linear.planning.step import run_step
+from rmm_linear.planning.workspace import allocator_peak
+
+_METHODS = ("cuts", "chen", "kusumoto")
+_PICTURED = "U-Net"
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Origin):
+    """One network with one plan.
+
+    Attributes:
+        part: "real" for networks that run, "paper" for those that are simulated only, "order" for other orders.
+        network: Title, with the batch.
+        method: How the plan was found, or "plain".
+        found: Which method proposed it, for "cuts".
+        nodes: Of the graph.
+        recomputed: Pieces that are recomputed.
+        predicted: Peak in the simulation, bytes, with the gradients of the parameters.
+        with_workspace: The same with what operators take beyond their results.
+        live: Live bytes of the real step at its peak.
+        allocated: The allocator's peak in the real step.
+        is_equal: Whether loss, gradients and buffers are those of the network to the bit.
+        flops: Operations by those of the plain step.
+        seconds: Time of planning.
+        seed: Of the weights.
+    """
+
+    part: str
+    network: str
+    method: str
+    found: str = ""
+    nodes: int = 0
+    recomputed: int = 0
+    predicted: int = 0
+    with_workspace: int | None = None
+    live: int | None = None
+    allocated: int | None = None
+    is_equal: str = ""
+    flops: float = 1.0
+    seconds: float = 0.0
+    seed: int = SEED
+
+
+def run(out: Path, parts: Sequence[str], *, commit: str = "", tiny: bool = False) -> Iterator[str]:
+    """Run parts one after the other.
+
+    Args:
+        out: Folder of the csv files.
+        parts: Of :data:`PARTS`.
+        commit: Commit to write into the csv files; without one, git is asked.
+        tiny: Whether sizes are small, to try the command.
+
+    Yields:
+        What each network showed, as a table.
+    """
+    about = origin("cpu", commit)
+    for part in parts:
+        rows: list[Planned] = []
+        for title, make in (large if part == "paper" else small)(tiny).items():
+            found = [*PARTS[part](title, make, about, out)]
+            rows += found
+            write_rows(out / f"graphs-{part}.csv", rows)
+            yield show(found)
+
+
+def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
+    """Run a network plain, and with the least plan of every method.
+
+    Args:
+        title: Of the network.
+        make: Makes it and a batch.
+        about: Where the rows come from.
+        out: Folder of the picture.
+
+    Yields:
+        A row per method.
+    """
+    model, batch = make()
+    beyond = workspace(model, batch)
+    expected, live, allocated = _step(model, None, batch)
+    yield Planned(
+        part="real",
+        network=title,
+        method="plain",
+        predicted=simulate(model, batch).bytes,
+        with_workspace=simulate(model, batch, beyond).bytes,
+        live=live,
+        allocated=allocated,
+        **about,
+    )
+    for method in _METHODS:
+        plan, seconds = _plan(model, batch, method)
+        other = copy.deepcopy(model)
+        found, live, allocated = _step(other, plan, batch)
+        is_equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        measured = {"live": live, "allocated": allocated, "is_equal": "equal" if is_equal else "differ"}
+        more = simulate(plan, batch, beyond).bytes
+        yield _row("real", title, method, plan, about, seconds=seconds, with_workspace=more, **measured)
+        if title.startswith(_PICTURED) and method == "cuts":
+            peaks = {"plain": simulate(model, batch), "planned": simulate(plan, batch)}
+            plot_memory(peaks).figure.savefig(out / "graphs-memory.png", dpi=150)
+        torch._dynamo.reset()
+
+
+def paper(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
+    """Simulate a network plain, and with the least plan of every method.
+
+    Args:
+        title: Of the network.
+        make: Makes it and a batch.
+        about: Where the rows come from.
+        out: Nothing is written there.
+
+    Yields:
+        A row per method.
+    """
+    del out
+    model, batch = make()
+    for method in _METHODS:
+        plan, seconds = _plan(model, batch, method)
+        if method == _METHODS[0]:
+            yield Planned(part="paper", network=title, method="plain", predicted=plan.plain, **about)
+        yield _row("paper", title, method, plan, about, seconds=seconds)
+
+
+def reorder(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
+    """Reorder the nodes of a network, plain and with the least plan.
+
+    Args:
+        title: Of the network.
+        make: Makes it and a batch.
+        about: Where the rows come from.
+        out: Nothing is written there.
+
+    Yields:
+        A row for the plain graph, one for its other order, and the same for the plan.
+    """
+    del out
+    model, batch = make()
+    begin = time.perf_counter()
+    alone = order(model, batch)
+    seconds = time.perf_counter() - begin
+    yield Planned(part="order", network=title, method="plain", predicted=alone.plain, **about)
+    yield _row("order", title, "order", alone, about, seconds=seconds)
+    plan, seconds = _plan(model, batch, "cuts")
+    yield _row("order", title, "cuts", plan, about, seconds=seconds)
+    begin = time.perf_counter()
+    both = order(model, batch, plan)
+    yield _row("order", title, "cuts and order", both, about, seconds=time.perf_counter() - begin)
+
+
+PARTS = {"real": real, "paper": paper, "order": reorder}
+
+
+def show(rows: Sequence[Planned]) -> str:
+    """Return a table of one network.
+
+    Args:
+        rows: The plain one first.
+
+    Returns:
+        The table, and the published figures where there are any.
+    """
+    plain = rows[0]
+    header = ("method", "found by", "recomputed", "predicted", "of plain", "live", "allocated", "with workspace")
+    lines = [
+        (
+            row.method,
+            row.found,
+            str(row.recomputed or ""),
+            f"{row.predicted / 1e6:,.1f} MB",
+            f"{row.predicted / plain.predicted - 1:+.1%}",
+            *(f"{size / 1e6:,.1f}" if size else "" for size in (row.live, row.allocated, row.with_workspace)),
+            row.is_equal,
+            f"{row.flops:.3f}",
+            f"{row.seconds:.1f}",
+        )
+        for row in rows
+    ]
+    text = f"{plain.network}\n{table((*header, 'gradients', 'operations', 'planned in, s'), lines)}"
+    if plain.part == "paper":
+        program, chen, before = PUBLISHED[plain.network]
+        text += f"\npublished: dynamic program {program / before - 1:+.0%}, Chen et al.'s {chen / before - 1:+.0%}"
+    return text
+
+
+def _plan(model: nn.Module, batch: Any, method: str) -> tuple[GraphPlan, float]:
+    begin = time.perf_counter()
+    plan = plan_graph(model, batch, memory="least", method=method)
+    return plan, time.perf_counter() - begin
+
+
+def _row(part: str, title: str, method: str, plan: GraphPlan, about: dict[str, Any], **more: Any) -> Planned:
+    return Planned(
+        part=part,
+        network=title,
+        method=method,
+        found=plan.method,
+        nodes=len(plan.part),
+        recomputed=len(plan.recomputed),
+        predicted=plan.predicted,
+        flops=plan.flops,
+        **more,
+        **about,
+    )
+
+
+def _step(model: nn.Module, plan: GraphPlan | None, batch: Any) -> tuple[list[Tensor], int, int]:
+    """Gradients and buffers after one step from the same state, and the peaks of others, live and allocated."""
+    trained = model if plan is None else plan.apply(model)
+
+    def step() -> None:
+        torch.manual_seed(SEED)
+        run_step(trained, batch)
+
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    step()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    found += [buffer.detach().clone() for buffer in model.buffers()]
+    model.zero_grad(set_to_none=True)
+    allocated = allocator_peak(step)
+    model.zero_grad(set_to_none=True)
+    graph, inputs = capture(model, batch)
+    run = graph if plan is None else plan.run(graph, inputs)
+    with peak("cpu") as measured:  # not around a compiled call, which then does not run
+        graph_step(run, inputs)
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return found, measured.bytes, allocated

@@ -1,0 +1,164 @@
+"""Record what every node of a captured graph makes, saves and costs, in one forward pass on fake tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.memory.peak import storages
+from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.simulate import flop_counter
+
+_INPLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+
+
+def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
+    """Run a graph on fake tensors, node by node.
+
+    Args:
+        graph: A graph whose parameters and buffers are inputs.
+        inputs: Its inputs.
+
+    Returns:
+        What was seen.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [fake_input(mode, each) for each in inputs]
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    costs = GraphCosts(graph, fakes, mode, nodes)
+    runner = _Runner(costs)
+    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(runner.pack, lambda tensor: tensor):
+        output = runner.run(*fakes)
+    for storage in storages(output):
+        if storage._cdata in costs.made:
+            costs.last[storage._cdata] = costs.count
+    runner.finish()
+    return costs
+
+
+def fake_input(mode: FakeTensorMode, each: Any) -> Any:
+    """Return a fake leaf like an input of a graph.
+
+    Args:
+        mode: Of the fake tensors.
+        each: A tensor, real or fake, or anything else.
+
+    Returns:
+        The fake tensor; what is no tensor, as it is.
+    """
+    if not isinstance(each, Tensor):
+        return each
+    with mode:
+        made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+    if isinstance(each, nn.Parameter):
+        return nn.Parameter(made, requires_grad=each.requires_grad)
+    return made.requires_grad_(each.requires_grad)
+
+
+class _Random(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Runner(fx.Interpreter):
+    """Interprets a graph and fills in its costs."""
+
+    def __init__(self, costs: GraphCosts) -> None:
+        super().__init__(costs.graph, garbage_collect_values=False)
+        self.costs = costs
+        self.index = {node: place for place, node in enumerate(costs.nodes)}
+        self.current: int | None = None
+        self.held: list[Any] = []  # a storage's key is of one that is alive
+        self.outer = {storage._cdata: storage.nbytes() for storage in storages(costs.inputs)}
+        self.trained = {s._cdata for each in costs.inputs if isinstance(each, nn.Parameter) for s in storages([each])}
+        self.users: dict[int, set[int]] = defaultdict(set)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        if self.current is not None:
+            self.held.append(tensor)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.outer:
+                self._make(storage, self.current)
+                self.costs.saved[self.current].add(storage._cdata)
+        return tensor
+
+    def _make(self, storage: torch.UntypedStorage, place: int) -> None:
+        self.costs.made.setdefault(storage._cdata, place)
+        self.costs.size.setdefault(storage._cdata, storage.nbytes())
+
+    def run_node(self, n: fx.Node) -> Any:
+        place = self.index.get(n)
+        if place is None:
+            return super().run_node(n)
+        costs, given = self.costs, [self.env[each] for each in n.all_input_nodes]
+        inputs = {storage._cdata: storage for storage in storages(given)}
+        costs.saved.append(set())
+        self.current = place
+        with flop_counter() as counter, _Random() as random:
+            output = super().run_node(n)
+        self.current = None
+        self.held.append(output)
+        costs.flops.append(counter.get_total_flops())
+        costs.random.append(random.drawn)
+        costs.read.append(set(inputs) - set(self.outer))
+        touched = sum(storage.nbytes() for storage in inputs.values())
+        for key in inputs:
+            self.users[key].add(place)
+            if key in self.trained:
+                costs.parameters[key] = (place, self.outer[key])
+        for leaf in tree_leaves(output):
+            for storage in storages([leaf]):
+                if storage._cdata in self.outer:
+                    continue
+                touched += 0 if storage._cdata in costs.made else storage.nbytes()
+                self._make(storage, place)
+                if leaf.requires_grad:
+                    costs.differentiable.add(storage._cdata)
+        costs.touched.append(touched)
+        self._note_changes(n, place)
+        return output
+
+    def _note_changes(self, node: fx.Node, place: int) -> None:
+        target = node.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if "set_grad_enabled" in name or name in ("_enter_autocast", "_exit_autocast"):
+            self.costs.contexts.append(place)
+        if "batch_norm" in name or "instance_norm" in name:
+            statistics = [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+            written = {one.name for one in statistics if isinstance(one, fx.Node) and one.op == "placeholder"}
+            self.costs.written |= written
+            self.costs.writing |= {place} if written else set()
+        is_inplace = (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
+        if (is_inplace or target in _INPLACE or target is operator.setitem) and node.all_input_nodes:
+            first = node.all_input_nodes[0]
+            self.costs.writing.add(place)
+            if first.op == "placeholder":
+                self.costs.written.add(first.name)
+            for storage in storages(self.env[first]):
+                self.costs.changed[storage._cdata] = place
+
+    def finish(self) -> None:
+        costs = self.costs
+        for key, place in costs.made.items():
+            costs.last.setdefault(key, max(self.users[key], default=place))
+            until = costs.changed.get(key)
+            if until is not None and until > place:
+                costs.groups.append({place, *(user for user in self.users[key] if user <= until)})
+        costs.groups += [set(range(first, last + 1)) for first, last in costs.switched()]
+        for place in range(costs.count - 1, -1, -1):
+            costs.saver.update(dict.fromkeys(costs.saved[place], place))

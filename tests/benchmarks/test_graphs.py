@@ -1,0 +1,49 @@
+"""Plans for whole networks: the command writes what it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.graphs import Planned
+from benchmarks.records import read_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    parts = ["--parts", "real", "paper", "--tiny", "--out", str(tmp_path), "--commit", "abc"]
+    assert main(["graphs", *parts]) == 0
+    printed = capsys.readouterr().out
+    rows = read_rows(tmp_path / "graphs-real.csv", Planned)
+    assert {row.commit for row in rows} == {"abc"}
+    assert [row.method for row in rows] == ["plain", "cuts", "chen", "kusumoto"] * 2
+    for row in rows:
+        assert row.predicted == row.live
+        assert row.is_equal in ("", "equal")
+        assert row.with_workspace == pytest.approx(row.allocated, rel=0.03)
+    unet = [row for row in rows if row.network.startswith("U-Net")]
+    assert min(row.predicted for row in unet) == unet[1].predicted < 0.6 * unet[0].predicted
+    assert (tmp_path / "graphs-memory.png").stat().st_size > 10_000
+    (plain, *_) = read_rows(tmp_path / "graphs-paper.csv", Planned)
+    assert plain.part == "paper"
+    assert re.search(r"published: dynamic program -45%, Chen et al.'s -19%", printed)
+    for row in rows:
+        assert f"{row.predicted / 1e6:,.1f} MB" in printed
+
+
+def test_networks_of_other_sizes_have_published_figures() -> None:
+    from benchmarks.graph_networks import PUBLISHED, large
+
+    assert large(False).keys() == PUBLISHED.keys()
