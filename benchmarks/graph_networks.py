@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable
@@ -112,6 +113,8 @@ def transformer(name: str, batch: int, length: int, **sizes: Any) -> tuple[nn.Mo
     Returns:
         The model in training mode, and a batch with labels.
     """
+    if importlib.util.find_spec("torchvision") is not None:
+        torchvision_models()  # transformers imports it, too
     from transformers import LlamaConfig, RobertaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
     from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification

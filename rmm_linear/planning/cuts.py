@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from rmm_linear.planning.graph_costs import GraphCosts
-from rmm_linear.planning.pareto import unbeaten
-from rmm_linear.planning.piece_costs import Piece, PieceCosts
+from rmm_linear.planning.pareto import unbeaten_places
+from rmm_linear.planning.piece_costs import Piece, PieceCost, PieceCosts
 
-_STATES = 60  # carried from cut to cut
-_CUTS = 110
-
-
-class _State(NamedTuple):
-    kept: int
-    seconds: float
-    before: _State | None = None
-    piece: Piece | None = None
+_STATES = 120  # carried from cut to cut
+_CUTS = 300
 
 
 class Cuts:
@@ -29,10 +23,14 @@ class Cuts:
         Args:
             costs: Of the graph.
         """
-        self.count = costs.count
-        self.cuts = _candidates(costs)
-        sums, ends = PieceCosts(costs), {*self.cuts, self.count}
-        self.choices = {begin: sums.beginning(begin, ends) for begin in [0, *self.cuts]}
+        self.cuts = [0, *_candidates(costs), costs.count]
+        number = {cut: index for index, cut in enumerate(self.cuts)}
+        sums = PieceCosts(costs)
+        found: list[list[PieceCost]] = [[] for _ in self.cuts]
+        for cut in self.cuts[:-1]:
+            for choice in sums.beginning(cut, self.cuts[number[cut] + 1 :]):
+                found[number[choice.piece.end]].append(choice)
+        self.choices = [_Choices(number, choices) for choices in found]
 
     def solve(self, budget: int) -> list[Piece] | None:
         """Choose pieces.
@@ -43,24 +41,42 @@ class Cuts:
         Returns:
             The pieces with the least recomputation whose peaks are within the budget; None if there are none.
         """
-        states: dict[int, list[_State]] = defaultdict(list, {0: [_State(0, 0.0)]})
-        for begin in [0, *self.cuts]:
-            front = states[begin] = unbeaten(states[begin], _STATES)
-            for choice in self.choices[begin]:
-                reached = states[choice.piece.end]
-                for state in front:
-                    if state.kept + choice.peak > budget:
-                        break  # in the order of what is kept
-                    reached.append(
-                        _State(state.kept + choice.kept, state.seconds + choice.seconds, state, choice.piece)
-                    )
-        if not states[self.count]:
+        count = len(self.cuts)
+        kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
+        seconds = torch.zeros((count, _STATES), dtype=torch.float64)
+        origins = torch.zeros((count, _STATES), dtype=torch.int64)
+        kept[0, 0] = 0
+        for place, choices in enumerate(self.choices):
+            if not choices.pieces:
+                continue
+            before = kept[choices.begins]
+            found = (before + choices.peaks[:, None] <= budget).flatten().nonzero().flatten()
+            bytes_kept = (before + choices.kept[:, None]).flatten()[found]
+            time = (seconds[choices.begins] + choices.seconds[:, None]).flatten()[found]
+            chosen = unbeaten_places(bytes_kept, time, _STATES)
+            kept[place, : len(chosen)] = bytes_kept[chosen]
+            seconds[place, : len(chosen)] = time[chosen]
+            origins[place, : len(chosen)] = found[chosen]
+        if torch.isinf(kept[-1, 0]):
             return None
-        state, found = min(states[self.count], key=lambda one: one.seconds), list[Piece]()
-        while state.before is not None and state.piece is not None:
-            found.append(state.piece)
-            state = state.before
-        return found[::-1]
+        place, pieces = count - 1, list[Piece]()
+        state = int(torch.where(torch.isinf(kept[-1]), torch.inf, seconds[-1]).argmin())
+        while place:
+            choice, state = divmod(int(origins[place, state]), _STATES)
+            pieces.append(self.choices[place].pieces[choice])
+            place = int(self.choices[place].begins[choice])
+        return pieces[::-1]
+
+
+class _Choices:
+    """The pieces that end at one cut."""
+
+    def __init__(self, number: Mapping[int, int], choices: Sequence[PieceCost]) -> None:
+        self.pieces = [choice.piece for choice in choices]
+        self.begins = torch.tensor([number[piece.begin] for piece in self.pieces], dtype=torch.int64)
+        self.peaks = torch.tensor([choice.peak for choice in choices], dtype=torch.float64)
+        self.kept = torch.tensor([choice.kept for choice in choices], dtype=torch.float64)
+        self.seconds = torch.tensor([choice.seconds for choice in choices], dtype=torch.float64)
 
 
 def _candidates(costs: GraphCosts) -> list[int]:

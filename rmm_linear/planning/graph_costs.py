@@ -36,6 +36,7 @@ class GraphCosts:
         changed: Storage to the last node that changes it in place.
         groups: Nodes between two of which another piece must not begin: one of them changes in place what another made,
             or they switch gradients or autocast.
+        joining: Nodes that concatenate: the gradients of what they read are parts of one storage.
         writing: Nodes that change something in place, norms with their statistics among them.
         written: Names of inputs that a node changes.
         contexts: Nodes that switch gradients or autocast on or off: none may change places with them.
@@ -58,6 +59,7 @@ class GraphCosts:
     random: list[bool] = field(default_factory=list)
     changed: dict[int, int] = field(default_factory=dict)
     groups: list[set[int]] = field(default_factory=list)
+    joining: set[int] = field(default_factory=set)
     writing: set[int] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     contexts: list[int] = field(default_factory=list)
@@ -115,6 +117,7 @@ class GraphCosts:
             random=[self.random[node] for node in order],
             changed={key: place_of[node] for key, node in self.changed.items()},
             groups=[{place_of[node] for node in group} for group in self.groups],
+            joining={place_of[node] for node in self.joining},
             writing={place_of[node] for node in self.writing},
             contexts=[place_of[node] for node in self.contexts],
         )

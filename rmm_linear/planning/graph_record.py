@@ -63,15 +63,16 @@ def fake_input(mode: FakeTensorMode, each: Any) -> Any:
     return made.requires_grad_(each.requires_grad)
 
 
-class _Random(TorchDispatchMode):
-    """Notes whether random numbers are drawn."""
+class _Watched(TorchDispatchMode):
+    """Notes whether random numbers are drawn, and whether tensors are joined."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drawn = False
+        self.drawn = self.joins = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        self.joins |= func is torch.ops.aten.cat.default
         return func(*args, **(kwargs or {}))
 
 
@@ -109,12 +110,13 @@ class _Runner(fx.Interpreter):
         inputs = {storage._cdata: storage for storage in storages(given)}
         costs.saved.append(set())
         self.current = place
-        with flop_counter() as counter, _Random() as random:
+        with flop_counter() as counter, _Watched() as watched:
             output = super().run_node(n)
         self.current = None
         self.held.append(output)
         costs.flops.append(counter.get_total_flops())
-        costs.random.append(random.drawn)
+        costs.random.append(watched.drawn)
+        costs.joining |= {place} if watched.joins else set()
         costs.read.append(set(inputs) - set(self.outer))
         touched = sum(storage.nbytes() for storage in inputs.values())
         for key in inputs:

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.pareto import unbeaten_places
 
 MOST_SETS = 3000
 _STATES = 100
@@ -29,7 +31,15 @@ class _Set:
     nodes: int
     bytes: int
     boundary: int
-    behind: int  # bytes of nodes that read it, and of what those read beside it
+    behind: int  # bytes of nodes that a gradient comes from, and of what those read beside it
+
+
+class _Step(NamedTuple):
+    """From the lower sets within one to that one: which they are, and bytes needed, and kept bytes and time added."""
+
+    begins: Tensor
+    needed: Tensor
+    new: Tensor
 
 
 class LowerSets:
@@ -54,8 +64,11 @@ class LowerSets:
                 self.bytes[place] += costs.size[key]
         self.seconds = costs.seconds
         self.before, self.after = _edges(costs)
+        made_by = costs.made_by()  # a view makes nothing
+        self.trained = [bool((made_by[p] or costs.read[p]) & costs.differentiable) for p in range(costs.count)]
         groups = [sum(1 << place for place in group) for group in costs.groups]
         self.sets = self._describe(self._all(groups) if exact else self._ancestors(groups))
+        self.steps = self._steps()
 
     def solve(self, budget: int, *, most: bool = False) -> list[int] | None:
         """Find the sequence of lower sets with the least recomputation.
@@ -73,20 +86,13 @@ class LowerSets:
         cached = torch.zeros((count, _STATES), dtype=torch.float64)
         origins = torch.zeros((count, _STATES), dtype=torch.int64)
         kept[0, 0] = 0
-        sizes = torch.tensor([float(one.bytes) for one in self.sets], dtype=torch.float64)
-        values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64)
-        members = torch.tensor([self._row(one.nodes) for one in self.sets], dtype=torch.float64)
         for place in range(1, count):
-            end, inside = self.sets[place], members[place]
-            begins = members[:place]
-            is_subset = (begins * (1 - inside)).sum(1) == 0
-            new = (1 - begins) @ (torch.tensor(self._row(end.boundary), dtype=torch.float64) * values).T
-            needed = 2 * (inside @ values[0] - sizes[:place]) + end.behind
-            fits = (kept[:place] + needed[:, None] <= budget) & is_subset[:, None]
-            found = fits.flatten().nonzero().flatten()
-            bytes_kept = (kept[:place] + new[:, :1]).flatten()[found]
-            time_cached = (cached[:place] + new[:, 1:]).flatten()[found]
-            chosen = _unbeaten(bytes_kept, -time_cached if most else time_cached)
+            step = self.steps[place - 1]
+            before = kept[step.begins]
+            found = (before + step.needed[:, None] <= budget).flatten().nonzero().flatten()
+            bytes_kept = (before + step.new[:, :1]).flatten()[found]
+            time_cached = (cached[step.begins] + step.new[:, 1:]).flatten()[found]
+            chosen = unbeaten_places(bytes_kept, time_cached if most else -time_cached, _STATES)
             kept[place, : len(chosen)] = bytes_kept[chosen]
             cached[place, : len(chosen)] = time_cached[chosen]
             origins[place, : len(chosen)] = found[chosen]
@@ -96,10 +102,24 @@ class LowerSets:
         best = int(torch.where(torch.isinf(kept[last]), -torch.inf, value).argmax())
         stages, place = list[int](), last
         while place:
-            before, state = divmod(int(origins[place, best]), _STATES)
+            index, state = divmod(int(origins[place, best]), _STATES)
+            before = int(self.steps[place - 1].begins[index])
             stages.append(self.sets[place].nodes & ~self.sets[before].nodes)
             place, best = before, state
         return stages[::-1]
+
+    def _steps(self) -> list[_Step]:
+        sizes = torch.tensor([float(one.bytes) for one in self.sets], dtype=torch.float64)
+        values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64)
+        members = torch.tensor([self._row(one.nodes) for one in self.sets], dtype=torch.float64)
+        found = []
+        for place in range(1, len(self.sets)):
+            end, inside = self.sets[place], members[place]
+            begins = ((members[:place] * (1 - inside)).sum(1) == 0).nonzero().flatten()
+            boundary = torch.tensor(self._row(end.boundary), dtype=torch.float64)
+            new = (1 - members[begins]) @ (boundary * values).T
+            found.append(_Step(begins, 2 * (inside @ values[0] - sizes[begins]) + end.behind, new))
+        return found
 
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
         """Say which part each node belongs to, and which parts are recomputed.
@@ -172,7 +192,7 @@ class LowerSets:
             for place in _bits(nodes):
                 if self.after[place] & ~nodes:
                     boundary |= 1 << place
-                    behind |= self.after[place] & ~nodes
+                    behind |= self.after[place] & ~nodes if self.trained[place] else 0
             for place in _bits(behind):
                 beside |= self.before[place] & ~nodes
             size = self._sum(behind, self.bytes) + self._sum(beside, self.bytes)
@@ -223,6 +243,8 @@ def _edges(costs: GraphCosts) -> tuple[list[int], list[int]]:
         edges += [(switch, place) for place in range(switch + 1, costs.count)]
     for node, place in place_of.items():
         edges += [(place_of[each], place) for each in node.all_input_nodes if each in place_of]
+    for place, read in enumerate(costs.read):  # through views, which keep what they are of
+        edges += [(costs.made[key], place) for key in read if costs.made[key] < place]
     for first, second in edges:
         before[second] |= 1 << first
         after[first] |= 1 << second
@@ -234,16 +256,3 @@ def _bits(nodes: int) -> Iterator[int]:
         low = nodes & -nodes
         yield low.bit_length() - 1
         nodes ^= low
-
-
-def _unbeaten(kept: Tensor, value: Tensor) -> Tensor:
-    """Places of the states that keep less than all of a greater value, thinned out to what is carried."""
-    order = torch.argsort(value, descending=True, stable=True)
-    order = order[torch.argsort(kept[order], stable=True)]
-    best = torch.cummax(value[order], 0).values if len(order) else value
-    is_better = torch.ones(len(order), dtype=torch.bool)
-    is_better[1:] = value[order][1:] > best[:-1]
-    order = order[is_better]
-    if len(order) <= _STATES:
-        return order
-    return order[torch.linspace(0, len(order) - 1, _STATES, dtype=torch.float64).long()]

@@ -152,7 +152,25 @@ def _crossing(costs: GraphCosts) -> list[int]:
     for key in costs.differentiable:
         found[costs.made[key]] += costs.size[key]
         found[min(costs.last[key], costs.count)] -= costs.size[key]
+    for place in costs.joining:
+        _add_joined(costs, place, found)
     return [*accumulate(found)]
+
+
+def _add_joined(costs: GraphCosts, place: int, found: list[int]) -> None:
+    """Add the rest of a concatenation's gradient: it lives as long as the gradient of one of its parts."""
+    parts = [key for key in costs.read[place] & costs.differentiable if costs.made[key] < place]
+    whole = sum(costs.size[key] for key, maker in costs.made.items() if maker == place and key in costs.differentiable)
+    begins: dict[int, int] = {}  # to where a part's own gradient takes over: its use before, or the node that makes it
+    for key in parts:
+        begins[key] = max(
+            (p for p in range(costs.made[key] + 1, place) if key in costs.read[p]), default=costs.made[key]
+        )
+    end, alive = place, sum(costs.size[key] for key in parts)
+    for key in sorted(parts, key=begins.__getitem__, reverse=True):
+        found[begins[key]] += max(whole - alive, 0)
+        found[end] -= max(whole - alive, 0)
+        end, alive = begins[key], alive - costs.size[key]
 
 
 def _weights(costs: GraphCosts) -> list[int]:

@@ -15,10 +15,10 @@ from rmm_linear.planning.pieces import run_in_pieces, simulate_graph
 from rmm_linear.planning.workspace import Workspace
 
 METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
-_SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_SEGMENTS = (*range(2, 13), 14, 16, 18, 20, 24, 28, 32, 40, 48)
 _BELOW = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the budget: a method's own idea of the peak may be too low
 _ABOVE = (1.0, 1.03, 1.07, 1.15, 1.3, 1.5)  # of the least budget that a method can meet
-_BISECTIONS = 6
+_BISECTIONS = 9
 _JUDGED = 8  # proposals that are simulated
 
 Found = TypeVar("Found")
@@ -99,6 +99,8 @@ class Search:
             It and its peak, simulated.
         """
         for each in sorted(self.proposals.values(), key=lambda p: (p.estimated, p.seconds))[:_JUDGED]:
+            if each.estimated >= min(self.judged.values()):  # the formula is rarely above the truth
+                break
             self.judge(each)
         peak, _, key = min((peak, self.proposals[key].seconds, key) for key, peak in self.judged.items())
         return self.proposals[key], peak
