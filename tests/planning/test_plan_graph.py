@@ -233,8 +233,9 @@ def test_a_piece_may_begin_with_what_overwrites_the_one_before():
     assert real_peak(plan.run(graph, inputs), inputs) == plan.predicted
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("method", ["cuts", "chen", "kusumoto"])
+@pytest.mark.parametrize(
+    ("name", "method"), [("mlp", "cuts"), ("cnn", "cuts"), ("unet", "cuts"), ("llama", "chen"), ("unet", "kusumoto")]
+)
 def test_the_formula_that_ranks_proposals_is_near_the_simulation(name, method):
     model, example = network(name)
     graph, inputs = capture(model, example)
