@@ -143,6 +143,8 @@ def _chains(arguments: argparse.Namespace) -> int:
 def _graphs(arguments: argparse.Namespace) -> int:
     for text in graphs.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
         print(text, end="\n\n", flush=True)
+    if arguments.out == RESULTS:
+        pages.update()
     return 0
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.graph_networks import PUBLISHED, large, small
+from benchmarks.plots import figure_of
 from benchmarks.records import Origin, origin, write_rows
 from rmm_linear._support.tables import table
 from rmm_linear.memory import peak
-from rmm_linear.planning import GraphPlan, order, plan_graph, plot_memory, simulate, workspace
+from rmm_linear.planning import GraphPlan, Workspace, order, plan_graph, plot_memory, simulate, workspace
 from rmm_linear.planning.capture import capture
 from rmm_linear.planning.pieces import graph_step
 from rmm_linear.planning.step import run_step
@@ -115,16 +116,18 @@ def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) 
         **about,
     )
     for method in _METHODS:
-        plan, seconds = _plan(model, batch, method)
+        plan, seconds = _plan(model, batch, method, beyond)
         other = copy.deepcopy(model)
         found, live, allocated = _step(other, plan, batch)
         is_equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         measured = {"live": live, "allocated": allocated, "is_equal": "equal" if is_equal else "differ"}
-        more = simulate(plan, batch, beyond).bytes
+        plan.predicted, more = simulate(plan, batch).bytes, plan.predicted
         yield _row("real", title, method, plan, about, seconds=seconds, with_workspace=more, **measured)
         if title.startswith(_PICTURED) and method == "cuts":
             peaks = {"plain": simulate(model, batch), "planned": simulate(plan, batch)}
-            plot_memory(peaks).figure.savefig(out / "graphs-memory.png", dpi=150)
+            figure, (ax,) = figure_of(1, 1, width=6.4)
+            plot_memory(peaks, ax)
+            figure.savefig(out / "graphs-memory.png", dpi=150)
         torch._dynamo.reset()
 
 
@@ -210,9 +213,9 @@ def show(rows: Sequence[Planned]) -> str:
     return text
 
 
-def _plan(model: nn.Module, batch: Any, method: str) -> tuple[GraphPlan, float]:
+def _plan(model: nn.Module, batch: Any, method: str, workspace: Workspace | None = None) -> tuple[GraphPlan, float]:
     begin = time.perf_counter()
-    plan = plan_graph(model, batch, memory="least", method=method)
+    plan = plan_graph(model, batch, memory="least", method=method, workspace=workspace)
     return plan, time.perf_counter() - begin
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import chains_bptt, compiled, roofline, tables
+from benchmarks import chains_bptt, compiled, graphs_page, roofline, tables
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -15,6 +15,7 @@ GENERATED = (
     ("compiled.md", "python -m benchmarks compile", compiled.tables),
     ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
     ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
+    ("planning/graphs.md", "python -m benchmarks graphs", graphs_page.page),
 )
 
 

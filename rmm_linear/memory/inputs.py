@@ -210,7 +210,9 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Set training mode inside the block; restore modes, buffers and random number generators after it.
+    """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
+
+    Modes, buffers and random number generators are restored after it.
 
     Args:
         model: The model.
@@ -219,15 +221,21 @@ def restored(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        model.train()
+        if not model.training:
+            model.train()
         try:
             yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():
-                for buffer, value in buffers:
+                for module, name, buffer, value in buffers:
+                    module._buffers[name] = buffer
                     buffer.copy_(value)

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
 from rmm_linear.planning.block_pieces import block_pieces
+from rmm_linear.planning.capture import refuse_own_checkpointing
 from rmm_linear.planning.graph_plan import GraphPlan, fingerprint
 from rmm_linear.planning.plan_graph import plan_captured
+from rmm_linear.planning.workspace import Workspace
 
 _logger = logging.getLogger(__name__)
 
@@ -20,16 +23,24 @@ _logger = logging.getLogger(__name__)
 class Backend:
     """Plans every graph that torch.compile captures, once per graph and shape."""
 
-    def __init__(self, memory: int | float | str, method: str = "cuts", known: Iterable[GraphPlan] = ()) -> None:
+    def __init__(
+        self,
+        memory: int | float | str,
+        method: str = "cuts",
+        known: Iterable[GraphPlan] = (),
+        workspace: Workspace | None = None,
+    ) -> None:
         """Begin with the plans that are known.
 
         Args:
             memory: The budget, as for :func:`rmm_linear.planning.plan_graph`.
-            method: As for :func:`rmm_linear.planning.plan_graph`.
+            method: As for :func:`rmm_linear.planning.plan_graph`; "keep" leaves graphs that are not known as they are.
             known: Plans of graphs that need not be planned.
+            workspace: As for :func:`rmm_linear.planning.plan_graph`.
         """
         self.memory = memory
         self.method = method
+        self.workspace = workspace
         self.plans = {plan.graph: plan for plan in known}
         self.breaks = ""  # why the model is no single graph
 
@@ -43,7 +54,13 @@ class Backend:
         Returns:
             What runs in its place.
         """
+        refuse_own_checkpointing(graph)
+        is_trained = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        if not (torch.is_grad_enabled() and is_trained):
+            return graph
         key = fingerprint(graph, inputs)
+        if key not in self.plans and self.method == "keep":
+            return graph
         if key not in self.plans:
             self.plans[key] = self._plan(graph, inputs)
             _logger.info("%s", self.plans[key].summary())
@@ -62,7 +79,7 @@ class Backend:
             )
         if self.breaks:
             return block_pieces(graph, inputs)
-        return plan_captured(graph, inputs, self.memory, self.method)
+        return plan_captured(graph, inputs, self.memory, self.method, self.workspace)
 
 
 def _why_no_single_graph(graph: fx.GraphModule) -> str:
@@ -74,9 +91,11 @@ def _why_no_single_graph(graph: fx.GraphModule) -> str:
         return f"{lines[0].rstrip('.') if lines else 'a graph break'}{line}"
     frame, found = sys._getframe(1), ""
     while frame.f_back is not None and Path(frame.f_code.co_filename).name != "eval_frame.py":
-        if frame.f_code.co_name == "forward":  # of a module around the one that this graph is of
-            model = type(frame.f_locals.get(frame.f_code.co_varnames[0])).__name__
-            found = f"{model}.forward runs without a graph, {frame.f_code.co_filename}:{frame.f_lineno}"
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if not found and name.partition(".")[0] != "torch" and not name.startswith("rmm_linear.planning."):
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            caller = f"{type(owner).__name__}.{code.co_name}" if isinstance(owner, nn.Module) else code.co_name
+            found = f"{caller} runs without a graph at {code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return found
 
@@ -85,13 +104,15 @@ def backend(memory: int | float | str, method: str = "cuts") -> Backend:
     """Return a backend for torch.compile that keeps a training step within a memory budget.
 
     Every graph is planned when it is captured, once per shape. Where a model is no single graph, there is no budget for
-    all: every block of the module tree is recomputed then, and a warning says where the graph breaks, and why.
+    all: every block of the module tree is recomputed then, and a warning says where the graph breaks, and why. Graphs
+    that need no gradient, as those of an evaluation, run as they are. dynamo captures 8 shapes of a model and no more,
+    unless ``torch._dynamo.config.recompile_limit`` says otherwise.
 
     Args:
         memory: Budget for what a step makes, as for :func:`rmm_linear.planning.plan_graph`.
         method: As for :func:`rmm_linear.planning.plan_graph`.
 
     Returns:
-        The backend: ``torch.compile(model, backend=planning.backend(memory="2GB"))``.
+        The backend, for one model: ``torch.compile(model, backend=planning.backend(memory="2GB"))``.
     """
     return Backend(memory, method)

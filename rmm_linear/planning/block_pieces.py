@@ -12,6 +12,7 @@ from torch import fx
 from rmm_linear.planning.graph_plan import GraphPlan, fingerprint, planned_pieces
 from rmm_linear.planning.graph_record import graph_costs
 from rmm_linear.planning.pieces import graph_flops, run_in_pieces, simulate_graph
+from rmm_linear.planning.simulate import by_plain
 
 
 def block_pieces(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphPlan:
@@ -38,7 +39,7 @@ def block_pieces(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphPlan:
             recomputed.add(number)
     run = run_in_pieces(costs, part, recomputed)
     plain, peak = simulate_graph(costs, graph).bytes, simulate_graph(costs, run).bytes
-    flops = graph_flops(costs, run) / max(graph_flops(costs, graph), 1)
+    flops = by_plain(graph_flops(costs, run), graph_flops(costs, graph))
     pieces = planned_pieces(costs, part, recomputed)
     return GraphPlan("blocks", fingerprint(graph, inputs), part, sorted(recomputed), pieces, 0, peak, plain, flops)
 

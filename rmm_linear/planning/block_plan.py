@@ -126,8 +126,8 @@ class BlockPlan:
             if block.choice != KEEP:
                 inner = block.inner if block.choice == NESTED else ()
                 selective = block.choice == SELECTIVE
-                self._applied += [Recomputed(modules[name], random=block.random) for name in inner]
-                self._applied.append(Recomputed(modules[block.name], selective=selective, random=block.random))
+                self._applied += [Recomputed(modules[name]) for name in inner]
+                self._applied.append(Recomputed(modules[block.name], selective=selective))
         for each in self._applied:
             each.attach()
         self._model = model

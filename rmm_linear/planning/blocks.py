@@ -41,7 +41,10 @@ def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
         Names of its children that have children; of the first level that has several children.
     """
     module = model.get_submodule(block)
-    children = [(f"{block}.{name}", child) for name, child in module.named_children()]
+    first_names = {name for name, _ in model.named_modules()}  # not those of modules that are shared
+    children = [
+        (f"{block}.{name}", child) for name, child in module.named_children() if f"{block}.{name}" in first_names
+    ]
     if len(children) == 1:
         return find_inner(model, children[0][0])
     return tuple(name for name, child in children if _is_callable(child) and any(child.children()))

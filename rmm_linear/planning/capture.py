@@ -24,9 +24,11 @@ class _Captured(Exception):
 def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     """Capture the forward pass of a training step, without its memory: the graph is not run.
 
+    What torch.compile has compiled in this process is forgotten, and compiled again when it is used.
+
     Args:
         model: The model.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
 
     Returns:
         The graph, whose parameters and buffers are inputs, and its inputs.
@@ -34,6 +36,8 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     Raises:
         CaptureError: If it is no single graph, with the line where it ends.
     """
+    if callable(example):
+        raise CaptureError("A graph is captured from a batch, got a function. Pass the batch, or use plan_blocks().")
     if needs_values(model):
         raise CaptureError(
             "A converted model draws its sketches in another order when it is captured. Use planning.plan_blocks()."
@@ -58,9 +62,27 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
         ) from error
     finally:
         torch._dynamo.reset()
+    if found:
+        refuse_own_checkpointing(found[0][0])
     if len(found) != 1:
         raise CaptureError(f"The model must be one graph, got {len(found)}. Use planning.plan_blocks().")
     return found[0]
+
+
+def refuse_own_checkpointing(graph: fx.GraphModule) -> None:
+    """Refuse a graph with activation checkpointing in it, which would draw other random numbers when it runs.
+
+    Args:
+        graph: A captured graph.
+
+    Raises:
+        CaptureError: If there is any.
+    """
+    if any("activation_checkpoint" in str(node.target) for node in graph.graph.nodes):
+        raise CaptureError(
+            "A graph is planned without other activation checkpointing, and the model has its own. Turn it off, "
+            "model.gradient_checkpointing_disable() in transformers."
+        )
 
 
 def _where(error: Exception) -> str:

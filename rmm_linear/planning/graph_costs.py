@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -34,12 +35,16 @@ class GraphCosts:
         touched: By node: bytes read and written.
         random: By node: whether it draws random numbers.
         changed: Storage to the last node that changes it in place.
-        groups: Nodes between two of which another piece must not begin: one of them changes in place what another made,
-            or they switch gradients or autocast.
+        touches: By node: the storages that it reads, makes or changes, those of inputs among them.
+        whole: Nodes between two of which another piece must never begin: they switch gradients, autocast or kernels, or
+            change an input that others see through a view.
+        groups: These, and nodes between two of which a recomputed piece must not begin: one of them changes in place
+            what another made.
         joining: Nodes that concatenate: the gradients of what they read are parts of one storage.
         writing: Nodes that change something in place, norms with their statistics among them.
         written: Names of inputs that a node changes.
-        contexts: Nodes that switch gradients or autocast on or off: none may change places with them.
+        effects: Nodes that only have an effect, as those that switch autocast: none may change places with them.
+        regions: First and last nodes between which something is switched.
     """
 
     graph: fx.GraphModule
@@ -58,11 +63,14 @@ class GraphCosts:
     touched: list[int] = field(default_factory=list)
     random: list[bool] = field(default_factory=list)
     changed: dict[int, int] = field(default_factory=dict)
+    touches: list[set[int]] = field(default_factory=list)
+    whole: list[set[int]] = field(default_factory=list)
     groups: list[set[int]] = field(default_factory=list)
     joining: set[int] = field(default_factory=set)
     writing: set[int] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
-    contexts: list[int] = field(default_factory=list)
+    effects: set[int] = field(default_factory=set)
+    regions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -119,8 +127,46 @@ class GraphCosts:
             groups=[{place_of[node] for node in group} for group in self.groups],
             joining={place_of[node] for node in self.joining},
             writing={place_of[node] for node in self.writing},
-            contexts=[place_of[node] for node in self.contexts],
+            touches=[self.touches[node] for node in order],
+            whole=[{place_of[node] for node in group} for group in self.whole],
+            effects={place_of[node] for node in self.effects},
+            regions=[(place_of[first], place_of[last]) for first, last in self.regions],
         )
+
+    def sources(self) -> list[set[int]]:
+        """Return by node: those that it reads from, through views too."""
+        place_of = {node: place for place, node in enumerate(self.nodes)}
+        found = [{place_of[each] for each in node.all_input_nodes if each in place_of} for node in self.nodes]
+        for place, keys in enumerate(self.touches):
+            found[place] |= {self.made[key] for key in keys if self.made.get(key, place) < place}
+        return found
+
+    def before(self) -> list[set[int]]:
+        """Return by node: those that must come before it in any order.
+
+        They are what it reads, what changes or reads what it changes, random nodes, nodes with effects, and the other
+        readers of what three or more read, whose gradients would add up in another order.
+        """
+        found = self.sources()
+        users: dict[int, list[int]] = {}
+        for place, keys in enumerate(self.touches):
+            for key in keys:
+                users.setdefault(key, []).append(place)
+        trained = self.differentiable | self.parameters.keys()
+        chains = [places for key, places in users.items() if key in self.changed]
+        chains += [places for key, places in users.items() if key in trained and len(places) - (key in self.made) > 2]
+        chains.append([place for place, drawn in enumerate(self.random) if drawn])
+        for chain in chains:
+            for first, second in pairwise(chain):
+                found[second].add(first)
+        last = -1
+        for place in range(self.count):
+            if place in self.effects:
+                found[place] |= set(range(place))
+                last = place
+            elif last >= 0:
+                found[place].add(last)
+        return found
 
     def legal_cuts(self) -> list[int]:
         """Return the numbers of nodes before which the graph may be cut, whichever pieces are recomputed."""
@@ -128,7 +174,7 @@ class GraphCosts:
 
     def possible_cuts(self) -> list[int]:
         """Return the numbers of nodes before which it may be cut if :meth:`repeatable` says which are recomputed."""
-        return self._outside([set(pair) for pair in self.switched()])
+        return self._outside(self.whole)
 
     def repeatable(self, begin: int) -> int:
         """Return where a piece must end at the latest so that it can be recomputed.
@@ -146,10 +192,6 @@ class GraphCosts:
         if not spoiled:
             return self.count
         return next((place for place in range(begin, self.count) if self.read[place] & spoiled), self.count)
-
-    def switched(self) -> list[tuple[int, int]]:
-        """Return the first and the last of nodes between which gradients or autocast are switched."""
-        return [*zip(self.contexts[::2], self.contexts[1::2], strict=False)]
 
     def _outside(self, groups: Sequence[set[int]]) -> list[int]:
         inside = {place for group in groups for place in range(min(group) + 1, max(group) + 1)}

@@ -60,6 +60,7 @@ class GraphPlan:
         plain: Peak of a step without it, simulated.
         flops: Operations of a step, by those of a step without the plan.
         order: The nodes in the order in which they run; empty if that is the graph's own.
+        asked: The budget as it was asked for, of which graphs of other shapes have theirs.
     """
 
     FORMAT: ClassVar[str] = "rmm_linear graph plan 1"
@@ -74,7 +75,9 @@ class GraphPlan:
     plain: int = 0
     flops: float = 1.0
     order: list[int] = field(default_factory=list)
+    asked: int | float | str = 0
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    _workspace: Workspace | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         header = ("piece", "nodes", "choice", "saved", "seconds")
@@ -167,12 +170,15 @@ class GraphPlan:
             shapes than the planned one are planned anew for the same budget.
 
         Raises:
-            ValueError: If the plan has no model.
+            ValueError: If the plan has no model, or is of a graph after a graph break.
         """
         from rmm_linear.planning.backend import Backend  # it makes plans
 
         self._model = model = self._given(self._model if model is None else model)
-        made = Backend(self.memory, "cuts" if self.method == "order" else self.method, known=[self])
+        if self.method == "blocks":
+            raise ValueError("The plan is of one graph of several and cannot be applied to a model. Use plan_blocks().")
+        method = "keep" if self.method == "order" else self.method
+        made = Backend(self.asked or self.memory, method, known=[self], workspace=self._workspace)
         return torch.compile(model, backend=made, dynamic=False)
 
     def revert(self) -> nn.Module | None:
@@ -224,9 +230,18 @@ class GraphPlan:
 
         Returns:
             The plan.
+
+        Raises:
+            ValueError: If its fields contradict each other.
         """
         pieces = [PlannedPiece(**piece) for piece in fields.pop("pieces")]
-        return cls(pieces=pieces, **fields)
+        plan = cls(pieces=pieces, **fields)
+        numbers, nodes = set(plan.part), len(plan.part)
+        if len(pieces) != len(numbers) or not {*plan.recomputed} <= numbers:
+            raise ValueError(f"pieces and recomputed must be of the parts, got {len(pieces)} pieces of {len(numbers)}")
+        if plan.order and sorted(plan.order) != [*range(nodes)]:
+            raise ValueError(f"order must have each of the {nodes} nodes once, got {len(plan.order)} numbers")
+        return plan
 
 
 def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> list[PlannedPiece]:

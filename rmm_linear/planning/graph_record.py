@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from rmm_linear.memory.peak import storages
 from rmm_linear.planning.graph_costs import GraphCosts
 from rmm_linear.planning.simulate import flop_counter
 
-_INPLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_PURE = ("_operator", "operator", "builtins", "math")  # modules whose functions change nothing
 
 
 def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
@@ -64,16 +63,24 @@ def fake_input(mode: FakeTensorMode, each: Any) -> Any:
 
 
 class _Watched(TorchDispatchMode):
-    """Notes whether random numbers are drawn, and whether tensors are joined."""
+    """Notes whether random numbers are drawn or tensors joined, and which storages are changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn = self.joins = False
+        self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
         self.joins |= func is torch.ops.aten.cat.default
-        return func(*args, **(kwargs or {}))
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            is_statistic = argument.name in ("running_mean", "running_var") and bool(given.get("training"))
+            if is_written or is_statistic:  # norms do not say so in their schemas
+                self.written |= {storage._cdata for storage in storages(given.get(argument.name))}
+        return func(*args, **kwargs)
 
 
 class _Runner(fx.Interpreter):
@@ -88,6 +95,12 @@ class _Runner(fx.Interpreter):
         self.outer = {storage._cdata: storage.nbytes() for storage in storages(costs.inputs)}
         self.trained = {s._cdata for each in costs.inputs if isinstance(each, nn.Parameter) for s in storages([each])}
         self.users: dict[int, set[int]] = defaultdict(set)
+        self.open: dict[str, list[int]] = defaultdict(list)  # regions that have begun
+        self.names: dict[int, set[str]] = defaultdict(set)  # storage to inputs
+        placeholders = [node for node in costs.graph.graph.nodes if node.op == "placeholder"]
+        for node, given in zip(placeholders, costs.inputs, strict=True):
+            for storage in storages(given):
+                self.names[storage._cdata].add(node.name)
 
     def pack(self, tensor: Tensor) -> Tensor:
         if self.current is not None:
@@ -132,35 +145,61 @@ class _Runner(fx.Interpreter):
                 if leaf.requires_grad:
                     costs.differentiable.add(storage._cdata)
         costs.touched.append(touched)
-        self._note_changes(n, place)
+        costs.touches.append({*inputs, *(storage._cdata for storage in storages(output))})
+        for key in watched.written & set(inputs):
+            costs.writing.add(place)
+            costs.changed[key] = place
+            costs.written |= self.names.get(key, set())
+        self._note_effects(n, place, has_tensors=any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)))
         return output
 
-    def _note_changes(self, node: fx.Node, place: int) -> None:
-        target = node.target
-        name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        if "set_grad_enabled" in name or name in ("_enter_autocast", "_exit_autocast"):
-            self.costs.contexts.append(place)
-        if "batch_norm" in name or "instance_norm" in name:
-            statistics = [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-            written = {one.name for one in statistics if isinstance(one, fx.Node) and one.op == "placeholder"}
-            self.costs.written |= written
-            self.costs.writing |= {place} if written else set()
-        is_inplace = (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
-        if (is_inplace or target in _INPLACE or target is operator.setitem) and node.all_input_nodes:
-            first = node.all_input_nodes[0]
-            self.costs.writing.add(place)
-            if first.op == "placeholder":
-                self.costs.written.add(first.name)
-            for storage in storages(self.env[first]):
-                self.costs.changed[storage._cdata] = place
+    def _note_effects(self, node: fx.Node, place: int, *, has_tensors: bool) -> None:
+        """Nodes that only switch something; what is between two switches is a region."""
+        module, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+        if has_tensors or node.op == "call_method" or module in _PURE:
+            return
+        self.costs.effects.add(place)
+        kind, opens = name, bool(name)
+        if name in ("_enter_autocast", "_exit_autocast"):
+            kind, opens = "autocast", name == "_enter_autocast"
+        elif "set_grad_enabled" in name:
+            kind, opens = "gradients", not node.args[0]
+        elif name == "_sdpa_kernel":
+            opens = not self.open[name]
+        else:
+            return
+        if opens:
+            self.open[kind].append(place)
+        elif self.open[kind]:
+            self.costs.regions.append((self.open[kind].pop(), place))
 
     def finish(self) -> None:
         costs = self.costs
+        costs.regions += [(place, costs.count - 1) for places in self.open.values() for place in places]
+        costs.whole = [set(range(first, last + 1)) for first, last in costs.regions]
+        direct = {node.name for node in costs.graph.graph.nodes if node.op == "placeholder"}
+        for key in costs.changed.keys() & set(self.outer):  # pieces put inputs back, but only those they get themselves
+            given = {each for place in self.users[key] for each in costs.nodes[place].all_input_nodes}
+            holding = {each.name for each in given if key in {s._cdata for s in storages(self.env.get(each))}}
+            if holding - direct:
+                costs.whole.append(self.users[key])
+        costs.groups += costs.whole
         for key, place in costs.made.items():
             costs.last.setdefault(key, max(self.users[key], default=place))
             until = costs.changed.get(key)
             if until is not None and until > place:
                 costs.groups.append({place, *(user for user in self.users[key] if user <= until)})
-        costs.groups += [set(range(first, last + 1)) for first, last in costs.switched()]
         for place in range(costs.count - 1, -1, -1):
             costs.saver.update(dict.fromkeys(costs.saved[place], place))
+        needed = self._needed()
+        costs.differentiable = {key for key in costs.differentiable if costs.nodes[costs.made[key]] in needed}
+
+    def _needed(self) -> set[fx.Node]:
+        """What the outputs are made of."""
+        found, todo = set[fx.Node](), [node for node in self.costs.graph.graph.nodes if node.op == "output"]
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += node.all_input_nodes
+        return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -233,21 +232,12 @@ def chen_segments(costs: GraphCosts, limit: int) -> list[tuple[int, int]]:
 
 
 def _edges(costs: GraphCosts) -> tuple[list[int], list[int]]:
-    """By node: those that it reads and those that read it; random nodes follow each other, to draw the same numbers."""
-    place_of = {node: place for place, node in enumerate(costs.nodes)}
-    before, after = [0] * costs.count, [0] * costs.count
-    drawing = [place for place, drawn in enumerate(costs.random) if drawn]
-    edges = [*pairwise(drawing)]
-    for switch in costs.contexts:
-        edges += [(place, switch) for place in range(switch)]
-        edges += [(switch, place) for place in range(switch + 1, costs.count)]
-    for node, place in place_of.items():
-        edges += [(place_of[each], place) for each in node.all_input_nodes if each in place_of]
-    for place, read in enumerate(costs.read):  # through views, which keep what they are of
-        edges += [(costs.made[key], place) for key in read if costs.made[key] < place]
-    for first, second in edges:
-        before[second] |= 1 << first
-        after[first] |= 1 << second
+    """By node: those that must come before it, and those that read from it."""
+    before = [sum(1 << first for first in firsts) for firsts in costs.before()]
+    after = [0] * costs.count
+    for second, firsts in enumerate(costs.sources()):
+        for first in firsts:
+            after[first] |= 1 << second
     return before, after
 
 

@@ -121,7 +121,7 @@ def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: b
         A row per block.
 
     Raises:
-        ValueError: If nodes are asked for and the model is no single graph.
+        ValueError: If the model calls no module of its own, or if nodes are asked for and it is no single graph.
 
     Example:
         >>> import torch
@@ -131,6 +131,11 @@ def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: b
     """
     names = find_blocks(model)
     seen = observe(model, example, names)
+    if not seen:
+        raise ValueError(
+            "A model is measured block by block, but none of its modules is called by itself, got "
+            f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
+        )
     blocks = list(seen)
     peak, live = watch(model, example)
     random = {owner_of(name, blocks) for name in live.random}

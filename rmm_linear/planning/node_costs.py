@@ -13,7 +13,7 @@ from torch import fx, nn
 from rmm_linear.planning.capture import capture
 from rmm_linear.planning.graph_costs import GraphCosts
 from rmm_linear.planning.graph_record import graph_costs
-from rmm_linear.planning.step import as_in_training
+from rmm_linear.planning.step import as_in_training, copied
 from rmm_linear.planning.timing import Clock
 
 
@@ -25,7 +25,7 @@ class NodeCost:
         name: The node.
         module: The innermost module that it belongs to.
         storages: Bytes of the storages that it is the first to save, largest first.
-        transient: Bytes of the storages that it makes and that are not saved.
+        transient: Bytes of the storages that it makes and that no node saves.
         flops: Operations of its forward pass.
         seconds: Time of its forward pass; nodes that do the same on the same shapes have the same.
         random: Whether it draws random numbers.
@@ -88,7 +88,7 @@ def _times(clock: Clock, costs: GraphCosts, inputs: Sequence[Any]) -> list[float
     runs = []
     for _ in range(2):  # the less of two
         timed = _Timed(costs.graph, clock)
-        timed.run(*inputs)
+        timed.run(*(each if isinstance(each, nn.Parameter) else copied(each) for each in inputs))
         runs.append(clock.sums([span for span in timed.spans if span[0] in clock.names]))
     kinds = [f"{node.target} {[_shape(each) for each in node.all_input_nodes]}" for node in costs.nodes]
     by_kind: dict[str, list[float]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -20,23 +20,26 @@ from rmm_linear.planning.graph_costs import GraphCosts
 from rmm_linear.planning.graph_plan import GraphPlan, fingerprint, planned_pieces
 from rmm_linear.planning.graph_record import graph_costs
 from rmm_linear.planning.pieces import run_in_pieces, simulate_graph
+from rmm_linear.planning.workspace import Workspace
 
 _MOVES = 600  # single nodes that are tried elsewhere, from the best order on
 _JUDGED = 3  # orders that are simulated
 
 
-def order(model: nn.Module, example: Any, plan: GraphPlan | None = None) -> GraphPlan:
+def order(
+    model: nn.Module, example: Any, plan: GraphPlan | None = None, *, workspace: Workspace | None = None
+) -> GraphPlan:
     """Reorder the nodes of a model's graph for the least peak.
 
-    Random operators keep their order, and so do those that change or read what is changed in place. Outputs and buffers
-    stay those of the model to the bit; gradients too, but where a tensor has three readers or more, whose gradients may
-    add up in another order.
+    Loss, gradients and buffers stay those of the model to the bit: random operators keep their order, and so do those
+    that change or read what is changed in place, and the readers of what three or more read.
 
     Args:
         model: The model, in training mode.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. The graph must be a single one.
         plan: A plan for this model and batch whose pieces stay as they are: nodes are reordered inside of them. None
             reorders the plain graph.
+        workspace: As for :func:`rmm_linear.planning.plan_graph`; pass the plan's.
 
     Returns:
         The plan with the new order, and the peak that it has in the simulation: at most that of ``plan``, or of the
@@ -54,7 +57,8 @@ def order(model: nn.Module, example: Any, plan: GraphPlan | None = None) -> Grap
     first = plan.order if plan is not None and plan.order else sorted(range(costs.count), key=part.__getitem__)
     before = _before(costs, part)
     found = improve(costs, before, first)
-    peaks = [(simulate_graph(costs, run_in_pieces(costs, part, recomputed, each)).bytes, each) for each in found]
+    runs = [run_in_pieces(costs, part, recomputed, each) for each in found]
+    peaks = [(simulate_graph(costs, run, workspace).bytes, each) for run, each in zip(runs, found, strict=True)]
     peak, best = min(peaks, key=lambda pair: pair[0])
     if plan is not None:
         made = dataclasses.replace(plan, order=best, predicted=peak)
@@ -62,7 +66,7 @@ def order(model: nn.Module, example: Any, plan: GraphPlan | None = None) -> Grap
         plain = peaks[0][0]
         pieces = planned_pieces(costs, part, recomputed)
         made = GraphPlan("order", key, part, [], pieces, memory=plain, predicted=peak, plain=plain, order=best)
-    made._model = model
+    made._model, made._workspace = model, workspace
     return made
 
 
@@ -127,28 +131,11 @@ def estimate(costs: GraphCosts, nodes: Sequence[int]) -> tuple[int, int]:
 
 
 def _before(costs: GraphCosts, part: Sequence[int]) -> list[set[int]]:
-    """By node: those that must come before it."""
-    place_of, made_by = {node: place for place, node in enumerate(costs.nodes)}, costs.made_by()
-    before: list[set[int]] = [set() for _ in costs.nodes]
-    written: dict[Any, list[int]] = {}
-    for place, node in enumerate(costs.nodes):
-        before[place] |= {place_of[each] for each in node.all_input_nodes if each in place_of}
-        for each in node.all_input_nodes:
-            if each.name in costs.written:
-                written.setdefault(each, []).append(place)
-        for key in (costs.read[place] | made_by[place]) & costs.changed.keys():
-            written.setdefault(key, []).append(place)
-    drawing = [place for place, drawn in enumerate(costs.random) if drawn]
-    for chain in (drawing, *written.values()):
-        for first, second in pairwise(chain):
-            before[second].add(first)
-    for first, last in costs.switched():  # all in their order, between all that is before and all that is after
-        before[first] |= set(range(first))
-        for place in range(first + 1, costs.count):
-            before[place].add(min(place - 1, last))
-    for place in range(costs.count):  # pieces stay in their order
-        before[place] |= {other for other in range(costs.count) if part[other] < part[place]}
-    return before
+    """By node: those that must come before it, pieces in their order."""
+    found = costs.before()
+    for place in range(costs.count):
+        found[place] |= {other for other in range(costs.count) if part[other] < part[place]}
+    return found
 
 
 def _candidates(costs: GraphCosts, before: Sequence[set[int]], first: Sequence[int]) -> list[list[int]]:

@@ -15,10 +15,12 @@ class HasCosts(Protocol):
     @property
     def kept(self) -> int:
         """Bytes."""
+        ...
 
     @property
     def seconds(self) -> float:
         """Time."""
+        ...
 
 
 _Costs = TypeVar("_Costs", bound=HasCosts)

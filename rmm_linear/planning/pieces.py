@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.follow import FollowedTensors, followed
 from rmm_linear.planning.graph_costs import GraphCosts
+from rmm_linear.planning.reusable import Reusable
 from rmm_linear.planning.simulate import flop_counter
 from rmm_linear.planning.step import loss_of
 from rmm_linear.planning.workspace import Workspace
@@ -23,18 +24,20 @@ from rmm_linear.planning.workspace import Workspace
 class RecomputedPiece(nn.Module):
     """A piece of a graph under activation checkpointing."""
 
-    def __init__(self, piece: nn.Module, written: Sequence[int], random: bool) -> None:
+    def __init__(self, piece: nn.Module, written: Sequence[int], *, random: bool, to_the_end: bool) -> None:
         """Wrap a piece.
 
         Args:
             piece: The piece.
             written: Places of the arguments that it changes: statistics of norms, counters.
             random: Whether it draws random numbers, which are to be repeated.
+            to_the_end: Whether all of it is to be run again, as it switches something off that it has switched on.
         """
         super().__init__()
         self.piece = piece
         self.written = tuple(written)
         self.random = random
+        self.to_the_end = to_the_end
 
     def forward(self, *args: Any) -> Any:
         """Run the piece, and again in the backward pass.
@@ -67,13 +70,14 @@ class RecomputedPiece(nn.Module):
                     tensor.data.copy_(now[place])
 
         others = [each for place, each in enumerate(args) if place not in written]
-        return checkpoint(
-            run,
-            *others,
-            use_reentrant=False,
-            preserve_rng_state=self.random,
-            context_fn=lambda: (nullcontext(), as_before()),
-        )
+        with set_checkpoint_early_stop(not self.to_the_end):
+            return checkpoint(
+                run,
+                *others,
+                use_reentrant=False,
+                preserve_rng_state=self.random,
+                context_fn=lambda: (nullcontext(), Reusable(as_before)),
+            )
 
 
 def run_in_pieces(
@@ -94,7 +98,7 @@ def run_in_pieces(
     if not recomputed:
         return ordered
     where = {node.name: part[place] for place, node in enumerate(costs.nodes)}
-    split = split_module(ordered, ordered, lambda node: where.get(node.name, 0))  # type: ignore[arg-type]
+    split = split_module(ordered, ordered, lambda node: where.get(node.name, 0), keep_original_order=True)  # type: ignore[arg-type]
     for node in list(split.graph.nodes):
         number = int(node.target.split("_")[1]) if node.op == "call_module" else -1
         if number in recomputed:
@@ -102,7 +106,9 @@ def run_in_pieces(
                 i for i, each in enumerate(node.args) if isinstance(each, fx.Node) and each.name in costs.written
             ]
             random = any(drawn for place, drawn in enumerate(costs.random) if part[place] == number)
-            setattr(split, node.target, RecomputedPiece(split.get_submodule(node.target), written, random))
+            to_the_end = any(part[place] == number for place in costs.effects)
+            piece = split.get_submodule(node.target)
+            setattr(split, node.target, RecomputedPiece(piece, written, random=random, to_the_end=to_the_end))
     split.recompile()
     return split
 

@@ -11,10 +11,11 @@ from torch import nn
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.block_plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
-from rmm_linear.planning.blocks import find_inner
+from rmm_linear.planning.blocks import alike, find_inner
 from rmm_linear.planning.budget import LEAST, read_budget
+from rmm_linear.planning.follow import Event
 from rmm_linear.planning.measure import Costs, by_block, measure
-from rmm_linear.planning.simulate import count_flops, watch
+from rmm_linear.planning.simulate import by_plain, count_flops, watch
 from rmm_linear.planning.solve import Option, choose, least
 from rmm_linear.planning.timing import cheap_shares, time_modules
 from rmm_linear.planning.workspace import Workspace
@@ -34,8 +35,8 @@ def plan_blocks(
     """Plan which blocks of a model are recomputed in the backward pass, so that a step fits into a memory budget.
 
     Loss, gradients and buffers stay those of the model to the bit; random numbers repeat. What it costs is time: up to
-    one more forward pass, two where blocks are nested. Planning takes some simulated steps and two real forward passes
-    without gradients; the model stays as it is until the plan is applied.
+    one more forward pass, two where blocks are nested. Planning takes some simulated steps and up to five real forward
+    passes without gradients; the model stays as it is until the plan is applied.
 
     Args:
         model: The model, in any mode; steps are those of training.
@@ -76,7 +77,7 @@ def plan_blocks(
             f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
             f"which the {best.moment} needs. Use more memory, or a smaller batch."
         )
-    best.flops = count_planned_flops(best, example) / max(count_flops(model, example), 1)
+    best.flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
     return best
 
 
@@ -103,6 +104,7 @@ class _Plans:
         self.names = [block.name for block in costs.blocks]
         self.options = [[Option(KEEP, block.kept, block.worst, 0.0)] for block in costs.blocks]
         self.inner: dict[str, tuple[str, ...]] = {}
+        self.refused: set[str] = set()
 
     def add_choices(self, choices: Sequence[str]) -> None:
         """Simulate every choice for all blocks at once: that shows what each block keeps and needs with it."""
@@ -111,23 +113,45 @@ class _Plans:
         seconds = time_modules(self.model, self.example, parts) if NESTED in choices and parts else {}
         cheap = cheap_shares(self.model, self.example, self.names) if SELECTIVE in choices else {}
         for choice in choices:
+            if choice == SELECTIVE:
+                self.refused = self._refusing_selective()
             rows = [self._row(number, choice) for number in range(len(self.names))]
             if all(row.choice != choice for row in rows):
                 continue
-            with BlockPlan(rows, _model=self.model).applied() as planned:
-                events = watch(planned, self.example, self.workspace)[1].events
-            kept, worst = by_block(events, self.names)
+            kept, worst = by_block(self._events(rows), self.names)
             for number, row in enumerate(rows):
                 if row.choice == choice:
                     share = cheap[row.name] if choice == SELECTIVE else 1.0
                     extra = share * self.costs.blocks[number].seconds + sum(seconds[name] for name in row.inner)
                     self.options[number].append(Option(choice, kept[row.name], worst[row.name], extra))
 
+    def _events(self, rows: list[PlannedBlock]) -> list[Event]:
+        with BlockPlan(rows, _model=self.model).applied() as planned:
+            return watch(planned, self.example, self.workspace)[1].events
+
+    def _refusing_selective(self) -> set[str]:
+        """Blocks that change a product's result in place, which then cannot be kept."""
+        refused, tried = set[str](), dict[str, bool]()
+        for number, name in enumerate(self.names):
+            kind = alike(self.model, name)
+            if kind not in tried:
+                rows = [PlannedBlock(each, KEEP) for each in self.names]
+                rows[number] = self._row(number, SELECTIVE)
+                try:
+                    self._events(rows)
+                    tried[kind] = True
+                except RuntimeError:
+                    tried[kind] = False
+            refused |= set() if tried[kind] else {name}
+        return refused
+
     def _row(self, number: int, choice: str) -> PlannedBlock:
         block = self.costs.blocks[number]
         inner = self.inner.get(block.name, ()) if choice == NESTED else ()
         if block.writes_input or (choice == NESTED and not inner):
             choice = KEEP if block.writes_input else RECOMPUTE
+        if choice == SELECTIVE and block.name in self.refused:
+            choice = RECOMPUTE
         return PlannedBlock(block.name, choice, random=block.random, inner=inner if choice == NESTED else ())
 
     def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:

@@ -15,6 +15,7 @@ from rmm_linear.planning.graph_plan import GraphPlan, fingerprint, planned_piece
 from rmm_linear.planning.graph_record import graph_costs
 from rmm_linear.planning.pieces import graph_flops, run_in_pieces, simulate_graph
 from rmm_linear.planning.search import METHODS, Search
+from rmm_linear.planning.simulate import by_plain
 from rmm_linear.planning.workspace import Workspace
 
 
@@ -61,7 +62,7 @@ def plan_graph(
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}")
     graph, inputs = capture(model, example)
     plan = plan_captured(graph, inputs, memory, method, workspace)
-    plan._model = model
+    plan._model, plan._workspace = model, workspace
     return plan
 
 
@@ -104,7 +105,7 @@ def plan_captured(
     part, recomputed = proposal.parts
     flops = 1.0
     if recomputed:
-        flops = graph_flops(costs, run_in_pieces(costs, part, recomputed)) / max(graph_flops(costs, graph), 1)
+        flops = by_plain(graph_flops(costs, run_in_pieces(costs, part, recomputed)), graph_flops(costs, graph))
     return GraphPlan(
         proposal.method if recomputed else method,
         fingerprint(graph, inputs),
@@ -115,4 +116,5 @@ def plan_captured(
         predicted,
         plain,
         flops,
+        asked=memory,
     )

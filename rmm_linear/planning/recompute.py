@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear.context.repeated_seeds import RepeatedSeeds
+from rmm_linear.planning.reusable import Reusable
 
 _aten = torch.ops.aten
 # Products: most of the time and little of the memory. Selective recomputation keeps their results.
@@ -38,17 +39,15 @@ class Recomputed:
     It takes the place of the method ``forward`` of one module, so hooks of the module itself run once.
     """
 
-    def __init__(self, module: nn.Module, *, selective: bool = False, random: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
         """Wrap a module's forward pass; :meth:`attach` puts it in place.
 
         Args:
             module: The module.
             selective: Whether the results of products are kept and all others recomputed.
-            random: Whether the module draws random numbers, which are to be repeated.
         """
         self.module = module
         self.selective = selective
-        self.random = random
         self.inner: Callable[..., Any] = module.forward
         self.replaced = module.__dict__.get("forward")  # by another library
 
@@ -78,46 +77,42 @@ class Recomputed:
         buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            again = _all(buffers.as_before(), seeds.again())
             if not self.selective:
-                return nullcontext(), again
+                return nullcontext(), Reusable(lambda: _all(buffers.as_before(), seeds.again()))
             saved, cached = create_selective_checkpoint_contexts(_keep_products)
-            return saved, _all(again, cached)
+            return saved, Reusable(lambda: _all(buffers.as_before(), seeds.again(), cached))
 
-        output = checkpoint(
-            self.inner, *args, use_reentrant=False, preserve_rng_state=self.random, context_fn=contexts, **kwargs
-        )
-        buffers.keep_written()
+        # Keyword arguments go past checkpoint, which has some of its own.
+        run = functools.partial(self.inner, **kwargs)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
         seeds.finish()
         return output
 
 
 class _Buffers:
-    """The buffers that a module's forward pass writes, as they were before it."""
+    """The buffers of a module in training as they were before its forward pass: the tensors, and their values."""
 
     def __init__(self, module: nn.Module) -> None:
         training = [inner for inner in module.modules() if inner.training]
         self.before = [
-            # Norms write their statistics without a new version.
-            (buffer, -1 if isinstance(inner, _NormBase) else buffer._version, buffer.detach().clone())
+            (inner, name, buffer, buffer.detach().clone())
             for inner in training
-            for buffer in inner.buffers(recurse=False)
+            for name, buffer in inner.named_buffers(recurse=False)
         ]
-
-    def keep_written(self) -> None:
-        self.before = [(buffer, known, value) for buffer, known, value in self.before if buffer._version != known]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Run a recomputation on the buffers of the first time, and leave them as they are now."""
-        now = [buffer.detach().clone() for buffer, _, _ in self.before]
+        now = [(inner._buffers[name], buffer.detach().clone()) for inner, name, buffer, _ in self.before]
         try:
-            for buffer, _, value in self.before:
+            for inner, name, buffer, value in self.before:
+                inner._buffers[name] = buffer
                 buffer.data.copy_(value)
             yield
         finally:
-            for (buffer, _, _), value in zip(self.before, now, strict=True):
+            for (inner, name, buffer, _), (tensor, value) in zip(self.before, now, strict=True):
                 buffer.data.copy_(value)
+                inner._buffers[name] = tensor
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

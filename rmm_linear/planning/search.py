@@ -19,7 +19,7 @@ _SEGMENTS = (*range(2, 13), 14, 16, 18, 20, 24, 28, 32, 40, 48)
 _BELOW = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the budget: a method's own idea of the peak may be too low
 _ABOVE = (1.0, 1.03, 1.07, 1.15, 1.3, 1.5)  # of the least budget that a method can meet
 _BISECTIONS = 9
-_JUDGED = 8  # proposals that are simulated
+_JUDGED = 8  # proposals of a method that are simulated
 
 Found = TypeVar("Found")
 
@@ -98,10 +98,16 @@ class Search:
         Returns:
             It and its peak, simulated.
         """
-        for each in sorted(self.proposals.values(), key=lambda p: (p.estimated, p.seconds))[:_JUDGED]:
-            if each.estimated >= min(self.judged.values()):  # the formula is rarely above the truth
-                break
-            self.judge(each)
+        by_method: dict[str, list[Proposal]] = {}
+        for each in sorted(self.proposals.values(), key=lambda p: (p.estimated, p.seconds)):
+            by_method.setdefault(each.method, []).append(each)
+        for proposals in by_method.values():
+            best: int | None = None
+            for each in proposals[:_JUDGED]:
+                if best is not None and each.estimated >= best and not self.workspace:
+                    break  # the formula, which knows no workspace, is rarely above the truth
+                peak = self.judge(each)
+                best = peak if best is None else min(best, peak)
         peak, _, key = min((peak, self.proposals[key].seconds, key) for key, peak in self.judged.items())
         return self.proposals[key], peak
 

@@ -41,10 +41,18 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
         Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time. Modules of a plan
         for a graph are its pieces.
 
+    Raises:
+        ValueError: If the model is compiled, or no output depends on a trained parameter.
+
     Example:
         >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
         'backward of 1'
     """
+    if type(model).__name__ == "OptimizedModule":
+        raise ValueError(
+            "simulate needs a plan or a model that is not compiled, got a compiled model. Use simulate(plan, example), "
+            "or the model itself."
+        )
     if not isinstance(model, nn.Module):
         return model.simulated(example, workspace)
     return watch(model, example, workspace)[0]
@@ -66,6 +74,19 @@ def watch(model: nn.Module, example: Any, workspace: Workspace | None = None) ->
         step()
         live.finish()
     return peak, live
+
+
+def by_plain(planned: int, plain: int) -> float:
+    """Divide operations, also of models that have none.
+
+    Args:
+        planned: Operations of a planned step.
+        plain: Those of a plain one.
+
+    Returns:
+        1 where there are none.
+    """
+    return planned / plain if plain else 1.0
 
 
 def count_flops(model: nn.Module, example: Any) -> int:

@@ -89,6 +89,20 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def copied(example: Any) -> Any:
+    """Copy a batch, for a model that changes what it is given.
+
+    Args:
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+
+    Returns:
+        The batch with new tensors; a function, as it is.
+    """
+    if callable(example):
+        return example
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), example)
+
+
 class _Step(nn.Module):
     """A step as one call, because parameters are replaced for the time of a call, and the backward pass needs them."""
 
@@ -138,8 +152,12 @@ def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Ca
             return made
 
         step = _Step(model, run)
-        tensors = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
-        fakes = {name: fake(tensor) for name, tensor in tensors.items()}
+        fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
+            f"{path}.{name}" if path else name: fake(tensor)
+            for path, module in step.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
         batch = example if callable(example) else tree_map_only(Tensor, fake, example)
         with mode:
-            yield lambda: functional_call(step, fakes, (batch,))
+            yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.blocks import alike
 from rmm_linear.planning.recompute import PRODUCTS
-from rmm_linear.planning.step import as_in_training
+from rmm_linear.planning.step import as_in_training, copied
 
 
 def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: int = 2) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Clock:
                 module = model.get_submodule(name)
                 stack.callback(module.register_forward_pre_hook(enter(name)).remove)
                 stack.callback(module.register_forward_hook(leave).remove)
-            call_with(model, example)
+            call_with(model, copied(example))
         return self.sums(self.spans)
 
     def sums(self, spans: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.planning.step import as_in_training, run_step
+from rmm_linear.planning.step import as_in_training, copied, run_step
 
 Shapes = tuple[tuple[int, ...], ...]
+# Operator's name, as "aten::convolution", and the shapes of its tensors that are no scalars, to bytes that it takes
+# beyond its results.
 Workspace = Mapping[tuple[str, Shapes], int]
 _MEMORY = "[memory]"
 
@@ -36,7 +38,8 @@ def workspace(model: nn.Module, example: Any) -> Workspace:
     """
     is_cuda = any(tensor.is_cuda for tensor in model.parameters())
     with as_in_training(model):
-        entries = allocations(lambda: run_step(model, example), is_cuda=is_cuda)
+        batch = copied(example)
+        entries = allocations(lambda: run_step(model, batch), is_cuda=is_cuda)
     threads: dict[Any, list[dict[str, Any]]] = {}
     for entry in entries:
         threads.setdefault(entry["tid"], []).append(entry)

@@ -92,12 +92,17 @@ def row_norms(matrix: Tensor) -> Tensor:
     Returns:
         float32 or float64, shape (N,).
     """
-    dtype = accumulator_dtype(matrix.dtype)
-    if matrix.device.type != "cpu" or matrix.dtype == dtype or torch.compiler.is_compiling():
+    dtype, is_half = accumulator_dtype(matrix.dtype), matrix.dtype in (torch.float16, torch.bfloat16)
+    has_graph = matrix.requires_grad and torch.is_grad_enabled()
+    if matrix.device.type != "cpu" or not is_half or has_graph or torch.compiler.is_compiling():
         return torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
-    # torch reduces half types far more slowly on CPUs than it casts them; a part at a time needs little memory
-    parts = matrix.split(max(_CAST // max(matrix.shape[1], 1), 1))
-    return torch.cat([torch.linalg.vector_norm(part.to(dtype), dim=1) for part in parts])
+    # On CPUs, torch casts half types far faster than it reduces them. All parts share a buffer: new memory is slow.
+    rows = min(max(_CAST // max(matrix.shape[1], 1), 1), matrix.shape[0])
+    buffer, norms = matrix.new_empty((rows, matrix.shape[1]), dtype=dtype), matrix.new_empty(len(matrix), dtype=dtype)
+    for begin in range(0, len(matrix), max(rows, 1)):
+        part = matrix[begin : begin + rows]
+        torch.linalg.vector_norm(buffer[: len(part)].copy_(part), dim=1, out=norms[begin : begin + rows])
+    return norms
 
 
 def probabilities(

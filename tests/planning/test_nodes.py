@@ -40,7 +40,7 @@ def test_all_that_is_saved_is_saved_by_a_node():
     saved = sum(sum(node.storages) for node in costs.nodes)
     blocks = sum(sum(block.storages) for block in costs.blocks)
     assert saved == blocks - example.nbytes  # blocks count the batch, which the first convolution saves
-    assert costs.workspace is not None
+    assert any(name == "aten::convolution_backward" for name, _ in costs.workspace)
 
 
 def test_nodes_need_a_graph():

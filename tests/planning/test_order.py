@@ -11,6 +11,7 @@ from rmm_linear.planning import order, plan_graph, simulate
 from rmm_linear.planning.capture import capture
 from rmm_linear.planning.graph_record import graph_costs
 from rmm_linear.planning.order import estimate
+from rmm_linear.planning.pieces import simulate_graph
 from rmm_linear.planning.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -46,7 +47,7 @@ def test_what_is_read_soon_after_it_is_made_needs_less_memory():
 
 
 @pytest.mark.parametrize("name", ["mlp", "roberta", "cnn"])
-def test_another_order_changes_nothing_but_the_order_of_sums(name):
+def test_another_order_changes_no_bit(name):
     model, example = network(name)
     before = copy.deepcopy(model.state_dict())
     expected = gradients(model, lambda: run_step(model, example))
@@ -58,41 +59,15 @@ def test_another_order_changes_nothing_but_the_order_of_sums(name):
         got = gradients(model, lambda trained=trained: run_step(trained, example))
         assert got.keys() == expected.keys()
         for each, value in got.items():
-            if each.startswith("buffer"):
-                assert torch.equal(value, expected[each])
-            else:  # a sum of k gradients in another order differs by at most (k - 1) u of the sum of their sizes
-                torch.testing.assert_close(value, expected[each], rtol=1e-4, atol=1e-5)
+            assert torch.equal(value, expected[each])
 
 
-def test_every_order_that_is_legal_is_estimated_as_a_plain_step_is():
+def test_a_plain_graph_is_estimated_as_it_is_simulated():
     model, example = network("unet")
     graph, inputs = capture(model, example)
     costs = graph_costs(graph, inputs)
-    assert estimate(costs, range(costs.count))[0] == pytest.approx(simulate(model, example).bytes, rel=0.25)
-
-
-def test_random_numbers_and_changes_in_place_keep_their_order():
-    class Drawing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            one = nn.functional.dropout(x * self.weight, 0.5)
-            self.count.add_(1)
-            two = nn.functional.dropout(x * self.weight, 0.5) * (self.count + 0)
-            self.count.mul_(3)
-            return one + 2 * two + self.count
-
-    model, x = Drawing(), torch.randn(50, 4)
-    torch.manual_seed(0)
-    expected = model(x)
-    model.count.zero_()
-    trained = order(model, x).apply()
-    torch.manual_seed(0)
-    assert torch.equal(trained(x), expected)
-    assert model.count == 3
+    # the gradient of a concatenation, half of which is counted, is the largest of the U-Net's tensors
+    assert estimate(costs, range(costs.count))[0] == pytest.approx(simulate_graph(costs, graph).bytes, rel=0.1)
 
 
 def test_a_plan_of_another_graph_is_refused():
