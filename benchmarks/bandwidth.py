@@ -18,7 +18,7 @@ from benchmarks.linear import BLOCK
 from rmm_linear import packing
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops import table
-from rmm_linear.sketches import kept_rows, sketch
+from rmm_linear.sketches import kept_rows, row_norms, sketch
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample
 from rmm_linear.spec import SaveSpec
@@ -88,7 +88,7 @@ def _calls(case: Case) -> Any:
             ),
             pack=table.PACK,
             unpack=lambda codes, qparams, seed: table.UNPACK(codes, qparams, seed, BITS, columns, dtype, rotated=True),
-            row_norms=lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float32),
+            row_norms=row_norms,
         )
     found = kernels()
     return SimpleNamespace(

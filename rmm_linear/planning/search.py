@@ -19,7 +19,8 @@ _SEGMENTS = (*range(2, 13), 14, 16, 18, 20, 24, 28, 32, 40, 48)
 _BELOW = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the budget: a method's own idea of the peak may be too low
 _ABOVE = (1.0, 1.03, 1.07, 1.15, 1.3, 1.5)  # of the least budget that a method can meet
 _BISECTIONS = 9
-_JUDGED = 8  # proposals of a method that are simulated
+_JUDGED = 8  # proposals that are simulated for a budget
+_JUDGED_LEAST = 3  # and of each method for the least peak
 
 Found = TypeVar("Found")
 
@@ -103,7 +104,7 @@ class Search:
             by_method.setdefault(each.method, []).append(each)
         for proposals in by_method.values():
             best: int | None = None
-            for each in proposals[:_JUDGED]:
+            for each in proposals[:_JUDGED_LEAST]:
                 if best is not None and each.estimated >= best and not self.workspace:
                     break  # the formula, which knows no workspace, is rarely above the truth
                 peak = self.judge(each)

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear.planning.step import as_in_training, copied, run_step
 
 Shapes = tuple[tuple[int, ...], ...]
-# Operator's name, as "aten::convolution", and the shapes of its tensors that are no scalars, to bytes that it takes
-# beyond its results.
 Workspace = Mapping[tuple[str, Shapes], int]
+"""An operator's name, as "aten::convolution", and the shapes of its tensors that are no scalars, to bytes."""
 _MEMORY = "[memory]"
 
 
