@@ -52,7 +52,8 @@ def plan_blocks(
         The plan; ``plan.apply()`` makes it so.
 
     Raises:
-        ValueError: If nothing fits: with the least budget, and what binds.
+        ValueError: If nothing fits: with the least budget, and what binds; or if a block does not compute the same
+            twice.
 
     Example:
         >>> import torch
@@ -118,7 +119,16 @@ class _Plans:
             rows = [self._row(number, choice) for number in range(len(self.names))]
             if all(row.choice != choice for row in rows):
                 continue
-            kept, worst = by_block(self._events(rows), self.names)
+            try:
+                events = self._events(rows)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    "A block must compute the same when it runs again, and one does not: it may keep something between "
+                    "calls, as caches of keys and values do. Set model.config.use_cache=False in transformers. It "
+                    f"raised {type(error).__name__}: {reason}"
+                ) from error
+            kept, worst = by_block(events, self.names)
             for number, row in enumerate(rows):
                 if row.choice == choice:
                     share = cheap[row.name] if choice == SELECTIVE else 1.0

@@ -168,3 +168,10 @@ def test_a_converted_model_keeps_its_sketches():
     assert made.predicted <= 0.9 * made.plain
     made.apply()
     assert same(gradients(model, lambda: run_step(model, example)), expected)
+
+
+def test_a_block_that_fills_a_cache_is_refused_with_the_remedy():
+    model, example = network("llama")
+    model.config.use_cache = True
+    with pytest.raises(ValueError, match=r"caches of keys and values do\. Set model\.config\.use_cache=False"):
+        plan_blocks(model, example, memory=0.5)
