@@ -33,8 +33,9 @@ def page(results: Path) -> str:
     )
     return "\n\n".join(
         (
-            "The least peak of a step that runs, MB with the gradients of the parameters. The allocator's peak of our "
-            "plan, and what was predicted with the workspace, from a profile of the plain step:",
+            "The least peak of a step that runs: live MB with the gradients of the parameters. The plans are those with "
+            "the least peak of the allocator, which also sees the workspace: its peak of our plan, measured, and as it "
+            "was predicted from a profile of the plain step:",
             _real(parts["real"]),
             "The sizes of Kusumoto et al., simulated; GB of the plain step, and what the least peaks save of it. "
             "Published are their approximate dynamic program and their rebuild of Chen et al., both with liveness "
