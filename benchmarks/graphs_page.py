@@ -33,7 +33,7 @@ def page(results: Path) -> str:
     )
     return "\n\n".join(
         (
-            "The least peak of a step that runs: live MB with the gradients of the parameters. The plans are those with "
+            "The least peak of a step that runs: live MB, gradients of parameters among them. The plans are those with "
             "the least peak of the allocator, which also sees the workspace: its peak of our plan, measured, and as it "
             "was predicted from a profile of the plain step:",
             _real(parts["real"]),
