@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.planning.block_pieces import block_pieces
-from rmm_linear.planning.capture import refuse_own_checkpointing
+from rmm_linear.planning.capture import check_graph
 from rmm_linear.planning.graph_plan import GraphPlan, fingerprint
 from rmm_linear.planning.plan_graph import plan_captured
 from rmm_linear.planning.workspace import Workspace
@@ -54,7 +54,7 @@ class Backend:
         Returns:
             What runs in its place.
         """
-        refuse_own_checkpointing(graph)
+        check_graph(graph)
         is_trained = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         if not (torch.is_grad_enabled() and is_trained):
             return graph

@@ -12,6 +12,8 @@ from torch._dynamo.exc import TorchDynamoException
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.step import as_in_training, needs_values
 
+_CONVERTED = "A converted model draws its sketches in another order when it is captured. Use planning.plan_blocks()."
+
 
 class CaptureError(ValueError):
     """A model is no single graph."""
@@ -39,9 +41,7 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     if callable(example):
         raise CaptureError("A graph is captured from a batch, got a function. Pass the batch, or use plan_blocks().")
     if needs_values(model):
-        raise CaptureError(
-            "A converted model draws its sketches in another order when it is captured. Use planning.plan_blocks()."
-        )
+        raise CaptureError(_CONVERTED)
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def stop(*_: Any) -> Any:
@@ -63,21 +63,23 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     finally:
         torch._dynamo.reset()
     if found:
-        refuse_own_checkpointing(found[0][0])
+        check_graph(found[0][0])
     if len(found) != 1:
         raise CaptureError(f"The model must be one graph, got {len(found)}. Use planning.plan_blocks().")
     return found[0]
 
 
-def refuse_own_checkpointing(graph: fx.GraphModule) -> None:
-    """Refuse a graph with activation checkpointing in it, which would draw other random numbers when it runs.
+def check_graph(graph: fx.GraphModule) -> None:
+    """Refuse a graph that would draw other random numbers than its model: of sketches, or in its own checkpointing.
 
     Args:
         graph: A captured graph.
 
     Raises:
-        CaptureError: If there is any.
+        CaptureError: If it has either.
     """
+    if any("rmm_linear" in str(node.target) for node in graph.graph.nodes):
+        raise CaptureError(_CONVERTED)
     if any("activation_checkpoint" in str(node.target) for node in graph.graph.nodes):
         raise CaptureError(
             "A graph is planned without other activation checkpointing, and the model has its own. Turn it off, "

@@ -8,6 +8,7 @@ from planning_graph_helpers import gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import rmm_linear
 from rmm_linear.planning import CaptureError, backend, load_plan, order, plan_blocks, plan_graph, simulate, workspace
 from rmm_linear.planning.capture import capture
 from rmm_linear.planning.graph_record import graph_costs
@@ -282,6 +283,12 @@ def test_what_cannot_be_planned_is_refused_with_the_remedy():
     model, x = made(Checkpointed)
     with pytest.raises(CaptureError, match=r"has its own\. Turn it off"):
         plan_graph(model, x, memory=0.5)
+    model, x = made(Branches)
+    rmm_linear.convert(model, ratio=0.5, min_rows=1)
+    with pytest.raises(CaptureError, match="draws its sketches in another order"):
+        plan_graph(model, x, memory=0.5)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="draws its sketches in another order"):
+        torch.compile(model, backend=backend(memory=0.5), dynamic=False)(x)
     model, x = made(Read)
     with pytest.raises(CaptureError, match=r"got a function\. Pass the batch"):
         plan_graph(model, lambda: model(x), memory=0.5)
