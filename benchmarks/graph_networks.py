@@ -163,9 +163,6 @@ PUBLISHED = {
 }
 _TINY: dict[str, Callable[[], Made]] = {
     "U-Net, 1 × 32²": lambda: image_network("unet", 1, 32, width=4, levels=2),
-    "RoBERTa 2 × 16, 2 × 8": lambda: transformer(
-        "roberta", 2, 8, hidden_size=16, intermediate_size=32, vocab_size=50, num_hidden_layers=2, num_attention_heads=2
-    ),
 }
 
 

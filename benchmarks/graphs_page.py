@@ -23,9 +23,10 @@ def page(results: Path) -> str:
     Returns:
         Three tables, each with what it shows.
     """
-    parts = {
-        part: _by_network(read_rows(results / f"graphs-{part}.csv", Planned)) for part in ("real", "paper", "order")
-    }
+    names = ("real", "paper", "order")
+    if not all((results / f"graphs-{name}.csv").is_file() for name in names):
+        return "Nothing is measured yet: run `python -m benchmarks graphs`."
+    parts = {name: _by_network(read_rows(results / f"graphs-{name}.csv", Planned)) for name in names}
     about = next(iter(parts["real"][0].values()))
     origin = (
         f"Measured and simulated on {about.machine}, PyTorch {about.torch}, commit `{about.commit[:12]}`, "

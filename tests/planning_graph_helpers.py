@@ -30,7 +30,7 @@ def roberta(layers=4):
     return RobertaForSequenceClassification(config)
 
 
-def llama(layers=4):
+def llama(layers=3):
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=64,

@@ -22,19 +22,17 @@ def _fresh():
 
 
 def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     parts = ["--parts", "real", "paper", "--tiny", "--out", str(tmp_path), "--commit", "abc"]
     assert main(["graphs", *parts]) == 0
     printed = capsys.readouterr().out
     rows = read_rows(tmp_path / "graphs-real.csv", Planned)
     assert {row.commit for row in rows} == {"abc"}
-    assert [row.method for row in rows] == ["plain", "cuts", "chen", "kusumoto"] * 2
+    assert [row.method for row in rows] == ["plain", "cuts", "chen", "kusumoto"]
     for row in rows:
         assert row.predicted == row.live
         assert row.is_equal in ("", "equal")
         assert row.with_workspace == pytest.approx(row.allocated, rel=0.03)
-    unet = [row for row in rows if row.network.startswith("U-Net")]
-    assert min(row.with_workspace for row in unet) == unet[1].with_workspace < 0.9 * unet[0].with_workspace
+    assert min(row.with_workspace for row in rows) == rows[1].with_workspace < 0.9 * rows[0].with_workspace
     assert (tmp_path / "graphs-memory.png").stat().st_size > 10_000
     (plain, *_) = read_rows(tmp_path / "graphs-paper.csv", Planned)
     assert plain.part == "paper"

@@ -145,7 +145,7 @@ def test_times_in_bfloat16_in_readme_are_those_of_the_csv():
     ],
 )
 def test_figures_of_models_in_readme_are_those_of_the_csv(line, provider):
-    rows = {row["provider"]: row for row in results("model")}
+    rows = {row["provider"]: row for row in results("model") if row["case"].startswith("roberta")}
     ours, exact = rows[provider], rows["exact"]
     share = "" if provider == "exact" else f" ({100 * saved(ours) / saved(exact):.0f} %)"
     expected = [f"{saved(ours) / 2**20:.1f} MiB{share}", f"{float(ours['relative']):.2f}"]

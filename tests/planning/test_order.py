@@ -46,7 +46,7 @@ def test_what_is_read_soon_after_it_is_made_needs_less_memory():
     assert torch.equal(plan.apply()(x), expected)
 
 
-@pytest.mark.parametrize("name", ["mlp", "roberta", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_another_order_changes_no_bit(name):
     model, example = network(name)
     before = copy.deepcopy(model.state_dict())
