@@ -19,7 +19,7 @@ from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.store import StoreError, open_store
 from rmm_linear.planning.sweep import sweep
 from rmm_linear.planning.sweep_report import SweepReport
-from rmm_linear.planning.workspace import Workspace, workspace
+from rmm_linear.planning.workspace import workspace
 
 __all__ = [
     "BPTTPlan",
@@ -36,7 +36,6 @@ __all__ = [
     "StepBytes",
     "StoreError",
     "SweepReport",
-    "Workspace",
     "backend",
     "bptt",
     "chain_sizes",
