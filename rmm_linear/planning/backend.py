@@ -60,6 +60,7 @@ class Backend:
             return graph
         key = fingerprint(graph, inputs)
         if key not in self.plans and self.method == "keep":
+            _logger.info("A graph of another shape than the reordered one runs as it is.")
             return graph
         if key not in self.plans:
             self.plans[key] = self._plan(graph, inputs)

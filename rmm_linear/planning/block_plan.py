@@ -35,7 +35,6 @@ class PlannedBlock:
         kept: Bytes that live after its forward pass, by the model that the plan was solved with.
         worst: Bytes at its worst moment, without what blocks before it keep.
         seconds: Time that is added to a step.
-        random: Whether it draws random numbers.
         inner: The parts of a nested block.
     """
 
@@ -44,7 +43,6 @@ class PlannedBlock:
     kept: int = 0
     worst: int = 0
     seconds: float = 0.0
-    random: bool = True
     inner: tuple[str, ...] = ()
 
 

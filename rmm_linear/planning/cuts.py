@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rmm_linear.planning.graph_costs import GraphCosts
-from rmm_linear.planning.pareto import unbeaten_places
+from rmm_linear.planning.pareto import unbeaten
 from rmm_linear.planning.piece_costs import Piece, PieceCost, PieceCosts
 
 _STATES = 120  # carried from cut to cut
@@ -53,7 +53,7 @@ class Cuts:
             found = (before + choices.peaks[:, None] <= budget).flatten().nonzero().flatten()
             bytes_kept = (before + choices.kept[:, None]).flatten()[found]
             time = (seconds[choices.begins] + choices.seconds[:, None]).flatten()[found]
-            chosen = unbeaten_places(bytes_kept, time, _STATES)
+            chosen = unbeaten(bytes_kept, time, _STATES)
             kept[place, : len(chosen)] = bytes_kept[chosen]
             seconds[place, : len(chosen)] = time[chosen]
             origins[place, : len(chosen)] = found[chosen]

@@ -44,7 +44,6 @@ class GraphCosts:
         writing: Nodes that change something in place, norms with their statistics among them.
         written: Names of inputs that a node changes.
         effects: Nodes that only have an effect, as those that switch autocast: none may change places with them.
-        regions: First and last nodes between which something is switched.
     """
 
     graph: fx.GraphModule
@@ -70,7 +69,6 @@ class GraphCosts:
     writing: set[int] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     effects: set[int] = field(default_factory=set)
-    regions: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -130,7 +128,6 @@ class GraphCosts:
             touches=[self.touches[node] for node in order],
             whole=[{place_of[node] for node in group} for group in self.whole],
             effects={place_of[node] for node in self.effects},
-            regions=[(place_of[first], place_of[last]) for first, last in self.regions],
         )
 
     def sources(self) -> list[set[int]]:

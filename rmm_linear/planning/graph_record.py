@@ -171,12 +171,11 @@ class _Runner(fx.Interpreter):
         if opens:
             self.open[kind].append(place)
         elif self.open[kind]:
-            self.costs.regions.append((self.open[kind].pop(), place))
+            self.costs.whole.append(set(range(self.open[kind].pop(), place + 1)))
 
     def finish(self) -> None:
         costs = self.costs
-        costs.regions += [(place, costs.count - 1) for places in self.open.values() for place in places]
-        costs.whole = [set(range(first, last + 1)) for first, last in costs.regions]
+        costs.whole += [set(range(place, costs.count)) for places in self.open.values() for place in places]
         direct = {node.name for node in costs.graph.graph.nodes if node.op == "placeholder"}
         for key in costs.changed.keys() & set(self.outer):  # pieces put inputs back, but only those they get themselves
             given = {each for place in self.users[key] for each in costs.nodes[place].all_input_nodes}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.graph_costs import GraphCosts
-from rmm_linear.planning.pareto import unbeaten_places
+from rmm_linear.planning.pareto import unbeaten
 
 MOST_SETS = 3000
 _STATES = 100
@@ -91,7 +91,7 @@ class LowerSets:
             found = (before + step.needed[:, None] <= budget).flatten().nonzero().flatten()
             bytes_kept = (before + step.new[:, :1]).flatten()[found]
             time_cached = (cached[step.begins] + step.new[:, 1:]).flatten()[found]
-            chosen = unbeaten_places(bytes_kept, time_cached if most else -time_cached, _STATES)
+            chosen = unbeaten(bytes_kept, time_cached if most else -time_cached, _STATES)
             kept[place, : len(chosen)] = bytes_kept[chosen]
             cached[place, : len(chosen)] = time_cached[chosen]
             origins[place, : len(chosen)] = found[chosen]

@@ -24,13 +24,11 @@ class Observed:
     Attributes:
         storages: Bytes of the storages that it saves first, largest first.
         flops: Operations of its matrix products, convolutions and attention.
-        calls: How often it ran.
         writes_input: Whether a tensor that it was given was changed in place, by it or later.
     """
 
     storages: list[int] = field(default_factory=list)
     flops: int = 0
-    calls: int = 0
     writes_input: bool = False
 
 
@@ -62,7 +60,6 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             running.append(name)
             block = found.setdefault(name, Observed())
-            block.calls += 1
             block.flops -= counter.get_total_flops()
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             given.extend((name, leaf, leaf._version) for leaf in leaves)

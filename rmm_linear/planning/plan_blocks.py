@@ -162,7 +162,7 @@ class _Plans:
             choice = KEEP if block.writes_input else RECOMPUTE
         if choice == SELECTIVE and block.name in self.refused:
             choice = RECOMPUTE
-        return PlannedBlock(block.name, choice, random=block.random, inner=inner if choice == NESTED else ())
+        return PlannedBlock(block.name, choice, inner=inner if choice == NESTED else ())
 
     def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:
         rows = []

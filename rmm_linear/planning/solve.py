@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from rmm_linear.planning.pareto import unbeaten
 
 _MOST = 400  # states that are carried from block to block; more than enough for blocks that are alike
@@ -61,9 +63,11 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> list[int] | None
             for index, option in enumerate(block)
             if state.kept + option.worst <= budget
         ]
-        states = unbeaten(made, _MOST)
-        if not states:
+        if not made:
             return None
+        kept = torch.tensor([state.kept for state in made], dtype=torch.float64)
+        seconds = torch.tensor([state.seconds for state in made], dtype=torch.float64)
+        states = [made[place] for place in unbeaten(kept, seconds, _MOST).tolist()]
     state, chosen = min(states, key=lambda one: one.seconds), list[int]()
     while state.chosen is not None:
         state, index = state.chosen
