@@ -5,7 +5,7 @@ import torch
 from planning_graph_helpers import network
 from torch import nn
 
-from rmm_linear.planning import CaptureError, measure, plan_blocks, plan_graph, plot_memory, simulate
+from rmm_linear.planning import CaptureError, measure, plan_blocks, plan_graph, plot_memory, simulate, workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
@@ -40,7 +40,7 @@ def test_all_that_is_saved_is_saved_by_a_node():
     saved = sum(sum(node.storages) for node in costs.nodes)
     blocks = sum(sum(block.storages) for block in costs.blocks)
     assert saved == blocks - example.nbytes  # blocks count the batch, which the first convolution saves
-    assert any(name == "aten::convolution_backward" for name, _ in costs.workspace)
+    assert costs.workspace == workspace(model, example) != {}  # norms have some on every processor
 
 
 def test_nodes_need_a_graph():
