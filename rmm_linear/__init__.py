@@ -23,18 +23,27 @@ if TYPE_CHECKING:
         sketch_state,
         sketch_tensors,
     )
+    from rmm_linear.fitting.fit import fit
+    from rmm_linear.fitting.largest import LargestBatch, max_batch
+    from rmm_linear.fitting.report import FitReport
+    from rmm_linear.fitting.shards import Shards
     from rmm_linear.layers.functional import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
 
 __all__ = [
     "ConversionReport",
     "ConvertedLayer",
+    "FitReport",
+    "LargestBatch",
     "PackedEntry",
     "RMMConfig",
     "RMMLinear",
+    "Shards",
     "__version__",
     "convert",
+    "fit",
     "load_sketch_state",
+    "max_batch",
     "read_sketch_state",
     "revert",
     "save_sketch_state",
@@ -47,11 +56,16 @@ __all__ = [
 _MODULES = {
     "ConversionReport": "conversion.report",
     "ConvertedLayer": "conversion.report",
+    "FitReport": "fitting.report",
+    "LargestBatch": "fitting.largest",
     "PackedEntry": "conversion.report",
     "RMMConfig": "config",
     "RMMLinear": "layers.linear",
+    "Shards": "fitting.shards",
     "convert": "conversion.convert",
+    "fit": "fitting.fit",
     "load_sketch_state": "conversion.state",
+    "max_batch": "fitting.largest",
     "read_sketch_state": "conversion.state",
     "revert": "conversion.revert",
     "save_sketch_state": "conversion.state",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rmm_linear.activations.base import PackedCall, PackedModule
@@ -71,7 +72,8 @@ def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, fl
     """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
     if inplace or (input.device.type == "cpu" and not torch.compiler.is_compiling()):
         noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        scale = float(input.new_ones(()).div_(1 - p))
+        one = input.new_ones(()).div_(1 - p)
+        scale = 1 / (1 - p) if isinstance(one, FakeTensor) else float(one)  # a simulated step has no values
         return input.mul_(noise) if inplace else input * noise, noise, scale
     output, kept = torch.native_dropout(input, p, True)
     return output, kept, 1 / (1 - p)

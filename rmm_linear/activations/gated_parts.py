@@ -8,6 +8,7 @@ answer is confirmed by computing the formula with these children: it must give t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rmm_linear.packing.pointwise import FUNCTIONS
 
 _TOKENS = 3  # of the probe's input
 _LARGE = 1e4  # in float16 too
+_NARROW, _WIDE = 8, 1024  # the least width of a narrow copy, and the largest by their greatest common divisor
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,42 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     """Say which children of a module are the parts of a gated MLP.
 
     Runs the module on a few random rows, small and large ones, in eval mode, without gradients; hooks of its children
-    run too, random numbers and modes stay as they were.
+    run too, random numbers and modes stay as they were. Of a module on the meta device, a narrower copy with random
+    weights is run.
 
     Args:
         module: The module.
 
     Returns:
         The parts; None if the module is no gated MLP, if its activation is none of those that can be packed, if it is
-        on the meta device, or if its output is not that of the formula to the bit.
+        on the meta device and has no narrow copy, or if its output is not that of the formula to the bit.
+    """
+    return _tried(module)[0]
+
+
+def lacks_weights(module: nn.Module) -> bool:
+    """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True or False.
     """
     found = _children(module)
+    return found is not None and any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
+
+
+def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
+    """The parts, and whether the module could be run."""
+    found = _children(module)
+    if found is not None and any(tensor.is_meta for tensor in found[2]):
+        module = _narrow_copy(module, found[0]) or module
+        found = _children(module)
     if found is None or any(tensor.is_meta for tensor in found[2]):
-        return None
+        return None, False
     widths, kinds, tensors = found
+    has_run = False
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     forward = getattr(module, "exact_forward", module.forward)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -108,25 +133,37 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
         with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             try:
-                parts = _probe(module, forward, x, *kinds.items())
+                parts, has_run = _probe(module, forward, x, *kinds.items()), True
             except Exception:  # a forward that takes other arguments, or an input of another width
                 parts = None
         if parts is not None:
-            return parts
-    return None
+            return parts, True
+    return None, has_run
 
 
-def lacks_weights(module: nn.Module) -> bool:
-    """Say whether a module has the children of a gated MLP, and cannot be run because they are on the meta device.
-
-    Args:
-        module: The module.
-
-    Returns:
-        True or False.
-    """
-    found = _children(module)
-    return found is not None and any(tensor.is_meta for tensor in found[2])
+def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Module | None:
+    """The module with linear children that have weights, and widths in the same proportions; None if these are wide."""
+    every = [width for pair in widths.values() for width in pair]
+    divisor = math.gcd(*every)
+    if not min(every) or max(every) > divisor * _WIDE:
+        return None
+    factor = math.ceil(_NARROW * divisor / min(every))
+    generator = torch.Generator("cpu").manual_seed(0)
+    children = dict(module._modules)
+    for name, pair in widths.items():
+        features, outputs = (width // divisor * factor for width in pair)
+        own = module.get_submodule(name)
+        weight = next(own.parameters(), None)
+        if weight is None or not weight.is_floating_point():
+            return None
+        child = nn.Linear(features, outputs, getattr(own, "bias", None) is not None, "meta", weight.dtype)
+        for kind, parameter in child.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, device="cpu") / features**0.5
+            child._parameters[kind] = nn.Parameter(values.to(weight.dtype), False)
+        children[name] = child
+    copy = object.__new__(type(module))
+    vars(copy).update({**vars(module), "_modules": children})
+    return copy
 
 
 def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[Tensor]] | None:

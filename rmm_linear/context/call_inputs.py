@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
@@ -40,8 +41,9 @@ class AttentionMask:
     Attributes:
         flat: Shape (N,).
         sequences: The batch.
-        ranks: The token mask; None on CPU if nothing is padded. It is made here and not in the layers: in a selective
-            checkpoint, a recomputation must run the same operators as the forward pass.
+        ranks: The token mask; None on CPU if nothing is padded, and in a step that is simulated without values. It is
+            made here and not in the layers: in a selective checkpoint, a recomputation must run the same operators as
+            the forward pass.
     """
 
     flat: Tensor
@@ -59,6 +61,8 @@ class AttentionMask:
             The mask with its ranks.
         """
         flat = mask.detach().reshape(-1)
+        if isinstance(mask, FakeTensor):
+            return cls(flat, mask.shape[0], None)
         ranks = TokenMask.of(flat)
         padded = flat.device.type != "cpu" or int(ranks.count) < len(flat)
         return cls(flat, mask.shape[0], ranks if padded else None)
@@ -107,7 +111,7 @@ class CallInputs:
             return None
         if not isinstance(argument, Tensor) or argument.dim() != 2:
             return outer
-        is_same = outer is not None and outer.flat.data_ptr() == argument.data_ptr() and argument.is_contiguous()
+        is_same = outer is not None and _place(outer.flat) == _place(argument) and argument.is_contiguous()
         if outer is not None and is_same and outer.flat.numel() == argument.numel():
             return outer
         return AttentionMask.of(argument)
@@ -176,6 +180,11 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
             f"{tuple(index.shape)}. rmm_linear.estimators.with_sample_index makes it."
         )
     return index.detach().to(torch.int64), kwargs
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor is; of a fake one, which has no memory, where the object of its storage is."""
+    return tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def takes_mask(module: nn.Module) -> bool:

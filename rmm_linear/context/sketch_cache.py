@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -95,5 +96,8 @@ class SketchCache:
 
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-    place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
+    # A fake tensor has no address, but the storage of the tensor that it stands for.
+    fake = isinstance(source, FakeTensor)
+    address = (source.untyped_storage()._cdata, source.storage_offset()) if fake else source.data_ptr()
+    place = (address, source.shape, source.stride(), source.dtype, source.device)
     return (place, _get_current_dispatch_mode(), *key)

@@ -12,15 +12,22 @@ from rmm_linear.layers.converted import ConvertedModule
 def revert(model: nn.Module) -> nn.Module:
     """Give every converted module of a model its original class back, in place.
 
+    A model that trains by a plan (:func:`rmm_linear.fit`, ``plan.apply()``) recomputes and offloads nothing any more
+    either.
+
     Args:
-        model: A converted model, or part of one.
+        model: A converted model, or part of one; or a model with a plan.
 
     Returns:
         The same model, exact again.
 
     Raises:
-        ValueError: If the model has no converted module.
+        ValueError: If the model has no converted module and no plan.
     """
+    plan = vars(model).get("rmm_plan")
+    if plan is not None:
+        plan.revert()  # which comes back here if the plan has a conversion
+        return model
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
     if not converted:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 Weights are those of the original model, so ``model.save_pretrained(folder)`` and every other way of saving stays as it
 is. The configuration of the conversion and the state of the sketches go into one small JSON file in the same folder,
-with norm estimators also into a safetensors file that it names, see :mod:`rmm_linear.conversion.state_files`.
+with norm estimators also into a safetensors file that it names, see :mod:`rmm_linear.conversion.state_files`. The plan
+of a model that :func:`rmm_linear.fit` fitted is a second JSON file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -20,24 +22,27 @@ from rmm_linear.conversion.names import unwrapped
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.revert import revert
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
-from rmm_linear.conversion.state_files import tensors_beside
+from rmm_linear.conversion.state_files import remove_with_tensors, tensors_beside
+from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, restore_plan
 from rmm_linear.layers.base import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
 
 
 def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the configuration of a conversion and the state of its sketches into a folder.
+    """Write the configuration of a conversion, the state of its sketches, and a model's plan, into a folder.
 
-    An earlier conversion in the folder stays valid until this one is complete. :meth:`rmm_linear.RMMConfig.load` reads
-    the configuration from the same file.
+    An earlier conversion in the folder stays valid until this one is complete; where a plan is saved or replaced, an
+    interruption leaves files that :func:`convert_as_saved` refuses. :meth:`rmm_linear.RMMConfig.load` reads
+    the configuration from the same file, :func:`rmm_linear.planning.load_plan` the plan from ``rmm_plan.json``. A plan
+    without conversions is all that is written of a model that has one; what an earlier model left is removed.
 
     Args:
-        model: A converted model; torch.compile, DataParallel or DistributedDataParallel may wrap it.
+        model: A converted or fitted model; torch.compile, DataParallel or DistributedDataParallel may wrap it.
         folder: An existing folder, usually that of ``model.save_pretrained``.
 
     Raises:
-        ValueError: If the model is not converted.
+        ValueError: If the model is neither converted nor has a plan.
 
     Example:
         >>> import tempfile
@@ -49,14 +54,26 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         >>> list(convert_as_saved(twin, folder).converted)
         ['0']
     """
+    path, plan = Path(folder) / CONFIG_FILE, plan_of(model)
     layers = sketched_layers(model)
     context = next((layer.rmm_context for layer in layers.values() if layer.rmm_context is not None), None)
-    if context is None:
-        raise ValueError("save_conversion takes a converted model, got one that is not. Call rmm_linear.convert first.")
-    path, config = Path(folder) / CONFIG_FILE, _without_wrappers(context.config, model, layers)
-    with tensors_beside(path, sketch_tensors(model)) as named:
-        content = config.to_saved() | {STATE_KEY: sketch_state(model) | named}
-        write_text(path, json.dumps(content, indent=2) + "\n")
+    if context is None and plan is None:
+        raise ValueError(
+            "save_conversion takes a converted or fitted model, got one that is neither. Call rmm_linear.convert first."
+        )
+    if plan is not None:
+        plan.save(path.parent / PLAN_FILE)
+    if context is not None:
+        config = _without_wrappers(context.config, model, layers)
+        with tensors_beside(path, sketch_tensors(model)) as named:
+            content = config.to_saved() | {STATE_KEY: sketch_state(model) | named}
+            write_text(path, json.dumps(content, indent=2) + "\n")
+    else:
+        remove_with_tensors(path)
+        if plan is not None and plan.config is not None:  # of operations that have no state
+            plan.config.save(path)
+    if plan is None:
+        (path.parent / PLAN_FILE).unlink(missing_ok=True)
 
 
 def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:
@@ -70,31 +87,52 @@ def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, Ske
 
 
 def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> ConversionReport:
-    """Convert a model with the configuration saved in a folder, and restore the state of its sketches.
+    """Convert a model as the one saved in a folder, and restore the state of its sketches; apply its plan.
 
     Args:
         model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it, wrapped or not.
         folder: The folder of :func:`save_conversion`.
 
     Returns:
-        What was converted.
+        What was converted; nothing, for a plan without conversions. ``model.rmm_plan`` is the plan.
 
     Raises:
-        FileNotFoundError: If the folder contains no conversion.
-        ValueError: If a file is damaged, or of a model with other layers; the message names it. Then the model is not
-            converted.
+        FileNotFoundError: If the folder contains neither a conversion nor a plan.
+        ValueError: If a file is damaged, or of a model with other layers, or the two are not of one model; the message
+            names it. Then the model is as it was.
     """
     model, path = unwrapped(model), Path(folder) / CONFIG_FILE
+    if (path.parent / PLAN_FILE).is_file():
+        return _planned_as_saved(model, path)
     config = RMMConfig.load(path)
     state = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     try:
         report = convert(model, config)
     except ValueError as error:
         raise ValueError(f"The model cannot be converted by {path}: {error}") from error
-    if state is not None:  # None in a file that RMMConfig.save wrote
-        try:
-            load_saved_state(model, path, state)
-        except BaseException:
-            revert(model)
-            raise
+    _load_state(model, path, state)
     return report
+
+
+def _planned_as_saved(model: nn.Module, path: Path) -> ConversionReport:
+    plan = restore_plan(model, path.parent / PLAN_FILE)
+    try:
+        config = RMMConfig.load(path) if path.is_file() else None
+        if config != plan.config:
+            raise ValueError(f"{path} and {PLAN_FILE} beside it must be of one model. Save the conversion again.")
+        state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
+    except BaseException:
+        revert(model)
+        raise
+    _load_state(model, path, state)
+    return plan.conversion or ConversionReport(RMMConfig())
+
+
+def _load_state(model: nn.Module, path: Path, state: Any) -> None:
+    if state is None:  # in a file that RMMConfig.save wrote
+        return
+    try:
+        load_saved_state(model, path, state)
+    except BaseException:
+        revert(model)
+        raise

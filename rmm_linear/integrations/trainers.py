@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+
 
 def is_trainer(one: Any) -> bool:
     """Say whether an object is a Trainer, as far as the callbacks use one.
@@ -65,3 +67,37 @@ def around_next_step(trainer: Any, runs: Sequence[Callable[..., Any]]) -> None:
         return step(*args, **kwargs)
 
     trainer.training_step = once
+
+
+def arguments_of_step(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a training_step.
+
+    Args:
+        args: Positional ones.
+        kwargs: Named ones.
+
+    Returns:
+        "model", "inputs" and, if it was given, "num_items_in_batch".
+    """
+    return dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
+
+
+def loss_call(trainer: Any, model: torch.nn.Module, inputs: Any, count: Any = None) -> Callable[[], Any]:
+    """Make a function that computes the loss of a batch as the Trainer does.
+
+    Args:
+        trainer: The Trainer.
+        model: The model.
+        inputs: What ``trainer._prepare_inputs`` returned; it stays as it is.
+        count: ``num_items_in_batch``, if the step has one.
+
+    Returns:
+        The function, of no arguments.
+    """
+    named = {} if count is None else {"num_items_in_batch": count}
+
+    def loss() -> Any:
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(model, dict(inputs), **named)
+
+    return loss

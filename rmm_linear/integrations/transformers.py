@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ import rmm_linear
 from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.messages import shown
-from rmm_linear.conversion.exact import converted_modules, set_aside
-from rmm_linear.conversion.explanation import Explanation, explained
 from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.fitting.report import FitReport
 from rmm_linear.memory import peak, track_saved
-from rmm_linear.memory.inputs import saved_tensors
 
 try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -31,8 +30,16 @@ except ImportError as missing:
     ) from missing
 
 from rmm_linear.integrations.checkpoints import SketchStateCallback
+from rmm_linear.integrations.explaining import is_converted, late_linears, saved_by_model
+from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.probing import ProbeCallback
-from rmm_linear.integrations.trainers import around_next_step, calling_trainer, is_trainer
+from rmm_linear.integrations.trainers import (
+    arguments_of_step,
+    around_next_step,
+    calling_trainer,
+    is_trainer,
+    loss_call,
+)
 
 __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
 
@@ -61,12 +68,19 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     times more. A warning is logged once if the median noise exceeds a limit. A callback cannot add to what the Trainer
     sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
+    With ``fit``, :func:`rmm_linear.fit` chooses for every block what it saves, so that training fits a budget. It
+    plans in the first step, with its batch and the Trainer's optimizer, prints its report, and plans again before a
+    step with a larger batch, see :class:`~rmm_linear.integrations.fit_training.FitCallback`. Noise is then logged of
+    what it converted, if anything.
+
     Args:
         trainer: The Trainer that the callback is added to; None finds it when training begins.
         report: The result of :func:`rmm_linear.convert`, to be printed; None prints nothing.
         convert: Converts the model so when training begins, after all that wraps it, such as the adapters of
             ``SFTTrainer(peft_config=...)``. A model that is converted already stays as it is, unless it
             trains linear layers that came later: then it is reverted and converted anew. Either is logged.
+        fit: A budget as for :func:`rmm_linear.fit`, such as "8GB", or a dictionary of its keyword arguments, such as
+            ``{"memory": "8GB", "max_noise": 0.5}``.
         per_layer: Whether the noise and α of every layer are logged too.
         every: Probe the steps n, 2n, 3n, …
         limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the two variances are equal.
@@ -77,13 +91,14 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
-        ValueError: If ``every``, ``limit``, ``whole_every`` or ``draws`` is not positive, or ``report`` and ``convert``
-            are both given.
+        ValueError: If ``every``, ``limit``, ``whole_every`` or ``draws`` is not positive, or more than one of
+            ``report``, ``convert`` and ``fit`` is given, or ``fit`` has no budget.
 
     Example:
         ``SFTTrainer(model, callbacks=[RMMCallback(convert=RMMConfig())])`` converts, reports and logs;
         ``trainer.add_callback(RMMCallback(trainer, rmm_linear.convert(model), every=50))`` does so for a model that was
-        converted before.
+        converted before. ``Trainer(model, args, train_dataset=rows, callbacks=[RMMCallback(fit="8GB")])`` trains within
+        8 GB.
     """
 
     def __init__(
@@ -92,6 +107,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         report: ConversionReport | None = None,
         *,
         convert: RMMConfig | None = None,
+        fit: str | int | float | Mapping[str, Any] | None = None,
         per_layer: bool = False,
         every: int = 50,
         limit: float = 1.0,
@@ -116,6 +132,11 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             raise ValueError(
                 "report is of a model that is converted, convert is for one that is not, got both. Give one of them."
             )
+        if fit is not None and (convert is not None or report is not None):
+            raise ValueError(
+                "fit chooses the conversion of a model that is not converted, got "
+                f"{'convert' if report is None else 'report'} too. Give one of them."
+            )
         if isinstance(limit, bool) or not isinstance(limit, int | float):
             raise TypeError(f"limit must be a positive number, got {limit!r}.")
         if not limit > 0:
@@ -124,8 +145,14 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.trainer: Any = trainer
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
+        self._fitting = None if fit is None else FitCallback(fit, self._unprobed)
         self._memory: dict[str, float] = {}
         self._measured = self._warned = self._explains = self._prints = False
+
+    @property
+    def fit_report(self) -> FitReport | None:
+        """What :func:`rmm_linear.fit` reported on the main process; None before the first step, or without ``fit``."""
+        return None if self._fitting is None else self._fitting.fit_report
 
     def on_train_begin(
         self,
@@ -139,12 +166,17 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.trainer = calling_trainer(self) if self._given is None else self._given
         if self.convert is not None and model is not None:
             self._convert(model)
-        elif model is not None and self.config is None and not _is_converted(model):
+        elif model is not None and self._fitting is None and self.config is None and not is_converted(model):
             logger.warning(
                 "RMMCallback logs the noise of stand-ins, and the model is not converted: it logs what those of the "
                 "default would add. Pass convert=RMMConfig() to convert it, or config=... to choose what is looked at."
             )
-        super().on_train_begin(args, state, control, model=model, **kwargs)
+        if self._fitting is None:
+            super().on_train_begin(args, state, control, model=model, **kwargs)
+        elif model is not None:
+            self._restore(args, state, model)
+            with self._unprobed():
+                self._fitting.begin(self.trainer, model)
         self._memory, self._measured = {}, False
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)
@@ -159,7 +191,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     ) -> None:
         """Arm the probe, or measure memory, if this step is due for it; explain the first one."""
         arm = functools.partial(super().on_step_begin, args, state, control, **kwargs)
-        around: list[Callable[..., Any]] = []
+        around: list[Callable[..., Any]] = [] if self._fitting is None else [self._fitting.run]
         if self._probe is not None and self._explains:
             self._explains = False
             around.append(self._explaining(self._probe.model, arm))
@@ -172,6 +204,13 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             around.append(self._measuring(self._probe.model, args.device))
         if around:
             around_next_step(self.trainer, around)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the next batch that is accumulated too, if its size matters."""
+        if self._fitting is not None:
+            around_next_step(self.trainer, [self._fitting.run])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the medians and the rows of this step, and warn if the noise exceeds the limit."""
@@ -199,15 +238,25 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 state.global_step, medians["noise"], self.limit,
             )  # fmt: skip
 
+    @contextmanager
+    def _unprobed(self) -> Iterator[None]:
+        """Take the probe off while the plan changes; then put it on, for this step if it is due, if there is noise."""
+        self._detach()
+        yield
+        trainer = self.trainer
+        if self.config is not None or is_converted(trainer.model):
+            ProbeCallback.on_train_begin(self, trainer.args, trainer.state, trainer.control, model=trainer.model)
+            ProbeCallback.on_step_begin(self, trainer.args, trainer.state, trainer.control)
+
     def _convert(self, model: torch.nn.Module) -> None:
-        if late := _late_linears(model):
+        if late := late_linears(model):
             logger.warning(
                 "The model trains %d linear layers that came after its conversion, as adapters do (%s): "
                 "RMMCallback(convert=...) reverts the model and converts it anew.",
                 len(late), shown(late),
             )  # fmt: skip
             rmm_linear.revert(model)
-        elif _is_converted(model):
+        elif is_converted(model):
             if self.report is None:
                 logger.warning(
                     "RMMCallback(convert=...) converts models that are not converted, and this one is: it stays as it "
@@ -223,15 +272,10 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         report = self.report.in_training(model)
 
         def explaining(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
-            inputs, count = trainer._prepare_inputs(given["inputs"]), given.get("num_items_in_batch")
-            named = {} if count is None else {"num_items_in_batch": count}
-
-            def loss() -> Any:
-                with trainer.compute_loss_context_manager():
-                    return trainer.compute_loss(model, dict(inputs), **named)
-
-            found = _saved(model, report, loss)  # all processes run the model alike
+            given = arguments_of_step(args, kwargs)
+            inputs = trainer._prepare_inputs(given["inputs"])
+            loss = loss_call(trainer, model, inputs, given.get("num_items_in_batch"))
+            found = saved_by_model(model, report, loss)  # all processes run the model alike
             if not isinstance(found, str):
                 self.report, found = dataclasses.replace(report, memory=found), found.line()
             if self._prints:
@@ -249,28 +293,3 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             return result
 
         return measured
-
-
-def _late_linears(model: torch.nn.Module) -> list[str]:
-    contexts = {one.rmm_context for one in converted_modules(model) if one.rmm_context is not None}
-    return [name for context in contexts for name in context.checks.late_linears()]
-
-
-def _is_converted(model: torch.nn.Module) -> bool:
-    return bool(converted_modules(model))
-
-
-def _saved(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> Explanation | str:
-    """What the whole model saves, exactly and converted, or why this is not known: no failure may end the training."""
-    try:
-        return explained(model, report, loss)
-    except torch.OutOfMemoryError:
-        pass  # the exact pass is freed with its error
-    except Exception as error:
-        return f"what the model saves cannot be measured on this batch: {type(error).__name__}: {error}"
-    try:
-        with set_aside(model):
-            count = saved_tensors(model, loss)[0].total / 2**20
-    except torch.OutOfMemoryError:
-        return "what the model saves cannot be measured on this batch: it runs out of memory, converted too"
-    return f"saved for backward: {count:.1f} MiB; the exact model runs out of memory on this batch"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning.workspace import Workspace, key_of
 
@@ -19,13 +20,13 @@ FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 
 
 class Event(NamedTuple):
-    """An allocation or a release.
+    """An allocation, a release, or the beginning of a module's forward pass.
 
     Attributes:
         now: Live bytes after it.
         pass_: The pass that is running: forward, backward or recomputation.
         running: The innermost module that is running.
-        change: Bytes allocated; negative for a release.
+        change: Bytes allocated; negative for a release, 0 where a module begins.
         owner: The module that made the storage.
     """
 
@@ -48,10 +49,12 @@ class Place:
     Attributes:
         modules: The modules whose forward pass is running, outermost first.
         backward: The module whose backward pass was entered last.
+        entered: Is called when a module's forward pass begins.
     """
 
     modules: list[str] = field(default_factory=list)
     backward: str = ""
+    entered: Callable[[], None] = lambda: None
 
     @property
     def now(self) -> tuple[str, str]:
@@ -76,7 +79,11 @@ def followed(model: nn.Module) -> Iterator[Place]:
     place, known = Place(), set[int]()
 
     def enter(name: str) -> Callable[..., None]:
-        return lambda *_: place.modules.append(name)
+        def hook(*_: Any) -> None:
+            place.modules.append(name)
+            place.entered()
+
+        return hook
 
     def leave(name: str) -> Callable[..., None]:
         def begin(_: Any) -> None:
@@ -95,8 +102,13 @@ def followed(model: nn.Module) -> Iterator[Place]:
 
         return hook
 
+    # A gated MLP whose activation has hooks runs it once more, to see whether they change something.
+    gated = [module for module in model.modules() if isinstance(module, PackedGatedMLP)]
+    skipped = {module.get_submodule(module.rmm_parts.act) for module in gated}
     with ExitStack() as stack:
         for name, module in model.named_modules():
+            if module in skipped:
+                continue
             stack.callback(module.register_forward_pre_hook(enter(name), prepend=True).remove)
             stack.callback(module.register_forward_hook(leave(name), always_call=True).remove)
         yield place
@@ -119,6 +131,7 @@ class FollowedTensors(LiveTensors):
         self.events: list[Event] = []
         self.random: set[str] = set()  # modules that draw random numbers
         self._open = True
+        place.entered = self._enter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -130,6 +143,11 @@ class FollowedTensors(LiveTensors):
             self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
             self.events.append(Event(self.now, pass_, running, -beyond, running))
         return output
+
+    def _enter(self) -> None:
+        """Note where the step is: a module may allocate nothing, and what follows is still after it."""
+        pass_, running = self.place.now
+        self.events.append(Event(self.now, pass_, running, 0, running))
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

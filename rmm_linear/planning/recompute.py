@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,8 +49,12 @@ class Recomputed:
         """
         self.module = module
         self.selective = selective
-        self.inner: Callable[..., Any] = module.forward
         self.replaced = module.__dict__.get("forward")  # by another library
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """The module's own forward pass; looked up at each call, so that copies and pickled models have their own."""
+        return MethodType(type(self.module).forward, self.module) if self.replaced is None else self.replaced
 
     def attach(self) -> None:
         """Recompute the module from now on."""

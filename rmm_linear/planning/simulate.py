@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.follow import FollowedTensors, followed
-from rmm_linear.planning.step import needs_values, prepared
+from rmm_linear.planning.step import prepared, runs_on_fakes
 from rmm_linear.planning.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -27,14 +27,18 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     sees: :func:`rmm_linear.planning.workspace` measures it in a real step. The model, its gradients and the random
     number generators stay as they are. It takes about as long as a step of a small model, whatever the size. Fake
     tensors have no values: a model that leaves a mask out because it masks nothing is simulated with the mask. What a
-    converted model saves depends on values, so its step runs on real
-    tensors.
+    converted model saves depends on values, so its step runs on real tensors.
+
+    A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
+    large for the machine. A converted one is taken to have no padding, whatever its mask: no row is left out, so what
+    it saves is an upper bound. (The first real step with padding checks once that none reaches the loss, which takes
+    memory for a moment.) Its ``bits="auto"`` are those of the first steps.
 
     Args:
         model: The model, planned or not; or a plan made for one.
         example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
-            function that runs the model on one and returns its output or loss. Without a loss, the sum of all outputs
-            is differentiated.
+            function that runs the model on one and returns its output or loss; such a function holds its tensors on
+            the CPU. Without a loss, the sum of all outputs is differentiated.
         workspace: What operators take beyond their results, to be added; None leaves it out.
 
     Returns:
@@ -42,7 +46,8 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
         for a graph are its pieces.
 
     Raises:
-        ValueError: If the model is compiled, or no output depends on a trained parameter.
+        ValueError: If the model is compiled, no output depends on a trained parameter, or a converted model on the meta
+            device has norm estimators, which learn from values.
 
     Example:
         >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
@@ -69,7 +74,7 @@ def watch(model: nn.Module, example: Any, workspace: Workspace | None = None) ->
     Returns:
         The peak, and all that was followed.
     """
-    peak = Peak() if needs_values(model) else Peak(measure="simulated live tensors")
+    peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
     with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place, workspace) as live:
         step()
         live.finish()

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.memory.inputs import call_with, restored
 
+FIRST_BITS = 4  # of bits="auto" before the layers have chosen
 Run = Callable[[nn.Module, Any], Any]
 
 
@@ -121,16 +123,41 @@ def needs_values(model: nn.Module) -> bool:
         model: The model.
 
     Returns:
-        Whether its step cannot run on fake tensors.
+        Whether its step needs the values of tensors.
     """
     return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
+
+
+def has_memory(model: nn.Module) -> bool:
+    """Say whether a model's parameters have values.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False if one of them is on the meta device.
+    """
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
+def runs_on_fakes(model: nn.Module) -> bool:
+    """Say on which tensors a model's step runs.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False for a converted model with values, whose step runs on its real tensors.
+    """
+    return not (needs_values(model) and has_memory(model))
 
 
 @contextmanager
 def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Callable[[], None]]:
     """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
 
-    A converted model runs on the real ones.
+    A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
+    CPU, as what a model does, and what it saves, depends on the device.
 
     Args:
         model: The model.
@@ -139,25 +166,63 @@ def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Ca
 
     Yields:
         A function that runs it, inside of the block.
+
+    Raises:
+        ValueError: If a converted model without values has norm estimators.
     """
     with as_in_training(model):
-        if needs_values(model):
+        if not runs_on_fakes(model):
             yield lambda: run(model, example)
             return
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-        def fake(tensor: Tensor) -> Tensor:
-            made = mode.from_tensor(tensor, static_shapes=True)
-            made.grad = None
-            return made
+        fakes_of = _Fakes()
 
         step = _Step(model, run)
         fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
-            f"{path}.{name}" if path else name: fake(tensor)
+            f"{path}.{name}" if path else name: fakes_of(tensor)
             for path, module in step.named_modules()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        batch = example if callable(example) else tree_map_only(Tensor, fake, example)
-        with mode:
+        batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
+        with _without_values(model), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
+
+
+class _Fakes:
+    """Makes fake tensors, the same one for the same tensor."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, Tensor] = {}  # by the identity of a tensor that the model or the batch keeps
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            made = self.mode.from_tensor(tensor, static_shapes=True)
+            made.grad = None
+            return made
+        if id(tensor) not in self._known:
+            with self.mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            made = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+            self._known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return self._known[id(tensor)]
+
+
+@contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """Run a converted model without values inside the block: widths that follow from them are those of a first step."""
+    layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
+    for layer in layers:
+        if layer.rmm_estimator is not None:
+            raise ValueError(
+                f"A model on the meta device is simulated without norm estimators, got norm_estimator="
+                f"{layer.rmm_config.norm_estimator!r}: they learn from values. Convert with norm_estimator=None."
+            )
+    choosing = [layer.rmm_auto_bits for layer in layers if layer.rmm_auto_bits.bits is None]
+    try:
+        for choice in choosing:
+            choice.bits = FIRST_BITS
+        yield
+    finally:
+        for choice in choosing:
+            choice.bits = None

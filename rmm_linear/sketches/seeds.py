@@ -11,6 +11,8 @@ import hashlib
 import struct
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _LIMIT = 2**63 - 1
 
@@ -38,7 +40,7 @@ def draw_seed() -> int:
     Returns:
         A seed that differs between calls and between ranks.
     """
-    return mix(int(torch.randint(_LIMIT, (), device="cpu")), _rank())
+    return mix(_value(torch.randint(_LIMIT, (), device="cpu")), _rank())
 
 
 def peek_seed() -> int:
@@ -49,7 +51,12 @@ def peek_seed() -> int:
     """
     copy = torch.Generator()
     copy.set_state(torch.get_rng_state())
-    return mix(int(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
+    return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
+
+
+def _value(drawn: Tensor) -> int:
+    """The number; 0 in a step that is simulated, whose tensors have no values."""
+    return 0 if isinstance(drawn, FakeTensor) else int(drawn)
 
 
 def _rank() -> int:

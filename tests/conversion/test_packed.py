@@ -165,16 +165,6 @@ def test_copies_are_converted_and_reverted_by_themselves(copied):
     assert torch.equal(logits(twin, "roberta"), logits(model, "roberta"))
 
 
-def test_what_cannot_be_tried_on_the_meta_device_is_said():
-    with torch.device("meta"):
-        model = tiny_model("llama")
-    report = convert(model)
-    assert len([name for name, entry in report.packed.items() if entry.operation == "norm"]) == 5
-    reasons = {name: reason for name, reason in report.skipped.items() if name.endswith("mlp")}
-    assert list(reasons) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert all("convert after its weights are there" in reason for reason in reasons.values())
-
-
 def test_the_lowest_quarter_of_the_activations_takes_two_bits():
     names = [f"layer.{index}.act" for index in range(9)]
     assert list(choose_widths(names, RMMConfig()).values()) == [2, 2, 4, 4, 4, 4, 4, 4, 4]

@@ -1,0 +1,1 @@
+"""Training that fits a memory budget."""

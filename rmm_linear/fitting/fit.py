@@ -1,0 +1,126 @@
+"""fit: make a model train within a memory budget, with one call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.quiet import quiet
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.conversion.exact import converted_modules
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.options import ALLOW
+from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.shards import Shards
+from rmm_linear.planning.block_plan import KEEP
+
+logger = logging.getLogger(__name__)
+
+_OBJECTIVES = ("time", "noise")
+
+
+def fit(
+    model: nn.Module,
+    example: Any,
+    memory: int | float | str | None = None,
+    *,
+    optimizer: Any = None,
+    max_noise: float = 1.0,
+    allow: Collection[str] = ALLOW,
+    time: float | None = None,
+    objective: str = "time",
+    folder: str | None = None,
+    shards: Shards | None = None,
+) -> FitReport:
+    """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
+
+    Every block (a layer of a transformer; embeddings and heads are blocks too) keeps what its backward pass needs,
+    saves random stand-ins of it at one of a few widths, is recomputed, wholly or without its products, or is
+    offloaded; a language model's loss may be computed in chunks. The exact model is tried first. What each option
+    saves is measured on the example, what it costs in time on a block of each kind, its noise on the example's own
+    gradient. A solver proposes, simulated steps judge, and the model is changed once a plan fits.
+    ``rmm_linear.revert(model)`` undoes it.
+
+    Source: one option per block with a row per block's worst moment, as in Chen et al. 2016 (arXiv 1604.06174) and
+    what followed it; stand-ins as in Bershatsky et al. 2022 (arXiv 2201.13195).
+
+    Args:
+        model: The model, neither converted nor planned. On the meta device it is planned without values.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
+        memory: Budget for parameters, buffers, gradients, the optimizer and what a step makes: bytes, a text such as
+            "8GB", or a share of the exact model's peak in (0, 1]. It may be left out with ``time``.
+        optimizer: An optimizer, its class, or a function of parameters that makes one, whose state is counted; None
+            counts none.
+        max_noise: The most noise that stand-ins may add to the gradient of a layer's weights, by the minibatch's own
+            (D² / D²_SGD); options above it are left out.
+        allow: Of "keep", "sketch" (linear layers), "pack" (other operations; chunks of the loss), "recompute" and
+            "offload".
+        time: A bound for the time of a step, by that of an exact one; then memory is minimised.
+        objective: "time": least time, then least noise; or "noise": the other way round.
+        folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.
+        shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
+
+    Returns:
+        What was done. Print it.
+
+    Raises:
+        ValueError: If nothing fits: with the least, the block that binds, and what would help; if an argument is out
+            of range; or if the model is converted or planned already. The model is then as it was.
+        TypeError: If neither ``memory`` nor ``time`` is given.
+
+    Example:
+        >>> import torch
+        >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        >>> model = nn.Sequential(*layers)
+        >>> report = fit(model, torch.ones(1000, 64), memory=0.6)
+        >>> report.fits, report.peak <= 0.6 * report.exact_peak
+        (True, True)
+    """
+    check_arguments(model, memory, allow, time, objective, max_noise)
+    with quiet():
+        work = Fitting(
+            model, example, memory,
+            optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards,
+        )  # fmt: skip
+        if work.total is not None and time is None and KEEP in allow and work.is_within(work.exact_peak):
+            report = work.kept()
+        else:
+            work.check_floor()
+            work.candidates.add(max_noise)
+            report = work.solved() if time is None else work.within_time(time)
+    logger.info(report.summary())
+    return report
+
+
+def check_arguments(
+    model: Any,
+    memory: Any,
+    allow: Collection[str],
+    time: float | None = None,
+    objective: str = "time",
+    max_noise: float = 1.0,
+) -> None:
+    """Check the arguments of :func:`fit`; raises its errors."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
+    if memory is None and time is None:
+        raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')
+    if converted_modules(model) or "rmm_plan" in vars(model):
+        raise ValueError(
+            "fit takes a model that is as it was made, got one that is converted or has a plan. Call "
+            "rmm_linear.revert(model) first."
+        )
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    for name in names:
+        if name not in ALLOW:
+            raise ValueError(f"allow must be of {', '.join(ALLOW)}, got {name!r}.{did_you_mean(name, ALLOW)}")
+    if objective not in _OBJECTIVES:
+        near = did_you_mean(objective, _OBJECTIVES)
+        raise ValueError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {objective!r}.{near}")
+    if time is not None and not time > 0:
+        raise ValueError(f"time must be positive, by the time of an exact step, got {time!r}. 1.2 allows a fifth more.")
+    if not max_noise > 0:
+        raise ValueError(f"max_noise must be positive, got {max_noise!r}. 1 is as much as the minibatch's own noise.")

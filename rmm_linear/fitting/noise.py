@@ -1,0 +1,169 @@
+"""What stand-ins add to the variance of a gradient, by block and setting, on the example's own gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from rmm_linear.conversion.exact import set_aside
+from rmm_linear.memory.inputs import call_with
+from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks import owner_of
+from rmm_linear.planning.measure import BlockCost
+from rmm_linear.planning.step import loss_of
+from rmm_linear.variance.passes import Passes, measuring
+
+_DRAWS = 2
+_PREFIX = "model."
+_IS_SUM = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over sequences
+
+
+@dataclass
+class BlockNoise:
+    """The noise of one setting in one block.
+
+    Attributes:
+        worst: The largest D² / D²_SGD of a layer's weights.
+        total: Σ D² over the block's parameters, by Σ D²_SGD of the whole model.
+    """
+
+    worst: float = 0.0
+    total: float = 0.0
+
+
+@dataclass
+class Noise:
+    """Noise by setting and block, or why it is not known.
+
+    Attributes:
+        found: Setting to block to its noise.
+        unknown: Why it was not measured; empty if it was.
+    """
+
+    found: dict[str, dict[str, BlockNoise]] = field(default_factory=dict)
+    unknown: str = ""
+
+
+def measure_noise(
+    model: nn.Module, example: Any, blocks: Sequence[BlockCost], plans: Mapping[str, BlockPlan], draws: int = _DRAWS
+) -> Noise:
+    """Measure the noise of settings, each with all blocks that have it at once.
+
+    The exact gradient, and D²_SGD over the sequences of the batch, come from passes that recompute all blocks, so that
+    they take little memory. As in :func:`rmm_linear.variance.gradient_noise`, dropout draws the same masks every time.
+
+    Args:
+        model: A model that is not converted.
+        example: A training batch.
+        blocks: Its blocks.
+        plans: Setting to a plan that converts the blocks which have it.
+        draws: Gradients with new random numbers, for each setting.
+
+    Returns:
+        The noise.
+    """
+    try:
+        again = [PlannedBlock(block.name, KEEP if block.writes_input else RECOMPUTE) for block in blocks]
+        with measuring(model), _buffers_kept(model):
+            wrapped, batch = _as_mapping(model, example)
+            passes = Passes(wrapped, batch)
+            names = [name.removeprefix(_PREFIX) for name in passes.trained]
+            with BlockPlan(again, _model=model).applied():
+                sgd = list(passes.sgd_variance().values())
+                exact = [gradient.clone() for gradient in passes.gradients()]
+            found = {}
+            for setting, plan in plans.items():
+                with plan.applied():
+                    noise = dict(zip(names, _squares(passes, model, exact, draws), strict=True))
+                parameters = dict(model.named_parameters())
+                is_weight = {name: parameters[name].dim() > 1 for name in names}
+                found[setting] = _by_block(noise, dict(zip(names, sgd, strict=True)), is_weight, blocks)
+    except torch.OutOfMemoryError:
+        return Noise(unknown="the passes that measure it ran out of memory")
+    except ValueError as error:
+        return Noise(unknown=str(error).partition(". ")[0])
+    return Noise(found)
+
+
+def _squares(passes: Passes, model: nn.Module, exact: Sequence[Tensor], draws: int) -> list[float]:
+    """Mean of ‖ĝ − g‖² over draws, for every parameter."""
+    sums = [0.0] * len(exact)
+    with set_aside(model) as contexts:
+        for draw in range(1, draws + 1):
+            for context in contexts:
+                context.salt = draw
+            for place, (one, right) in enumerate(zip(passes.gradients(), exact, strict=True)):
+                sums[place] += float((one.double() - right.double()).square().sum()) / draws
+    return sums
+
+
+def _by_block(
+    noise: Mapping[str, float], sgd: Mapping[str, float], is_weight: Mapping[str, bool], blocks: Sequence[BlockCost]
+) -> dict[str, BlockNoise]:
+    total = sum(sgd.values())
+    found = {block.name: BlockNoise() for block in blocks}
+    for name, value in noise.items():
+        owner = owner_of(name, found)
+        if owner is None:
+            continue
+        block = found[owner]
+        block.total += value / total if total else 0.0
+        if is_weight[name] and sgd[name]:
+            block.worst = max(block.worst, value / sgd[name])
+    return found
+
+
+class _WithLoss(nn.Module):
+    """A model that is called with the tensors of a batch by name, whatever its form, and returns its loss."""
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.named = isinstance(example, Mapping)
+        self.leaves, self.form = (dict(example), None) if self.named else tree_flatten(example)
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The tensors of the batch, by key or by place."""
+        items = self.leaves.items() if isinstance(self.leaves, dict) else enumerate(self.leaves)
+        return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor)}
+
+    def call(self, **tensors: Any) -> Any:
+        """Run the model."""
+        if isinstance(self.leaves, dict):
+            return self.model(**{key: tensors.get(key, leaf) for key, leaf in self.leaves.items()})
+        leaves = [tensors.get(str(place), leaf) for place, leaf in enumerate(self.leaves)]
+        assert self.form is not None  # noqa: S101
+        return call_with(self.model, tree_unflatten(leaves, self.form))
+
+    def forward(self, **tensors: Any) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.call(**tensors))}
+
+
+def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str, Any]]:
+    """A model that returns a loss, and its keyword arguments."""
+    if callable(example):
+        raise ValueError("a function as the example is one batch, of which no sequence can be taken")
+    wrapped = _WithLoss(model, example)
+    batch = wrapped.batch
+    with torch.no_grad():
+        output = wrapped.call(**batch)
+    has_loss = hasattr(output, "loss") or hasattr(output, "get") or (isinstance(output, Tensor) and not output.dim())
+    return wrapped, batch if has_loss else {**batch, _IS_SUM: 1}
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

@@ -1,0 +1,164 @@
+"""What a fit did: the memory that was asked for, what is there, what every kind of block does, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rmm_linear._support.files import write_text
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import pattern_of, table
+from rmm_linear.fitting.static_memory import StaticMemory
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.memory_plots import plot_memory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass
+class FitReport:
+    """The result of :func:`rmm_linear.fit`.
+
+    All peaks are bytes of a whole training process on one device: parameters, buffers, the optimizer's state and DDP's
+    buckets, and on top of them what a step makes: gradients, what is saved, temporary results.
+
+    Attributes:
+        plan: What every block does; the model trains by it.
+        memory: The budget in bytes; None where time alone was bounded.
+        static: What a training process needs beside its steps.
+        exact_peak: Without a plan, simulated.
+        predicted_peak: By the sum that was solved.
+        simulated_peak: Of a step with the plan, followed tensor by tensor.
+        measured_peak: Of a real step with the plan; None where the model has no values.
+        time: Seconds of a step by those of an exact one, as measured block by block; None where nothing could be timed.
+        noise: Variance that stand-ins add to the whole gradient, by the minibatch's own, D²_SGD; None if unknown.
+        notes: What was left out or could not be measured, and why.
+        before: Memory over an exact step.
+        after: Memory over a step with the plan.
+    """
+
+    plan: BlockPlan
+    memory: int | None
+    static: StaticMemory
+    exact_peak: int
+    predicted_peak: int
+    simulated_peak: int
+    measured_peak: int | None = None
+    time: float | None = None
+    noise: float | None = None
+    notes: list[str] = field(default_factory=list)
+    before: Peak = field(default_factory=Peak, repr=False)
+    after: Peak = field(default_factory=Peak, repr=False)
+
+    @property
+    def peak(self) -> int:
+        """The best that is known of the peak: measured, else simulated."""
+        return self.simulated_peak if self.measured_peak is None else self.measured_peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget."""
+        return self.memory is None or self.peak <= self.memory
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every block keeps everything."""
+        return all(block.choice == "keep" for block in self.plan.blocks)
+
+    def summary(self) -> str:
+        """Return the report in one line."""
+        budget = "" if self.memory is None else f" budget={show_bytes(self.memory)}"
+        cost = "" if self.time is None else f" time={self.time:.3f}"
+        cost += "" if self.noise is None else f" noise={self.noise:.3g}"
+        counts: dict[str, int] = {}
+        for block in self.plan.blocks:
+            key = block.option.replace(" ", ":")
+            counts[key] = counts.get(key, 0) + 1
+        chosen = " ".join(f"{option}={count}" for option, count in counts.items())
+        return (
+            f"rmm_linear fit: {chosen} peak={show_bytes(self.peak)} exact={show_bytes(self.exact_peak)}{budget}{cost}"
+        )
+
+    def __str__(self) -> str:
+        parts = [self.summary(), self._peaks(), self._blocks()]
+        if self.is_exact:
+            parts.append("The exact model fits: nothing was changed, and nothing is saved.")
+        if self.after.moment:
+            parts.append(f"The peak is in the {self.after.moment}.")
+        parts += [f"Note: {note}" for note in self.notes]
+        return "\n\n".join(parts)
+
+    def _peaks(self) -> str:
+        by = self.peak
+        rows = [("exact, simulated", show_bytes(self.exact_peak), "")]
+        for label, size in (("predicted", self.predicted_peak), ("simulated", self.simulated_peak)):
+            rows.append((label, show_bytes(size), f"{100 * (size / by - 1):+.2f} %" if by else ""))
+        if self.measured_peak is not None:
+            rows.append(("measured", show_bytes(self.measured_peak), ""))
+        static = [(f"of it {name}", show_bytes(size), "") for name, size in self.static.to_dict().items() if size]
+        return table(("peak", "bytes", "error"), [*rows, *static])
+
+    def _blocks(self) -> str:
+        groups: dict[tuple[str, str], list[Any]] = {}
+        for block in self.plan.blocks:
+            groups.setdefault((pattern_of(block.name), block.option), []).append(block)
+        rows = []
+        for (pattern, option), blocks in groups.items():
+            name = blocks[0].name if len(blocks) == 1 else pattern
+            rows.append(
+                (
+                    name,
+                    str(len(blocks)),
+                    option,
+                    show_bytes(sum(block.kept for block in blocks)),
+                    show_bytes(max(block.worst for block in blocks)),
+                    f"{sum(block.seconds for block in blocks):+.2g}",
+                    f"{sum(block.noise for block in blocks):.2g}",
+                )
+            )
+        return table(("block", "count", "option", "kept", "worst moment", "seconds added", "noise"), rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types.
+
+        Returns:
+            Its figures, the plan, and memory over an exact step and over one with the plan.
+        """
+        names = ("memory", "exact_peak", "predicted_peak", "simulated_peak", "measured_peak", "time", "noise")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "static": self.static.to_dict(),
+            "moment": self.after.moment,
+            "notes": list(self.notes),
+            "plan": self.plan.to_dict(),
+            "timeline": {
+                name: [[size, moment] for size, moment in peak.timeline]
+                for name, peak in (("before", self.before), ("after", self.after))
+            },
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report.
+
+        Args:
+            path: A JSON file. ``report.plan.save(path)`` writes what :func:`rmm_linear.planning.load_plan` reads.
+        """
+        write_text(path, json.dumps(self.to_dict()) + "\n")
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Plot memory over one step, exact and with the plan, without what is there before a step.
+
+        Args:
+            ax: Axes to plot on; None makes new ones.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        return plot_memory({"exact": self.before, "fitted": self.after}, ax)

@@ -1,0 +1,199 @@
+"""The conversions that a block may have, at a few widths, and the configuration that gives every block its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.conversion.convert import convert
+from rmm_linear.planning.block_plan import CONVERT, PlannedBlock
+from rmm_linear.planning.blocks import owner_of
+
+SKETCH, PACK = "sketch", "pack"
+LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the modules of a block are converted.
+
+    Attributes:
+        name: Of the setting.
+        fields: Operation to the fields of :class:`~rmm_linear.RMMConfig` that differ; operations that are not there
+            stay exact.
+    """
+
+    name: str
+    fields: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def parts(self) -> set[str]:
+        """Of "sketch" and "pack": whether linear layers are sketched, and other operations packed."""
+        return {SKETCH if operation == LINEAR else PACK for operation in self.fields}
+
+
+def _others(activation: int, norm: int, attention: int) -> dict[str, dict[str, Any]]:
+    return {
+        "activation": {"activation_bits": activation},
+        "norm": {"norm_bits": norm},
+        "attention": {"attention_bits": attention},
+        "dropout": {},
+        "logits": {},
+    }
+
+
+_TENTH = {LINEAR: {"memory": 0.1, "bits": 4}}
+# From the least noise to the least memory. "tenth" is convert's default.
+SETTINGS = (
+    Setting("linears", _TENTH),
+    Setting("others", _others(4, 2, 4)),
+    Setting("wide", {LINEAR: {"ratio": 1.0, "bits": 8}, **_others(8, 4, 8)}),
+    Setting("tenth", {**_TENTH, **_others(4, 2, 4)}),
+    Setting("narrow", {LINEAR: {"memory": 0.05, "bits": 2}, **_others(2, 2, 4)}),
+)
+
+
+class Conversions:
+    """What may be converted in every block of a model."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], example: Any = None) -> None:
+        """Look at a model; it stays as it is.
+
+        Args:
+            model: A model that is not converted.
+            blocks: Names of its blocks.
+            example: A training batch, which shows the linear layers whose input other operations save anyway; None
+                takes none for such.
+        """
+        self.operations: dict[str, dict[str, str]] = {name: {} for name in blocks}
+        self._names, self._vain = list[str](), set[str]()
+        try:
+            report = convert(model, RMMConfig(), dry_run=True)
+        except ValueError:  # nothing that saves anything
+            return
+        found = dict.fromkeys((name for name, layer in report.converted.items() if not layer.frozen), LINEAR)
+        found |= {name: entry.operation for name, entry in report.packed.items()}
+        for name, operation in found.items():
+            if (block := owner_of(name, blocks)) is not None:
+                self.operations[block][name] = operation
+        self._names = [name for name, _ in model.named_modules()]
+        self._vain = _saved_anyway(model, example) if LINEAR in found.values() and example is not None else set[str]()
+
+    def settings(self, block: str, allowed: Iterable[str]) -> list[Setting]:
+        """Return the settings that do something different in a block.
+
+        Args:
+            block: Its name.
+            allowed: Of "sketch" and "pack".
+
+        Returns:
+            Those of :data:`SETTINGS`.
+        """
+        found = dict[str, Setting]()
+        for setting in SETTINGS:
+            does = {name: setting.fields[operation] for name, operation in self.chosen(block, setting).items()}
+            parts = {SKETCH if operation == LINEAR else PACK for operation in self.chosen(block, setting).values()}
+            if does and parts <= {*allowed}:
+                found.setdefault(repr(sorted(does.items())), setting)
+        return list(found.values())
+
+    def chosen(self, block: str, setting: Setting) -> dict[str, str]:
+        """Return what a setting converts in a block.
+
+        Args:
+            block: Its name.
+            setting: The setting.
+
+        Returns:
+            Name of each module to its operation.
+        """
+        vain = self._vain if setting.parts == {SKETCH} else set[str]()
+        there = self.operations[block].items()
+        return {name: operation for name, operation in there if operation in setting.fields and name not in vain}
+
+    def is_exact(self, block: str, setting: Setting) -> bool:
+        """Say whether a setting adds no noise to a block: its logits are computed in chunks, its dropout in bits."""
+        return {*self.chosen(block, setting).values()} <= {"dropout", "logits"}
+
+    def configure(self, rows: Sequence[PlannedBlock]) -> RMMConfig | None:
+        """Make the configuration of a plan.
+
+        Args:
+            rows: What happens to every block.
+
+        Returns:
+            A configuration that converts the chosen blocks, each by its setting, and nothing else; None if there are
+            none.
+        """
+        known = {setting.name: setting for setting in SETTINGS}
+        chosen = {row.name: known[row.setting] for row in rows if row.choice == CONVERT}
+        if not any(self.chosen(block, setting) for block, setting in chosen.items()):
+            return None
+        used = {operation for block, setting in chosen.items() for operation in self._done(block, setting)}
+        overrides: dict[str, dict[str, Any]] = {}
+        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        for block, setting in chosen.items():
+            groups.setdefault((setting.name, self._done(block, setting)), []).append(block)
+        for (name, operations), blocks in groups.items():
+            fields = {key: value for one in operations for key, value in known[name].fields[one].items()}
+            if fields:
+                overrides[_inside(blocks)] = fields
+        left = [block for block in self.operations if block not in chosen]
+        outside = [name for name in self._names if name and owner_of(name, self.operations) is None]
+        excluded = [_inside(left)] if left else []
+        excluded += [re.escape(name) for name in (*outside, *self._left_inside(chosen))]
+        return RMMConfig(
+            operations=[one for one in OPERATIONS if one in used],
+            overrides=overrides,
+            exclude_modules="|".join(excluded) or None,
+        )
+
+    def _done(self, block: str, setting: Setting) -> tuple[str, ...]:
+        there = {*self.chosen(block, setting).values()}
+        return tuple(one for one in OPERATIONS if one in there)
+
+    def _left_inside(self, chosen: Mapping[str, Setting]) -> list[str]:
+        """Modules of converted blocks that stay exact."""
+        left: list[str] = []
+        for block, setting in chosen.items():
+            linears = [name for name, operation in self.operations[block].items() if operation == LINEAR]
+            converted = self.chosen(block, setting)
+            if LINEAR not in setting.fields:
+                left += linears
+            if PACK not in setting.parts:
+                left += [name for name in self._names if owner_of(name, [block]) and name not in converted]
+        return left
+
+
+def _saved_anyway(model: nn.Module, example: Any) -> set[str]:
+    """Linear layers that a sketch of their input does not help, as long as other operations are exact."""
+    try:
+        report = convert(model, RMMConfig(operations=(LINEAR,)), example=example, dry_run=True)
+    except (ValueError, torch.OutOfMemoryError):
+        return set()
+    return set(report.skipped)
+
+
+def converting(blocks: Sequence[str], setting: Setting, has: Callable[[str], bool]) -> list[PlannedBlock | None]:
+    """Return the option of a setting for every block.
+
+    Args:
+        blocks: Names of all blocks.
+        setting: The setting.
+        has: Says which blocks have it.
+
+    Returns:
+        What happens to each, None where it does not have this option.
+    """
+    return [PlannedBlock(name, CONVERT, setting=setting.name) if has(name) else None for name in blocks]
+
+
+def _inside(blocks: Sequence[str]) -> str:
+    """A regular expression for blocks and what is in them."""
+    return f"(?:{'|'.join(map(re.escape, blocks))})(?:\\..*)?"

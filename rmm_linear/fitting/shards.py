@@ -1,0 +1,163 @@
+"""What one rank holds of a model that ``fully_shard`` divides, or has divided.
+
+The rules are those of PyTorch's documentation of ``torch.distributed.fsdp.fully_shard`` and of what it does by default:
+
+- Every parameter is cut along its first dimension into chunks of equal size, one per rank; the last chunks are padded.
+  Gradients and the optimizer's state are cut in the same way. Buffers stay whole on every rank.
+- The parameters of one call of ``fully_shard`` are gathered at once, before the module runs, and freed after it
+  (``reshard_after_forward`` is True). The call on the root has those that no other call has, such as embeddings and
+  the head; they stay gathered from the forward pass to the end of the backward pass (it is False for the root).
+- In the backward pass, while a block runs, the block before it is gathered already (a prefetch of one). The gradients
+  of a block are whole until they are copied into the input of the reduce-scatter; that input is kept until the block
+  before it has run, since the communication overlaps with it.
+
+So the worst moment is in the backward pass of a block: its parameters and those of the block before it, its gradients
+and those of the block after it, and the parameters and gradients of the root. Mixed precision is not in this model:
+what is gathered has the dtype of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear._support.validation import check_integer
+from rmm_linear.planning.blocks import find_blocks, owner_of
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A model of ``fully_shard`` on every block and on the root; see :mod:`rmm_linear.fitting.shards` for its rules.
+
+    Attributes:
+        ranks: Number of ranks that share the parameters.
+        cpu_offload: Parameters, gradients and the optimizer's state lie in the memory of the host, as with
+            ``CPUOffloadPolicy``; only what is gathered is on the device.
+
+    Raises:
+        TypeError: If ranks is no integer.
+        ValueError: If ranks is less than 1.
+
+    Example:
+        >>> Shards(4).shape(torch.Size([10, 3]))
+        torch.Size([3, 3])
+    """
+
+    ranks: int
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("ranks", self.ranks)
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """Return the shape of one rank's part of a parameter, with the padding.
+
+        Args:
+            whole: Shape of the parameter.
+
+        Returns:
+            The shape; that of a scalar is the same.
+        """
+        return torch.Size([-(-whole[0] // self.ranks), *whole[1:]]) if whole else whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor.
+
+    Args:
+        tensor: Any tensor, a ``DTensor`` too.
+
+    Returns:
+        The local part of a ``DTensor``, else the tensor.
+    """
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def size_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return the bytes of a dense tensor."""
+    return shape.numel() * dtype.itemsize
+
+
+def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> int:
+    """Return the bytes that one rank has of parameters.
+
+    Args:
+        parameters: Each once.
+        shards: How they will be divided; None counts what is there.
+
+    Returns:
+        Bytes, with the padding.
+    """
+    found = [(local(p).shape, p.dtype) for p in parameters]
+    return sum(size_bytes(shards.shape(shape) if shards else shape, dtype) for shape, dtype in found)
+
+
+def fully_sharded(model: nn.Module) -> list[str] | None:
+    """Return the modules below the root that ``fully_shard`` was called on.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their names, those inside of others first; None if it was called on no module, the root included.
+    """
+    found = [name for name, module in model.named_modules() if is_fsdp_module(module)]
+    return [name for name in reversed(found) if name] if found else None
+
+
+def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
+    """Return what a rank holds unsharded at the worst moment, beside its own parts.
+
+    Args:
+        model: The model, plain or divided by ``fully_shard``.
+        shards: How a plain model will be divided.
+
+    Returns:
+        Bytes; 0 for a model that is plain and stays so.
+    """
+    called = fully_sharded(model)
+    if called is None and shards is None:
+        return 0
+    blocks = _repeated_blocks(model) if called is None else called
+    weights: Counter[str | None] = Counter()
+    gradients: Counter[str | None] = Counter()
+    order: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        block = owner_of(name, blocks)
+        weights[block] += _gathered(parameter, shards)
+        gradients[block] += _gathered(parameter, shards) * parameter.requires_grad
+        if block is not None:
+            order[block] = None
+    running = _worst([weights[block] for block in order], [gradients[block] for block in order])
+    return weights[None] + gradients[None] + running
+
+
+def _gathered(parameter: Tensor, shards: Shards | None) -> int:
+    """Bytes of a whole parameter, with the padding of all ranks."""
+    whole = size_bytes(parameter.shape, parameter.dtype)
+    return whole if shards is None else size_bytes(shards.shape(parameter.shape), parameter.dtype) * shards.ranks
+
+
+def _worst(weights: Sequence[int], gradients: Sequence[int]) -> int:
+    before, after = [0, *weights[:-1]], [*gradients[1:], 0]
+    return max((sum(each) for each in zip(before, weights, gradients, after, strict=True)), default=0)
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    """Blocks that are entries of a list of like modules; all blocks, if there is no such list."""
+    blocks = find_blocks(model)
+    kinds = {block: _kind(model, block) for block in blocks}
+    counts = Counter(kinds.values())
+    repeated = [block for block in blocks if kinds[block] is not None and counts[kinds[block]] > 1]
+    return repeated or blocks
+
+
+def _kind(model: nn.Module, block: str) -> tuple[str, type[nn.Module]] | None:
+    parent, module = block.rpartition(".")[0], model.get_submodule(block)
+    listed = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    return (parent, type(module)) if listed and any(module.children()) else None

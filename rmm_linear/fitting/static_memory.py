@@ -1,0 +1,129 @@
+"""How much memory a training run needs beside its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rmm_linear._support.distributed import is_dtensor
+from rmm_linear.fitting.optimizer_state import OptimizerMemory, optimizer_memory, state_on
+from rmm_linear.fitting.shards import Shards, gathered_bytes, local, local_bytes
+from rmm_linear.memory.peak import storages
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """Memory of a training run beside its activations, in bytes per device and rank.
+
+    Attributes:
+        parameters: Of the model; weights that are tied, and views of one memory, count once.
+        buffers: Of the model, counted in the same way, without what parameters have.
+        gradients: Of all parameters that require a gradient.
+        optimizer: State of the optimizer, once it has made a step.
+        optimizer_transient: What the optimizer's step makes and frees again, at its worst moment.
+        ddp_buckets: Copies of the gradients that ``DistributedDataParallel`` communicates.
+        gathered: What ``fully_shard`` holds unsharded at the worst moment, beside the rank's own parts.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    optimizer_transient: int = 0
+    ddp_buckets: int = 0
+    gathered: int = 0
+
+    @property
+    def before_step(self) -> int:
+        """Bytes that are there before a step and do not belong to it: all but gradients and the transient."""
+        return self.parameters + self.buffers + self.optimizer + self.ddp_buckets + self.gathered
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the bytes by name, as JSON can hold them."""
+        return asdict(self)
+
+
+def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None = None) -> StaticMemory:
+    """Count what a training run needs beside its activations.
+
+    Nothing runs but a dry step of the optimizer, on stand-ins for the parameters; the model, the optimizer and random
+    numbers stay as they are. The model may lie on a device, on the meta device, or consist of fake tensors.
+
+    A budget is one device's. If the model is on an accelerator, what lies on the CPU is not counted; what lies on
+    several accelerators is counted together. Memory that quantized weights keep outside of parameters and buffers is
+    not counted.
+
+    Args:
+        model: The model. One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided
+            already (``DTensor`` parameters), the local parts count, and what ``fully_shard`` gathers.
+        optimizer: An instance; a class such as ``AdamW``, which will update all parameters that require a gradient; or
+            a callable that takes a list of parameters and returns an optimizer, such as
+            ``functools.partial(SGD, momentum=0.9)``. None counts nothing for it.
+        shards: How ``fully_shard`` will divide the model; None leaves it as it is.
+
+    Returns:
+        The bytes. With shards, those of :class:`Shards`, a model of what ``fully_shard`` does.
+
+    Raises:
+        TypeError: If the optimizer is nothing that makes an optimizer.
+        ValueError: If shards are given for a model that is divided or wrapped already, or the optimizer has no state
+            and cannot make a dry step.
+
+    Example:
+        >>> from torch.optim import SGD
+        >>> needed = static_memory(nn.Linear(4, 2, device="meta"), SGD)
+        >>> needed.parameters, needed.gradients, needed.optimizer, needed.before_step
+        (40, 40, 0, 40)
+    """
+    everything = [*model.parameters(), *model.buffers()]
+    _check(model, everything, shards)
+    accelerated = any(_device_type(tensor) not in ("cpu", "meta") for tensor in everything)
+    parameters = [parameter for parameter in model.parameters() if state_on(parameter, accelerated)]
+    buffers = [buffer for buffer in model.buffers() if state_on(buffer, accelerated)]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    held = _storages(parameters)
+    gradients = local_bytes(trained, shards)
+    buckets = isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view
+    kept = shards is None or not shards.cpu_offload
+    needed = OptimizerMemory()
+    if optimizer is not None and kept and trained:
+        device = next((p.device for p in trained if p.device.type != "cpu"), trained[0].device)
+        needed = optimizer_memory(optimizer, trained, device, shards)
+    return StaticMemory(
+        parameters=kept * (local_bytes(parameters, shards) if shards else sum(held.values())),
+        buffers=sum((_storages(buffers) | held).values()) - sum(held.values()),
+        gradients=kept * gradients,
+        optimizer=needed.state,
+        optimizer_transient=needed.transient,
+        ddp_buckets=gradients if buckets else 0,
+        gathered=gathered_bytes(model, shards),
+    )
+
+
+def _check(model: nn.Module, tensors: Iterable[Tensor], shards: Shards | None) -> None:
+    if shards is None:
+        return
+    if any(is_dtensor(tensor) for tensor in tensors):
+        raise ValueError(
+            f"shards describe a model that is not divided yet, got {shards} for a model with DTensor parameters. Leave "
+            "shards out: the local parts are counted."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"shards describe a model that is not wrapped, got {shards} for DistributedDataParallel. Pass the model "
+            "inside of it (model.module)."
+        )
+
+
+def _device_type(tensor: Tensor) -> str:
+    """Where it is computed with; parts of a ``DTensor`` may lie on the CPU meanwhile."""
+    return tensor.device_mesh.device_type if is_dtensor(tensor) else tensor.device.type  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the storages of tensors, by storage."""
+    found = storages([local(tensor.detach()) for tensor in tensors])
+    return {storage._cdata: storage.nbytes() for storage in found}

@@ -1,0 +1,153 @@
+"""What time the options of a block add to a step, from a block of each kind that runs by itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from rmm_linear.memory.inputs import call_with
+from rmm_linear.planning.block_plan import BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks import alike
+from rmm_linear.planning.step import as_in_training, copied
+
+_ROUNDS = 3
+
+Make = Callable[[PlannedBlock], BlockPlan]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of blocks.
+
+    Attributes:
+        plain: Block to the seconds of its forward and backward pass.
+        extra: Block and option to the seconds that the option adds; negative where it saves some.
+    """
+
+    plain: dict[str, float]
+    extra: dict[tuple[str, str], float]
+
+
+def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[PlannedBlock]], make: Make) -> Times:
+    """Time the forward and backward pass of one block of each kind, with each of its options in turn.
+
+    Blocks are alike that have one class, one set of parameters' shapes, and inputs of one shape. All options of a block
+    run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little.
+
+    Args:
+        model: The model.
+        example: A training batch.
+        options: Block to its options.
+        make: Makes the plan in which one block has an option, and all others keep everything.
+
+    Returns:
+        The seconds.
+    """
+    calls = _calls(model, example, list(options))
+    kinds: dict[str, list[str]] = {}
+    for name in options:
+        kinds.setdefault(f"{alike(model, name)} {_shapes(calls.get(name))} {_names(options[name])}", []).append(name)
+    plain, extra = dict[str, float](), dict[tuple[str, str], float]()
+    with as_in_training(model):
+        for names in kinds.values():
+            call = calls.get(names[0])
+            seconds = {} if call is None else _rounds(model, call, options[names[0]], make)
+            base = seconds.pop("", 0.0)
+            for name in names:
+                plain[name] = base
+                extra |= {(name, option): value - base for option, value in seconds.items()}
+    return Times(plain, extra)
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    args: Any
+    kwargs: Any
+
+    def run(self) -> None:
+        """Run both passes of the module by itself; its parameters' gradients are dropped."""
+        leaves, form = tree_flatten((self.args, self.kwargs))
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        first = next((place for place, leaf in enumerate(leaves) if _is_float(leaf)), None)
+        if first is not None:
+            leaves[first] = leaves[first].requires_grad_().clone()  # which may be changed in place
+        args, kwargs = tree_unflatten(leaves, form)
+        output = self.module(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _rounds(model: nn.Module, call: _Call, options: Sequence[PlannedBlock], make: Make) -> dict[str, float]:
+    """Option to seconds; "" to those of the block as it is."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found: dict[str, list[float]] = {"": [], **{option.option: [] for option in options}}
+
+    def timed() -> float:
+        _synchronize(device)
+        begin = time.perf_counter()
+        call.run()
+        _synchronize(device)
+        return time.perf_counter() - begin
+
+    call.run()  # what is made once
+    for _ in range(_ROUNDS):
+        found[""].append(timed())
+        for option in options:
+            with make(option).applied():
+                found[option.option].append(timed())
+    base = statistics.median(found[""])
+    by_plain = {
+        name: statistics.median(one / plain for one, plain in zip(seconds, found[""], strict=True))
+        for name, seconds in found.items()
+    }
+    return {name: base * ratio for name, ratio in by_plain.items()}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize(device)
+
+
+def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _Call]:
+    """The arguments of every block's first call, in a pass that saves nothing."""
+    found: dict[str, _Call] = {}
+    handles = []
+    for name in names:
+        module = model.get_submodule(name)
+
+        def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            found.setdefault(name, _Call(module, args, kwargs))
+
+        handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        with as_in_training(model), torch.no_grad():
+            call_with(model, copied(example))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _shapes(call: _Call | None) -> list[Any]:
+    if call is None:
+        return []
+    return [tuple(leaf.shape) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _names(options: Sequence[PlannedBlock]) -> list[str]:
+    return [option.option for option in options]

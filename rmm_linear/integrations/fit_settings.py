@@ -1,0 +1,83 @@
+"""What ``fit=`` of a callback, and the flags of commands, say about a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rmm_linear._support.sizes import read_bytes
+from rmm_linear._support.validation import did_you_mean
+
+SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder")
+
+
+def read_fit(fit: object) -> dict[str, Any]:
+    """Read what a user gave as ``fit``.
+
+    Args:
+        fit: A budget as :func:`rmm_linear.fit` takes it, or a mapping of its keyword arguments.
+
+    Returns:
+        Keyword arguments of :func:`rmm_linear.fit`.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If an argument is unknown, there is no bound, or the budget is no size or share.
+
+    Example:
+        >>> read_fit("8GB"), read_fit({"memory": 0.5, "max_noise": 0.1})
+        ({'memory': '8GB'}, {'memory': 0.5, 'max_noise': 0.1})
+    """
+    if isinstance(fit, bool) or not isinstance(fit, str | int | float | Mapping):
+        raise TypeError(
+            f'fit must be a budget such as "8GB", or a dictionary such as {{"memory": "8GB", "max_noise": 0.5}}, '
+            f"got {fit!r}."
+        )
+    settings: dict[str, Any] = dict(fit) if isinstance(fit, Mapping) else {"memory": fit}
+    for name in settings:
+        if name not in SETTINGS:
+            near = did_you_mean(str(name), SETTINGS)
+            raise ValueError(f"fit must have keys of {', '.join(SETTINGS)}, got {name!r}.{near}")
+    memory = settings.get("memory")
+    if memory is None and settings.get("time") is None:
+        raise ValueError(f'fit must have "memory" or "time", got {fit!r}. Use fit="8GB".')
+    if isinstance(memory, float) and not 0 < memory <= 1:
+        raise ValueError(f'memory as a share must be in (0, 1], got {memory}. Use a text such as "8GB" for bytes.')
+    if memory is not None and not isinstance(memory, float):
+        read_bytes("memory", memory)
+    return settings
+
+
+def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON holds them, to be compared with those of an earlier run.
+
+    Args:
+        settings: What :func:`read_fit` returned.
+
+    Returns:
+        Plain JSON types.
+    """
+    return {
+        name: sorted(map(str, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+
+
+def share_or_size(text: str) -> float | str:
+    """Read a budget from a command line.
+
+    Args:
+        text: A size such as "8GB", or a share such as "0.5".
+
+    Returns:
+        A number of at most 1 as a share; anything else as it is.
+
+    Example:
+        >>> share_or_size("0.5"), share_or_size("8GB"), share_or_size("8000000")
+        (0.5, '8GB', '8000000')
+    """
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    return share if share <= 1 else text

@@ -1,0 +1,246 @@
+"""A callback for transformers' Trainer that fits the training of its model into a memory budget.
+
+Import ``RMMCallback`` from ``rmm_linear.integrations.transformers``, whose error says what to install if transformers
+is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rmm_linear._support.sizes import read_bytes, show_bytes
+from rmm_linear.fitting.fit import fit
+from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
+from rmm_linear.integrations.fit_settings import as_json, read_fit
+from rmm_linear.integrations.saved_plans import plan_of
+from rmm_linear.integrations.trainers import arguments_of_step, around_next_step, calling_trainer, loss_call
+from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.step import loss_of
+
+logger = logging.getLogger(__name__)
+
+ENTRY = "rmm_fit"  # of the Trainer's log history, and so of checkpoints
+
+
+class FitCallback(TrainerCallback):
+    """Plans the Trainer's model with :func:`rmm_linear.fit` in the first step, on the batch of that step.
+
+    Nothing is drawn from the data or the random numbers of the run: where the exact model fits, the run is bit for bit
+    the one without the callback. Before a batch that is larger than all before it, by the elements of the model's main
+    input, the model is planned again with it, which is logged; if nothing fits then, the plan stays, with a warning.
+    Under ``DistributedDataParallel`` all processes train by the plan that the first one makes, of the largest batch.
+
+    Gradients that accumulate are there from one backward pass to the next forward pass, as are the buckets of
+    ``DistributedDataParallel``; a budget in bytes is reduced by both, which is printed.
+
+    Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
+    restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
+
+    Args:
+        fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit`.
+        around: Makes a context in which the model is planned.
+
+    Attributes:
+        fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
+
+    Raises:
+        TypeError: If ``fit`` is neither a budget nor a mapping.
+        ValueError: If ``fit`` has an unknown argument, or no budget.
+    """
+
+    def __init__(
+        self,
+        fit: str | int | float | Mapping[str, Any],
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Store the settings, and check them."""
+        self.settings = read_fit(fit)
+        self.around = around
+        self.fit_report: FitReport | None = None
+        self._trainer: Any = None
+        self._plan: BlockPlan | None = None
+        self._largest: float = 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look for a plan that the model has already."""
+        if model is not None:
+            self.begin(calling_trainer(self), model)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the next batch."""
+        around_next_step(self._trainer, [self.run])
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the next batch."""
+        around_next_step(self._trainer, [self.run])
+
+    def begin(self, trainer: Any, model: nn.Module) -> None:
+        """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user.
+
+        Args:
+            trainer: The Trainer.
+            model: Its model.
+
+        Raises:
+            ValueError: If the Trainer divides the model, as FSDP and DeepSpeed do.
+        """
+        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+            raise ValueError(
+                "fit plans models that are whole on every device, got a Trainer with FSDP or DeepSpeed. Call "
+                "rmm_linear.fit(model, batch, memory, shards=Shards(...)) before training instead."
+            )
+        self._trainer, plan = trainer, plan_of(model)
+        if plan is not None and plan is self._plan:
+            return
+        self._plan, self._largest, self.fit_report = None, 0, None
+        if plan is None:
+            return
+        noted = next((entry[ENTRY] for entry in reversed(trainer.state.log_history) if ENTRY in entry), None)
+        if noted is None:
+            logger.warning("The model has a plan already: fit leaves it. Call rmm_linear.revert(model) for a new one.")
+            self._largest = math.inf
+        elif noted["settings"] != as_json(self.settings):
+            logger.warning("The checkpoint was planned with fit=%s: it is planned anew.", noted["settings"])
+            plan.revert()
+        else:
+            self._plan, self._largest = plan, noted["elements"]
+            if trainer.is_world_process_zero():
+                print(f"{noted['summary']} (of the checkpoint)")
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Plan if the batch of a step is larger than those before it, then run the step.
+
+        Args:
+            step: The Trainer's ``training_step``.
+            args: Its arguments.
+            kwargs: Its named arguments.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            ValueError: If nothing fits the first batch.
+        """
+        trainer, inputs = self._trainer, arguments_of_step(args, kwargs)["inputs"]
+        size, source = largest_of_all(_elements(trainer.model, inputs), trainer.args.device)
+        if size > self._largest:
+            before, self._largest = self._largest, size
+            inputs = trainer._prepare_inputs(shared_batch(inputs, source, trainer.args.device))
+            with self.around():
+                trainer.model.train()  # as the step does; an evaluation may have been before it
+                self._replan(inputs, int(before), size)
+        return step(*args, **kwargs)
+
+    def _replan(self, inputs: Any, before: int, size: int) -> None:
+        trainer, old = self._trainer, self._plan
+        model: nn.Module = trainer.model
+        example = _example(trainer, model, inputs)  # on all processes, as losses may communicate
+        if old is not None:
+            old.revert()
+        report: FitReport | None = None
+        found: dict[str, Any] = {}
+        if trainer.is_world_process_zero():
+            try:
+                report = fit(model, example, optimizer=trainer.optimizer, **self._settings())
+                found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
+            except ValueError as error:
+                found = {"error": str(error)}
+        found = from_first(found, trainer.args.device)
+        if "error" in found:
+            if old is None:
+                raise ValueError(found["error"])
+            old.apply()
+            logger.warning(
+                "A batch of %d elements came after one of %d, and no plan fits it, so the plan stays: %s",
+                size, before, found["error"],
+            )  # fmt: skip
+            return
+        if report is None:
+            plan = BlockPlan.from_dict({key: value for key, value in found["plan"].items() if key != "format"})
+            plan.apply(model)
+        else:
+            plan, self.fit_report = report.plan, report
+        self._plan = plan
+        trainer.state.log_history.append({ENTRY: found["entry"], "step": trainer.state.global_step})
+        if before:
+            logger.warning(
+                "A batch of %d elements came after one of %d: planned anew. %s", size, before, found["entry"]["summary"]
+            )
+        elif report is not None:
+            # Printed, not logged, as by the Trainer's own callbacks.
+            print(report)
+            if reserved := self._reserved():
+                print(f"Beside the step, {show_bytes(reserved)} are for gradients that accumulate, and buckets of DDP.")
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings, with the budget of a step."""
+        memory, reserved = self.settings.get("memory"), self._reserved()
+        if memory is None or isinstance(memory, float) or not reserved:
+            return self.settings
+        left = read_bytes("memory", memory) - reserved
+        if left < 1:
+            raise ValueError(
+                f"memory={memory!r} cannot be met: {show_bytes(reserved)} are needed for gradients that accumulate, "
+                "and buckets of DistributedDataParallel. Use more memory."
+            )
+        return {**self.settings, "memory": left}
+
+    def _reserved(self) -> int:
+        """Bytes that are there in a whole step, and not at the begin of the one that is planned."""
+        trainer = self._trainer
+        gradients = static_memory(trainer.model).gradients if trainer.args.gradient_accumulation_steps > 1 else 0
+        return gradients + static_memory(trainer.model_wrapped).ddp_buckets
+
+    def _entry(self, report: FitReport, size: int) -> dict[str, Any]:
+        return {
+            "summary": report.summary(),
+            "elements": size,
+            "peak_bytes": report.peak,
+            "exact_peak_bytes": report.exact_peak,
+            "budget_bytes": report.memory,
+            "settings": as_json(self.settings),
+        }
+
+
+def _elements(model: Any, inputs: Any) -> int:
+    """Elements of the main input of a batch."""
+    main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
+    if not isinstance(main, Tensor):
+        main = next((leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)), None)
+    return 1 if main is None else main.numel()
+
+
+def _example(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+    """The batch, if the model's own loss on it is what is trained with, as noise is measured by its sequences."""
+    loss = loss_call(trainer, model, inputs)
+    with restored(model), torch.no_grad():
+        trained = loss()
+    with restored(model), torch.no_grad():
+        try:
+            own = loss_of(call_with(model, dict(inputs)))
+        except (TypeError, ValueError):
+            return loss
+    return dict(inputs) if torch.equal(own, trained) else loss

@@ -1,0 +1,217 @@
+"""RMMCallback(fit=...) plans the Trainer's model in its first step, and again before larger batches."""
+
+import pytest
+import torch
+from fit_helpers import RECOMPUTED, elements, entries, fitting
+from trainer_helpers import make_trainer, weights
+
+import rmm_linear
+from rmm_linear import RMMConfig
+from rmm_linear.integrations.transformers import RMMCallback
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["fp32", "bf16"])
+def test_a_run_whose_plan_keeps_everything_is_the_run_without_it(tmp_path, options):
+    """Bit for bit, with dropout and shuffled data: nothing is drawn from the run's data and random numbers."""
+    plain, _, _ = make_trainer(tmp_path / "plain", config=None, max_steps=3, **options)
+    plain.train()
+    trainer, callback, _ = fitting(tmp_path / "fit", {"memory": "1GB"}, max_steps=3, **options)
+    trainer.train()
+    assert callback.fit_report.is_exact
+    assert same(weights(plain), weights(trainer))
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, trainer)]
+    assert losses[0] == losses[1] != []
+    assert "training_step" not in vars(trainer)
+
+
+def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
+    """Recomputation draws the same dropout; evaluations in between and accumulated gradients change nothing."""
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    plain, _, _ = make_trainer(tmp_path / "plain", config=None, **options)
+    plain.eval_dataset = plain.train_dataset
+    plain.train()
+    trainer, callback, recorder = fitting(tmp_path / "fit", RECOMPUTED, **options)
+    trainer.eval_dataset = trainer.train_dataset
+    capsys.readouterr()
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert str(callback.fit_report) in printed
+    assert "are for gradients that accumulate" in printed
+    assert trainer.model.rmm_plan is callback.fit_report.plan
+    assert {block.choice for block in callback.fit_report.plan.blocks} == {"keep", "recompute"}
+    assert callback.fit_report.static.optimizer > callback.fit_report.static.gradients
+    assert same(weights(plain), weights(trainer))
+    assert len(entries(trainer)) == 1
+    assert not any(name.startswith("rmm/") for entry in recorder.logs for name in entry)  # there is no noise
+
+
+def test_accumulated_gradients_and_buckets_are_taken_from_a_budget_in_bytes(tmp_path):
+    found = []
+    for steps in (1, 2):
+        trainer, callback, _ = fitting(tmp_path, "1GB", max_steps=1, gradient_accumulation_steps=steps)
+        trainer.train()
+        found.append(callback.fit_report)
+    assert found[0].memory - found[1].memory == found[0].static.gradients
+    trainer, _, _ = fitting(tmp_path, "1KB", max_steps=1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="are needed for gradients that accumulate"):
+        trainer.train()
+
+
+def test_converted_blocks_are_planned_by_noise_and_their_noise_is_logged(tmp_path):
+    trainer, callback, recorder = fitting(
+        tmp_path, {"memory": 0.7, "allow": ["keep", "sketch", "pack"], "max_noise": 100}, every=2, max_steps=2
+    )
+    trainer.train()
+    report = callback.fit_report
+    assert report.plan.config is not None
+    assert report.noise is not None
+    assert not any("Noise is not measured" in note for note in report.notes)
+    assert any("rmm/noise" in entry for entry in recorder.logs)
+
+
+def test_a_loss_that_is_not_the_models_own_is_a_function_as_example(tmp_path):
+    """Then noise is not measured, and memory is that of the Trainer's loss."""
+    trainer, callback, _ = fitting(
+        tmp_path,
+        {"memory": 0.7, "allow": ["keep", "pack", "recompute"]},
+        max_steps=1,
+        label_smoothing_factor=0.1,
+    )
+    trainer.train()
+    assert any("Noise is not measured" in note for note in callback.fit_report.notes)
+    assert callback.fit_report.fits
+
+
+def test_adapters_are_planned(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["query", "value"])
+    trainer, callback, _ = fitting(
+        tmp_path, {"memory": 0.8}, wrap=lambda model: get_peft_model(model, lora), max_steps=2
+    )
+    before = weights(trainer)
+    trainer.train()
+    report = callback.fit_report
+    assert report.fits
+    assert not report.is_exact
+    assert report.static.gradients < report.static.parameters / 4
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True)]
+    assert moved == [p.requires_grad for p in trainer.model.parameters()]
+
+
+def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, caplog):
+    """The sizes of the batches decide, in the middle of an accumulated step too."""
+    sizes = [8, 8, 16, 12, 20, 20, 8, 20]
+    options = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
+    trained = []
+    for fit in (None, RECOMPUTED):
+        if fit is None:
+            trainer, _, _ = make_trainer(tmp_path, config=None, **options)
+        else:
+            trainer, callback, _ = fitting(tmp_path, fit, **options)
+        lengths = iter(sizes)
+        collate = trainer.data_collator
+
+        def cut(rows, lengths=lengths, collate=collate):
+            length = next(lengths)
+            return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
+
+        trainer.data_collator = cut
+        trainer.train()
+        trained.append(weights(trainer))
+    assert same(*trained)
+    assert elements(trainer) == [32, 64, 80]
+    said = [message for message in caplog.messages if "planned anew" in message]
+    assert [message.split(":")[0] for message in said] == [
+        "A batch of 64 elements came after one of 32",
+        "A batch of 80 elements came after one of 64",
+    ]
+    assert trainer.model.rmm_plan is callback.fit_report.plan
+
+
+def test_the_plan_stays_where_nothing_fits_a_larger_batch(tmp_path, caplog):
+    trainer, callback, _ = fitting(tmp_path, {"memory": 1.0, "allow": ["keep"]}, max_steps=3)
+    lengths, collate = iter([4, 20, 20]), trainer.data_collator
+
+    def cut(rows):
+        length = next(lengths)
+        return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
+
+    trainer.data_collator = cut
+    callback._fitting.settings["memory"] = budget = 400_000  # for four tokens, not for twenty
+    trainer.train()
+    assert callback.fit_report.memory == budget
+    assert trainer.model.rmm_plan is callback.fit_report.plan
+    assert trainer.model.rmm_plan.is_applied
+    assert [message for message in caplog.messages if "so the plan stays: memory=400000 cannot be met" in message]
+    assert elements(trainer) == [16]
+
+
+def test_what_cannot_be_met_ends_the_training_before_its_first_step(tmp_path):
+    trainer, _, _ = fitting(tmp_path, 1000, max_steps=1)
+    before = weights(trainer)
+    with pytest.raises(ValueError, match="memory=1000 cannot be met"):
+        trainer.train()
+    assert same(before, weights(trainer))
+    assert "rmm_plan" not in vars(trainer.model)
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_second_training_keeps_the_plan(tmp_path, capsys):
+    trainer, callback, _ = fitting(tmp_path, RECOMPUTED, max_steps=1)
+    trainer.train()
+    report = callback.fit_report
+    trainer.train()
+    assert callback.fit_report is report
+    assert capsys.readouterr().out.count("rmm_linear fit:") == 1
+
+
+def test_a_plan_of_the_user_stays(tmp_path, caplog):
+    trainer, callback, _ = fitting(tmp_path, RECOMPUTED, max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    plan = rmm_linear.fit(trainer.model, dict(batch), 1.0).plan
+    trainer.train()
+    assert trainer.model.rmm_plan is plan
+    assert callback.fit_report is None
+    assert any("has a plan already" in message for message in caplog.messages)
+
+
+def test_a_model_that_is_converted_is_refused(tmp_path):
+    trainer, _, _ = make_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(RMMCallback(trainer, fit="1GB"))
+    with pytest.raises(ValueError, match=r"Call rmm_linear\.revert\(model\) first"):
+        trainer.train()
+
+
+def test_what_divides_models_is_refused(tmp_path):
+    trainer, _, _ = fitting(tmp_path, "1GB", max_steps=1)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="whole on every device"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fit": True}, TypeError, 'fit must be a budget such as "8GB"'),
+        ({"fit": [1]}, TypeError, 'fit must be a budget such as "8GB"'),
+        ({"fit": {"max_nose": 1}}, ValueError, "Did you mean 'max_noise'"),
+        ({"fit": {"max_noise": 1}}, ValueError, 'must have "memory" or "time"'),
+        ({"fit": "8 gigs"}, ValueError, "memory must be a size"),
+        ({"fit": 1.5}, ValueError, r"memory as a share must be in \(0, 1\]"),
+        ({"fit": "1GB", "convert": RMMConfig()}, ValueError, "got convert too"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(options, error, text):
+    with pytest.raises(error, match=text):
+        RMMCallback(**options)
+
+
+def test_fit_and_a_report_exclude_each_other(tmp_path):
+    _, report, _ = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="got report too"):
+        RMMCallback(report=report, fit="1GB")
