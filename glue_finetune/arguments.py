@@ -17,9 +17,10 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.own_flags import DESCRIPTION, PROGRAM, GlueArguments, HelpFormatter, flag
-from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators
+from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators, sketch_flags
 from glue_finetune.tasks import TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
+from rmm_linear.integrations.fit_settings import read_fit, share_or_size
 
 
 @dataclasses.dataclass
@@ -103,6 +104,8 @@ def parse(argv: list[str]) -> Arguments:
         raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
     _check_numbers(values)
     given = _given(parser, argv)
+    if values["max_memory"] is not None:
+        _check_max_memory(values, given)
     config, is_exact = build_config(values, given)
     if has_estimators(config):
         values["remove_unused_columns"] = False  # the examples' numbers are no argument of a model's forward
@@ -117,7 +120,22 @@ def parse(argv: list[str]) -> Arguments:
             "without an accelerator do by default. Add --use_cpu."
         )
     glue = GlueArguments(**_pick(values, GlueArguments))
-    return Arguments(glue, training, None if is_exact else config, config, tuple(argv), given)
+    is_unconverted = is_exact or glue.max_memory is not None
+    return Arguments(glue, training, None if is_unconverted else config, config, tuple(argv), given)
+
+
+def _check_max_memory(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Check the budget, and that nothing else chooses or looks at a sketch."""
+    excluded = [*sketch_flags(given), *(name for name in ("probe_every", "compare", "demo") if name in given)]
+    if excluded:
+        raise UserError(
+            f"--max_memory chooses what is sketched, so other flags must not, got --{excluded[0]} too. Leave out one of "
+            "them."
+        )
+    try:
+        read_fit(share_or_size(values["max_memory"]))
+    except ValueError as error:
+        raise UserError(f"max_memory: {one_line(error)}") from error
 
 
 def _check_numbers(values: dict[str, Any]) -> None:

@@ -49,6 +49,11 @@ class GlueArguments:
         "Look at the noise of the sketches on every so many steps, and write variance.csv. "
         "With --kind exact, at the noise that the sketch of the other flags would make. Default: never.",
     )
+    max_memory: str | None = flag(
+        None,
+        "Train within so much memory, such as 8GB or a share of the exact model's peak such as 0.5: rmm_linear.fit "
+        "chooses what every block saves, in the first step. In place of the flags of the sketch. Default: no limit.",
+    )
     demo: bool = flag(False, f"A comparison that needs no network: a generated task, minutes, into {DEMO_OUTPUT}.")
     compare: list[str] | None = flag(  # noqa: RUF009 it makes a field
         None,

@@ -76,6 +76,11 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMCon
         raise UserError(one_line(error)) from error
 
 
+def sketch_flags(given: Collection[str]) -> list[str]:
+    """Return the flags of the sketch among those that the user gave."""
+    return sorted({"rmm_config", *_FIELDS} & {*given})
+
+
 def has_estimators(config: RMMConfig) -> bool:
     """Return whether the configuration or one of its overrides names a norm estimator."""
     fields = ({"norm_estimator": config.norm_estimator}, *config.overrides.values())

@@ -56,7 +56,12 @@ class GlueTrainer(Trainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         step = self.state.global_step + 1
         is_early = step < min(MEASURED_STEP, self.state.max_steps)
-        if not model.training or is_early or any(BYTES_KEPT in entry for entry in self.state.log_history):
+        if (
+            not torch.is_grad_enabled()
+            or not model.training
+            or is_early
+            or any(BYTES_KEPT in entry for entry in self.state.log_history)
+        ):
             return super().compute_loss(model, inputs, *args, **kwargs)
         shape = list(inputs["input_ids"].shape)
         unwrapped: Any = self.model  # `model` may be wrapped, with prefixes before the names

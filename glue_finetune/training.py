@@ -16,7 +16,7 @@ from glue_finetune.arguments import Arguments
 from glue_finetune.checkpoints import choose_checkpoint, prepare_folder
 from glue_finetune.complete import check_files
 from glue_finetune.data import GlueData, load_task
-from glue_finetune.errors import UserError
+from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import claimed, saving, write_json
 from glue_finetune.interrupt import InterruptCallback
 from glue_finetune.modeling import (
@@ -36,7 +36,10 @@ from glue_finetune.tasks import get_task
 from glue_finetune.trainer import LINEAR_EXACT, CheckpointFiles, GlueTrainer, StepTimer, add_progress
 from rmm_linear import ConversionReport, RMMConfig, convert
 from rmm_linear.estimators import IndexedDataset, with_sample_index
+from rmm_linear.integrations.fit_settings import share_or_size
+from rmm_linear.integrations.fit_training import ENTRY, FitCallback
 from rmm_linear.integrations.pretrained import save_conversion
+from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.transformers import ProbeCallback
 
 logger = logging.getLogger(__name__)
@@ -84,8 +87,9 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     layers = _sketchable(model, arguments.probed)
     report = sketch(model, arguments.config)
     if training.process_index == 0:
-        # What the whole model saves is measured in a later step.
-        print("exact: every layer keeps its whole input" if report is None else report.modules())
+        # What the whole model saves is measured in a later step; what fits a budget, in the first one.
+        kept = "exact: every layer keeps its whole input" if glue.max_memory is None else "exact until the first step"
+        print(kept if report is None else report.modules())
 
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
@@ -116,13 +120,20 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
         callbacks=[interrupt, timer, CheckpointFiles(settings, checkpoint)],
     )
     trainer.layers, trainer.report = layers, report
+    if glue.max_memory is not None:
+        trainer.add_callback(FitCallback(share_or_size(glue.max_memory)))
     add_progress(trainer)
     probe = None
     if glue.probe_every is not None:
         probe = ProbeCallback(every=glue.probe_every, config=arguments.probed)
         trainer.add_callback(probe)
     began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except ValueError as error:
+        if glue.max_memory is None or "cannot be met" not in str(error):
+            raise
+        raise UserError(one_line(error)) from error
     seconds = time.perf_counter() - began
     state = trainer.state
     if state.global_step < state.max_steps and interrupt.signum is not None:
@@ -131,10 +142,12 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             state.global_step, state.max_steps, folder,
         )  # fmt: skip
         return 128 + interrupt.signum
+    plan = plan_of(model)
+    report = report if plan is None else plan.conversion
     if training.save_strategy != "no":
         with saving(folder):
             trainer.save_model()
-            if report is not None and trainer.is_world_process_zero():
+            if (report is not None or plan is not None) and trainer.is_world_process_zero():
                 save_conversion(model, folder)
     if trainer.is_world_process_zero():
         found = (report or ConversionReport(arguments.probed)).in_training(model)
@@ -151,6 +164,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             "recomputed": list(found.checkpointed),
             "linear_exact": next((entry[LINEAR_EXACT] for entry in state.log_history if LINEAR_EXACT in entry), {}),
             "attention_exact": _exact_attention(model),
+            "fit": next((entry[ENTRY] for entry in reversed(state.log_history) if ENTRY in entry), None),
         }
         results = make_results(arguments, task, state.log_history, extra)
         if found.bits:

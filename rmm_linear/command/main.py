@@ -14,11 +14,14 @@ PROGRAM = "rmm-linear"
 _EXPLAIN = """Run a model forward before and after a trial conversion, and print what it saves for the backward pass: in
 all, by operation, what is left and why, and by linear layer. Nothing is trained or written. The model has random
 weights, which change no byte."""
+_FIT = """Choose for every block of a model what it saves for the backward pass, recomputes or moves to other memory, so
+that a training process fits a budget, and print it, with bytes, time and noise. Nothing is trained. The model has
+random weights, which change no byte; noise is theirs."""
 _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": ("rmm_linear.variance.__main__", "the noise of stand-ins beside the minibatch's, on your own data"),
     "glue": ("glue_finetune.start", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
-_COMMANDS = ("explain", *_OTHERS, "version")
+_COMMANDS = ("explain", "fit", *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rmm_linear.command.explain import explain_model
 
         return explain_model(arguments)
+    if arguments.command == "fit":
+        from rmm_linear.command.fit import fit_model
+
+        return fit_model(arguments)
     parser.print_help()
     return 2
 
@@ -61,7 +68,7 @@ def _run_other(name: str, words: list[str]) -> int:
 
 def _help_all() -> int:
     """Print the help of the command, and of those below it that have flags."""
-    for words in ([], ["explain"], *([name] for name in _OTHERS)):
+    for words in ([], ["explain"], ["fit"], *([name] for name in _OTHERS)):
         with suppress(SystemExit):
             main([*words, "--help"])
         print()
@@ -77,17 +84,44 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     explain = commands.add_parser("explain", help="what a conversion saves of a model", description=_EXPLAIN)
-    explain.add_argument("model", metavar="MODEL", help="a folder written by save_pretrained, or a model of the hub")
-    explain.add_argument(
-        "--batch", metavar="FILE", help="a .pt file with a training batch, or a list of such (default: random tokens)"
-    )
-    explain.add_argument("--size", type=int, default=8, help="sequences of the random batch (default: %(default)s)")
-    explain.add_argument("--length", type=int, default=128, help="tokens of each of them (default: %(default)s)")
+    _add_model(explain)
     explain.add_argument(
         "--rmm_config", "--rmm-config", metavar="FILE", help="a configuration that RMMConfig.save wrote (default: ours)"
     )
     explain.add_argument("--operations", nargs="+", metavar="NAME", help="operations to convert (default: all)")
+    fit = commands.add_parser("fit", help="how a model trains within a memory budget", description=_FIT)
+    _add_model(fit)
+    fit.add_argument("--memory", metavar="SIZE", help="such as 8GB, or a share of the exact model's peak, such as 0.5")
+    fit.add_argument(
+        "--time",
+        type=float,
+        metavar="X",
+        help="the longest step, by an exact one's; without --memory, in the least memory",
+    )
+    fit.add_argument(
+        "--optimizer",
+        choices=("adamw", "sgd", "none"),
+        default="adamw",
+        help="whose state is counted (default: %(default)s)",
+    )
+    fit.add_argument(
+        "--max-noise", "--max_noise", type=float, metavar="X", help="of stand-ins, by the minibatch's own (default: 1)"
+    )
+    fit.add_argument(
+        "--allow", nargs="+", metavar="NAME", help="of keep, sketch, pack, recompute, offload (default: all)"
+    )
+    fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
     for name, (_, text) in _OTHERS.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("version", help="versions and backends of this machine, for a bug report")
     return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that runs a model on a batch."""
+    command.add_argument("model", metavar="MODEL", help="a folder written by save_pretrained, or a model of the hub")
+    command.add_argument(
+        "--batch", metavar="FILE", help="a .pt file with a training batch, or a list of such (default: random tokens)"
+    )
+    command.add_argument("--size", type=int, default=8, help="sequences of the random batch (default: %(default)s)")
+    command.add_argument("--length", type=int, default=128, help="tokens of each of them (default: %(default)s)")

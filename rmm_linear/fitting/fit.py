@@ -34,6 +34,7 @@ def fit(
     objective: str = "time",
     folder: str | None = None,
     shards: Shards | None = None,
+    accumulate: bool = False,
 ) -> FitReport:
     """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
 
@@ -62,6 +63,8 @@ def fit(
         objective: "time": least time, then least noise; or "noise": the other way round.
         folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.
         shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
+        accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
+            accumulation, or where ``zero_grad(set_to_none=False)`` keeps them.
 
     Returns:
         What was done. Print it.
@@ -83,7 +86,7 @@ def fit(
     with quiet():
         work = Fitting(
             model, example, memory,
-            optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards,
+            optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards, accumulate=accumulate,
         )  # fmt: skip
         if work.total is not None and time is None and KEEP in allow and work.is_within(work.exact_peak):
             report = work.kept()

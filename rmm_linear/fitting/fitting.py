@@ -12,14 +12,14 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.fitting.shards import Shards
+from rmm_linear.fitting.shards import Shards, size_bytes
 from rmm_linear.fitting.static_memory import StaticMemory, static_memory
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.block_plan import KEEP, BlockPlan
 from rmm_linear.planning.budget import read_budget
 from rmm_linear.planning.measure import measure
 from rmm_linear.planning.proposals import Proposals
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import Held, watch
 from rmm_linear.planning.solve import Option, choose, least, peak_of
 from rmm_linear.planning.step import as_in_training, copied, run_step
 
@@ -41,19 +41,23 @@ class Fitting:
         objective: str = "time",
         folder: str | None = None,
         shards: Shards | None = None,
+        accumulate: bool = False,
     ) -> None:
         """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
+        self.accumulate = accumulate
         self.static = static_memory(model, optimizer, shards)
-        self.costs = measure(model, example)
-        self.exact_peak = self.static.before_step + self.costs.peak.bytes
+        self.before = self.static.before_step + (self.static.gradients if accumulate else 0)
+        held = _held(shards, accumulate=accumulate)
+        self.costs = measure(model, example, held=held)
+        self.exact_peak = self.before + self.costs.peak.bytes
         self.total = None if memory is None else read_budget(memory, self.exact_peak)
         names = [block.name for block in self.costs.blocks]
         conversions = Conversions(model, names, None if is_meta(model) else example)
-        budget = 0 if self.total is None else self.total - self.static.before_step
+        budget = 0 if self.total is None else self.total - self.before
         self.proposals = Proposals(
             model, example, self.costs, budget,
-            cost=self.cost, solver="auto", configure=conversions.configure, folder=folder,
+            cost=self.cost, solver="auto", configure=conversions.configure, folder=folder, held=held,
         )  # fmt: skip
         self.candidates = Candidates(self.proposals, conversions, allow)
 
@@ -110,7 +114,7 @@ class Fitting:
         if found is None:
             raise ValueError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
         plan = self.proposals.judge(found)
-        total = self.static.before_step + plan.predicted
+        total = self.before + plan.predicted
         if not self.is_within(total):
             raise ValueError(
                 f"memory={self.total} cannot be met in time={time:g}: the least is {show_bytes(total)}. "
@@ -120,11 +124,15 @@ class Fitting:
 
     def report(self, plan: BlockPlan) -> FitReport:
         """Apply a plan, run a real step, and say what was found."""
-        before, seconds = self.static.before_step, self.candidates.seconds
+        before, seconds = self.before, self.candidates.seconds
         plan.apply()
         try:
-            after = simulate(self.model, self.example)
-            measured = None if is_meta(self.model) else before + _measured(self.model, self.example)
+            after = watch(self.model, self.example, held=self.proposals.held)[0]
+            measured = (
+                None
+                if is_meta(self.model)
+                else before + _measured(self.model, self.example, accumulate=self.accumulate)
+            )
         except BaseException:
             plan.revert()
             raise
@@ -153,7 +161,7 @@ class Fitting:
             helps.append("a larger max_noise")
         if any("folder" in note for note in self.candidates.notes):
             helps.append("folder=... to offload to files")
-        lowest = self.static.before_step + best.predicted
+        lowest = self.before + best.predicted
         return (
             f"memory={self.total} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
             f"{best.moment} needs. These would help: {', '.join(helps)}."
@@ -169,15 +177,25 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _measured(model: nn.Module, example: Any) -> int:
+def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
     """Bytes that a real step makes."""
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
     with as_in_training(model):
         batch = copied(example)
+        for parameter in model.parameters():
+            if accumulate and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         with peak(device) as highest:
             run_step(model, batch)
     return highest.bytes - there
+
+
+def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
+    """Bytes of a parameter's gradient that a step adds."""
+    if accumulate or (shards is not None and shards.cpu_offload):
+        return lambda parameter: 0
+    return None if shards is None else lambda p: size_bytes(shards.shape(p.shape), p.dtype)
 
 
 def _optimizer_step(static: StaticMemory) -> int:

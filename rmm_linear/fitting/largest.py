@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.measure import Costs, measure
 from rmm_linear.planning.proposals import Proposals
-from rmm_linear.planning.simulate import simulate
+from rmm_linear.planning.simulate import watch
 from rmm_linear.planning.solve import Option, choose, least
 
 _MOST = 2**24  # sequences; more is taken for "any number"
@@ -114,14 +115,16 @@ def max_batch(
         work = Fitting(model, large, memory, optimizer=optimizer, allow=allow, folder=folder, shards=shards)
         budget = work.proposals.budget
 
-        def plain(count: int) -> int:
-            return simulate(model, resized(example, count)).bytes
+        def simulated(plan: BlockPlan, count: int) -> int:
+            with plan.applied() as planned:
+                return watch(planned, resized(example, count), held=work.proposals.held)[0].bytes
 
+        plain = work.proposals.plan_of([rows[0] for rows in work.proposals.rows])
         again = BlockPlan(
             [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks], _model=model
         )
-        exact = _largest(plain, budget, count)
-        checkpointed = _largest(lambda count: again.simulated(resized(example, count)).bytes, budget, max(exact, 1))
+        exact = _largest(partial(simulated, plain), budget, count)
+        checkpointed = _largest(partial(simulated, again), budget, max(exact, 1))
         work.candidates.add(max_noise)
         lines = _Lines(work.proposals, _measured_at(small, work.proposals), size // 2, size)
         plans: dict[int, BlockPlan] = {}
@@ -132,12 +135,12 @@ def max_batch(
 
         found = _largest(fitted, budget, lines.solvable(budget), tries=_TRIES)
         plan = plans.get(found)
-        for known, choices in ((checkpointed, again.blocks), (exact, None)):
-            if known > found and (choices is None or RECOMPUTE in allow):
-                found, plan = known, work.proposals.plan_of(choices or [rows[0] for rows in work.proposals.rows])
-        peak = plan.simulated(resized(example, found)).bytes if plan is not None else 0
+        for known, other in ((checkpointed, again), (exact, plain)):
+            if known > found and (other is plain or RECOMPUTE in allow):
+                found, plan = known, other
+        peak = 0 if plan is None else simulated(plan, found)
     return LargestBatch(
-        found, exact, checkpointed, plan, work.static.before_step + peak, work.total or 0, tuple(work.candidates.notes)
+        found, exact, checkpointed, plan, work.before + peak, work.total or 0, tuple(work.candidates.notes)
     )
 
 
@@ -201,8 +204,8 @@ def _measured_at(example: Any, proposals: Proposals) -> Proposals:
     """The same options with another batch."""
     model, costs = proposals.model, proposals.costs
     found = Proposals(
-        model, example, Costs(measure(model, example).blocks, costs.peak), 0,
-        configure=proposals.configure, folder=proposals.folder,
+        model, example, Costs(measure(model, example, held=proposals.held).blocks, costs.peak), 0,
+        configure=proposals.configure, folder=proposals.folder, held=proposals.held,
     )  # fmt: skip
     names = dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP)
     for name in names:
@@ -236,7 +239,7 @@ class _Lines:
         """The plan of least memory for a number of sequences, simulated with as many."""
         proposals = Proposals(
             work.model, resized(example, count), work.costs, work.proposals.budget,
-            cost=work.cost, configure=work.proposals.configure, folder=work.proposals.folder,
+            cost=work.cost, configure=work.proposals.configure, folder=work.proposals.folder, held=work.proposals.held,
         )  # fmt: skip
         proposals.rows = self.rows(count)
         options = proposals.options

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rmm_linear.fitting.noise import Noise, measure_noise
-from rmm_linear.fitting.settings import PACK, SETTINGS, SKETCH, Conversions, Setting, converting
+from rmm_linear.fitting.settings import NARROW, PACK, SETTINGS, SKETCH, Conversions, Setting, converting
 from rmm_linear.fitting.times import Times, time_options
 from rmm_linear.planning.block_plan import (
     CONVERT,
@@ -26,6 +26,7 @@ from rmm_linear.planning.measure import Costs
 from rmm_linear.planning.plan_blocks import Recomputations
 from rmm_linear.planning.proposals import Proposals
 
+_NOMINAL = 1e-9
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)
 
 
@@ -138,7 +139,11 @@ class Candidates:
     def _add_noise(self, settings: Sequence[Setting], max_noise: float) -> None:
         noise = self._noise([one for one in settings if not self._adds_none(one)])
         if noise.unknown:
-            self.notes.append(f"Noise is not measured, so max_noise={max_noise:g} is not checked: {noise.unknown}.")
+            self.notes.append(
+                f'Noise is not measured, so max_noise={max_noise:g} is not checked and "{CONVERT} {NARROW}" is left out: '
+                f"{noise.unknown}."
+            )
+            self._add_nominal_noise()
         dropped: dict[str, list[str]] = {}
         for number, rows in enumerate(self.proposals.rows):
             kept: list[PlannedBlock] = []
@@ -157,6 +162,14 @@ class Candidates:
                 f'"{CONVERT} {setting}" is left out where a layer\'s noise exceeds max_noise={max_noise:g}: '
                 f"{names[0]}{more}."
             )
+
+    def _add_nominal_noise(self) -> None:
+        """Prefer wide settings among those that cost the same."""
+        order = {setting.name: place for place, setting in enumerate(SETTINGS)}
+        self.proposals.rows = [
+            [replace(row, noise=_NOMINAL * order.get(row.setting, 0)) for row in rows if row.setting != NARROW]
+            for rows in self.proposals.rows
+        ]
 
     def _noise(self, settings: Sequence[Setting]) -> Noise:
         if self.is_meta:

@@ -117,7 +117,7 @@ class FitReport:
                     show_bytes(sum(block.kept for block in blocks)),
                     show_bytes(max(block.worst for block in blocks)),
                     f"{sum(block.seconds for block in blocks):+.2g}",
-                    f"{sum(block.noise for block in blocks):.2g}",
+                    "" if self.noise is None else f"{sum(block.noise for block in blocks):.2g}",
                 )
             )
         return table(("block", "count", "option", "kept", "worst moment", "seconds added", "noise"), rows)

@@ -17,6 +17,7 @@ from rmm_linear.planning.blocks import owner_of
 
 SKETCH, PACK = "sketch", "pack"
 LINEAR = "linear"
+NARROW = "narrow"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ SETTINGS = (
     Setting("others", _others(4, 2, 4)),
     Setting("wide", {LINEAR: {"ratio": 1.0, "bits": 8}, **_others(8, 4, 8)}),
     Setting("tenth", {**_TENTH, **_others(4, 2, 4)}),
-    Setting("narrow", {LINEAR: {"memory": 0.05, "bits": 2}, **_others(2, 2, 4)}),
+    Setting(NARROW, {LINEAR: {"memory": 0.05, "bits": 2}, **_others(2, 2, 4)}),
 )
 
 

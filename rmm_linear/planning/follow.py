@@ -159,6 +159,21 @@ class FollowedTensors(LiveTensors):
         self.events.append(Event(self.now, pass_, running, size, running))
         weakref.finalize(storage, self._forget, key, running).atexit = False
 
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """Count other bytes for a tensor from now on.
+
+        Args:
+            tensor: A tensor that is counted; nothing happens with any other.
+            size: Bytes.
+        """
+        key = tensor.untyped_storage()._cdata
+        change = size - self.live.get(key, size)
+        if change:
+            self.live[key] = size
+            self.now += change
+            pass_, running = self.place.now
+            self.events.append(Event(self.now, pass_, running, change, running))
+
     def _forget(self, key: int, owner: str) -> None:
         size = self.live.pop(key)
         if self._open:  # what the step leaves is not released by it

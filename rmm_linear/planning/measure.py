@@ -15,7 +15,8 @@ from rmm_linear.planning.blocks import find_blocks, owner_of
 from rmm_linear.planning.follow import FORWARD, Event
 from rmm_linear.planning.node_costs import NodeCost, measure_nodes
 from rmm_linear.planning.observe import observe
-from rmm_linear.planning.simulate import watch
+from rmm_linear.planning.simulate import Held, watch
+from rmm_linear.planning.step import has_memory
 from rmm_linear.planning.timing import time_modules
 from rmm_linear.planning.workspace import Workspace
 from rmm_linear.planning.workspace import workspace as measure_workspace
@@ -32,7 +33,7 @@ class BlockCost:
             before it keep.
         storages: Bytes of the storages that it is the first to save, largest first.
         flops: Operations of its forward pass.
-        seconds: Time of its forward pass; like blocks have the same.
+        seconds: Time of its forward pass; like blocks have the same. 0 for a model on the meta device.
         random: Whether it draws random numbers.
         writes_input: Whether a tensor that it was given is changed in place, so that it cannot be recomputed.
     """
@@ -104,7 +105,9 @@ class Costs:
         return table(header, rows)
 
 
-def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: bool = False) -> Costs:
+def measure(
+    model: nn.Module, example: Any, *, nodes: bool = False, workspace: bool = False, held: Held | None = None
+) -> Costs:
     """Measure what every block of a model costs in a training step.
 
     Memory and operations come from a step on fake tensors, see :func:`rmm_linear.planning.simulate`; time from forward
@@ -116,6 +119,7 @@ def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: b
         nodes: Whether the nodes of the model's graph are measured too, which must be a single one.
         workspace: Whether a whole step runs on the real tensors, under the profiler, to see what operators take beyond
             their results; see :func:`rmm_linear.planning.workspace`.
+        held: Says how many bytes of a parameter's gradient count once it is added up; None: all.
 
     Returns:
         A row per block.
@@ -137,10 +141,10 @@ def measure(model: nn.Module, example: Any, *, nodes: bool = False, workspace: b
             f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
         )
     blocks = list(seen)
-    peak, live = watch(model, example)
+    peak, live = watch(model, example, held=held)
     random = {owner_of(name, blocks) for name in live.random}
     kept, worst = by_block(live.events, blocks)
-    seconds = time_modules(model, example, blocks)
+    seconds = time_modules(model, example, blocks) if has_memory(model) else dict.fromkeys(blocks, 0.0)
     return Costs(
         tuple(
             BlockCost(

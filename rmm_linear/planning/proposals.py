@@ -11,9 +11,9 @@ from torch import nn
 from rmm_linear.config import RMMConfig
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
-from rmm_linear.planning.follow import Event
+from rmm_linear.planning.follow import Event, FollowedTensors
 from rmm_linear.planning.measure import Costs, by_block
-from rmm_linear.planning.simulate import watch
+from rmm_linear.planning.simulate import Held, watch
 from rmm_linear.planning.solve import Option, choose, least
 from rmm_linear.planning.workspace import Workspace
 
@@ -43,6 +43,7 @@ class Proposals:
         solver: str = "rounded",
         configure: Callable[[Sequence[PlannedBlock]], RMMConfig | None] | None = None,
         folder: str | None = None,
+        held: Held | None = None,
     ) -> None:
         """Begin with blocks that keep everything.
 
@@ -56,10 +57,11 @@ class Proposals:
             solver: As for :func:`rmm_linear.planning.solve.choose`.
             configure: Makes the configuration for the converted blocks of a plan.
             folder: Of files, for offloaded blocks of a model on the CPU.
+            held: As for :func:`rmm_linear.planning.simulate.watch`.
         """
         self.model, self.example, self.costs, self.budget = model, example, costs, budget
         self.workspace, self.cost, self.solver = workspace, cost, solver
-        self.configure, self.folder = configure, folder
+        self.configure, self.folder, self.held = configure, folder, held
         self.names = [block.name for block in costs.blocks]
         self.rows = [[PlannedBlock(block.name, KEEP, block.kept, block.worst)] for block in costs.blocks]
 
@@ -83,7 +85,10 @@ class Proposals:
     def events(self, rows: Sequence[PlannedBlock]) -> list[Event]:
         """Follow the tensors of a step in which every block has one option."""
         with self.plan_of(rows).applied() as planned:
-            return watch(planned, self.example, self.workspace)[1].events
+            return self._watch(planned)[1].events
+
+    def _watch(self, model: nn.Module) -> tuple[Peak, FollowedTensors]:
+        return watch(model, self.example, self.workspace, self.held)
 
     def plan_of(self, rows: Sequence[PlannedBlock]) -> BlockPlan:
         """Make a plan of what happens to every block."""
@@ -109,7 +114,7 @@ class Proposals:
         """Make a plan and simulate it."""
         made = self.plan(chosen, Peak())
         with made.applied() as planned:
-            peak = watch(planned, self.example, self.workspace)[0]
+            peak = self._watch(planned)[0]
         made.predicted, made.moment = peak.bytes, peak.moment
         return made
 

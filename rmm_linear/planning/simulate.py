@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.follow import FollowedTensors, followed
 from rmm_linear.planning.step import prepared, runs_on_fakes
 from rmm_linear.planning.workspace import Workspace
+
+Held = Callable[[Tensor], int]
 
 if TYPE_CHECKING:
     from rmm_linear.planning.block_plan import BlockPlan
@@ -63,21 +66,33 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     return watch(model, example, workspace)[0]
 
 
-def watch(model: nn.Module, example: Any, workspace: Workspace | None = None) -> tuple[Peak, FollowedTensors]:
+def watch(
+    model: nn.Module, example: Any, workspace: Workspace | None = None, held: Held | None = None
+) -> tuple[Peak, FollowedTensors]:
     """Run a step and follow its tensors.
 
     Args:
         model: The model.
         example: A training batch, as for :func:`simulate`.
         workspace: As for :func:`simulate`.
+        held: Says how many bytes of a parameter's gradient count once it is added up: 0 where gradients are there when
+            the step begins, those of one rank's part where it is sharded. None: all.
 
     Returns:
         The peak, and all that was followed.
     """
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
-    with prepared(model, example) as step, followed(model) as place, FollowedTensors(peak, place, workspace) as live:
-        step()
-        live.finish()
+
+    def hold(parameter: Tensor) -> None:
+        if held is not None and parameter.grad is not None:
+            live.resize(parameter.grad, held(parameter))
+
+    on_gradient = None if held is None else hold
+    with prepared(model, example, on_gradient=on_gradient) as step, followed(model) as place:
+        live = FollowedTensors(peak, place, workspace)
+        with live:
+            step()
+            live.finish()
     return peak, live
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -153,7 +153,9 @@ def runs_on_fakes(model: nn.Module) -> bool:
 
 
 @contextmanager
-def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Callable[[], None]]:
+def prepared(
+    model: nn.Module, example: Any, run: Run = run_step, on_gradient: Callable[[Tensor], None] | None = None
+) -> Iterator[Callable[[], None]]:
     """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
 
     A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
@@ -163,6 +165,7 @@ def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Ca
         model: The model.
         example: A training batch.
         run: What to run on the model and the batch.
+        on_gradient: Is called with every parameter whose gradient has just been added up.
 
     Yields:
         A function that runs it, inside of the block.
@@ -170,8 +173,15 @@ def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Ca
     Raises:
         ValueError: If a converted model without values has norm estimators.
     """
-    with as_in_training(model):
+    with as_in_training(model), ExitStack() as stack:
+
+        def follow(tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors if on_gradient is not None else ():
+                if tensor.requires_grad:
+                    stack.callback(tensor.register_post_accumulate_grad_hook(on_gradient).remove)
+
         if not runs_on_fakes(model):
+            follow(model.parameters())
             yield lambda: run(model, example)
             return
         fakes_of = _Fakes()
@@ -183,6 +193,7 @@ def prepared(model: nn.Module, example: Any, run: Run = run_step) -> Iterator[Ca
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
+        follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
         with _without_values(model), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)

@@ -7,11 +7,23 @@ from trainer_helpers import make_trainer, weights
 
 import rmm_linear
 from rmm_linear import RMMConfig
+from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.transformers import RMMCallback
 
 
 def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def cut(trainer, lengths):
+    """Give the batches of a run these lengths."""
+    left, collate = iter(lengths), trainer.data_collator
+
+    def collated(rows):
+        length = next(left)
+        return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
+
+    trainer.data_collator = collated
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["fp32", "bf16"])
@@ -30,12 +42,16 @@ def test_a_run_whose_plan_keeps_everything_is_the_run_without_it(tmp_path, optio
 
 def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     """Recomputation draws the same dropout; evaluations in between and accumulated gradients change nothing."""
-    options = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2}
+
+    def evaluated(one):
+        one.eval_dataset, one.args.eval_strategy, one.args.eval_steps = one.train_dataset, "steps", 1
+
     plain, _, _ = make_trainer(tmp_path / "plain", config=None, **options)
-    plain.eval_dataset = plain.train_dataset
+    evaluated(plain)
     plain.train()
     trainer, callback, recorder = fitting(tmp_path / "fit", RECOMPUTED, **options)
-    trainer.eval_dataset = trainer.train_dataset
+    evaluated(trainer)
     capsys.readouterr()
     trainer.train()
     printed = capsys.readouterr().out
@@ -45,6 +61,7 @@ def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     assert {block.choice for block in callback.fit_report.plan.blocks} == {"keep", "recompute"}
     assert callback.fit_report.static.optimizer > callback.fit_report.static.gradients
     assert same(weights(plain), weights(trainer))
+    assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 2
     assert len(entries(trainer)) == 1
     assert not any(name.startswith("rmm/") for entry in recorder.logs for name in entry)  # there is no noise
 
@@ -105,49 +122,33 @@ def test_adapters_are_planned(tmp_path):
 
 def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, caplog):
     """The sizes of the batches decide, in the middle of an accumulated step too."""
-    sizes = [8, 8, 16, 12, 20, 20, 8, 20]
-    options = {"max_steps": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
+    sizes = [8, 20, 12, 20]
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     trained = []
     for fit in (None, RECOMPUTED):
         if fit is None:
             trainer, _, _ = make_trainer(tmp_path, config=None, **options)
         else:
             trainer, callback, _ = fitting(tmp_path, fit, **options)
-        lengths = iter(sizes)
-        collate = trainer.data_collator
-
-        def cut(rows, lengths=lengths, collate=collate):
-            length = next(lengths)
-            return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
-
-        trainer.data_collator = cut
+        cut(trainer, sizes)
         trainer.train()
         trained.append(weights(trainer))
     assert same(*trained)
-    assert elements(trainer) == [32, 64, 80]
-    said = [message for message in caplog.messages if "planned anew" in message]
-    assert [message.split(":")[0] for message in said] == [
-        "A batch of 64 elements came after one of 32",
-        "A batch of 80 elements came after one of 64",
-    ]
+    assert elements(trainer) == [32, 80]
+    (said,) = [message for message in caplog.messages if "planned anew" in message]
+    assert said.startswith("A batch of 80 elements came after one of 32: planned anew. rmm_linear fit: ")
     assert trainer.model.rmm_plan is callback.fit_report.plan
 
 
 def test_the_plan_stays_where_nothing_fits_a_larger_batch(tmp_path, caplog):
     trainer, callback, _ = fitting(tmp_path, {"memory": 1.0, "allow": ["keep"]}, max_steps=3)
-    lengths, collate = iter([4, 20, 20]), trainer.data_collator
-
-    def cut(rows):
-        length = next(lengths)
-        return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
-
-    trainer.data_collator = cut
-    callback._fitting.settings["memory"] = budget = 400_000  # for four tokens, not for twenty
+    cut(trainer, [4, 20, 20])
+    callback._fitting.settings["memory"] = budget = 200_000  # for four tokens, not for twenty
     trainer.train()
     assert callback.fit_report.memory == budget
     assert trainer.model.rmm_plan is callback.fit_report.plan
     assert trainer.model.rmm_plan.is_applied
-    assert [message for message in caplog.messages if "so the plan stays: memory=400000 cannot be met" in message]
+    assert [message for message in caplog.messages if "so the plan stays: memory=200000 cannot be met" in message]
     assert elements(trainer) == [16]
 
 
@@ -188,10 +189,10 @@ def test_a_model_that_is_converted_is_refused(tmp_path):
 
 
 def test_what_divides_models_is_refused(tmp_path):
-    trainer, _, _ = fitting(tmp_path, "1GB", max_steps=1)
+    trainer, _, _ = make_trainer(tmp_path, config=None)
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match="whole on every device"):
-        trainer.train()
+        FitCallback("1GB").begin(trainer, trainer.model)
 
 
 @pytest.mark.parametrize(

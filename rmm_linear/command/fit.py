@@ -1,0 +1,52 @@
+"""``rmm-linear fit``: how a model of transformers trains within a memory budget."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from rmm_linear.command.main import PROGRAM
+from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
+from rmm_linear.fitting.fit import fit
+from rmm_linear.integrations.fit_settings import read_fit, share_or_size
+from rmm_linear.memory.inputs import call_with, restored
+
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+
+
+def fit_model(arguments: argparse.Namespace) -> int:
+    """Fit a model, and print the report.
+
+    Args:
+        arguments: ``model``, ``batch``, ``size``, ``length``, ``memory``, ``time``, ``optimizer``, ``max_noise``,
+            ``allow`` and ``save`` of the command line.
+
+    Returns:
+        The exit status: 0, or 2 for bad input, a budget that cannot be met among it.
+    """
+    try:
+        return _fit(arguments)
+    except ERRORS as error:
+        print(f"{PROGRAM} fit: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    check_batch(arguments)
+    given = {name: getattr(arguments, name) for name in ("time", "max_noise", "allow")}
+    if arguments.memory is not None:
+        given["memory"] = share_or_size(arguments.memory)
+    elif arguments.time is None:
+        raise ValueError("A budget is needed. Give --memory 8GB, or --time 1.2 for the least memory in that time.")
+    settings = read_fit({name: value for name, value in given.items() if value is not None})
+    model = random_model(arguments.model)
+    batch = batch_for(model, arguments)
+    with running(model, is_random=arguments.batch is None), restored(model), torch.no_grad():
+        call_with(model, batch)
+    report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], **settings)
+    print(report)
+    if arguments.save is not None:
+        report.plan.save(arguments.save)
+    return 0

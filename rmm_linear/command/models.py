@@ -1,0 +1,119 @@
+"""What commands that run a model of transformers share: the model, a batch, and the errors of both."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rmm_linear._support.validation import check_integer
+from rmm_linear.variance.survey.batches import import_transformers, model_class, read_batches
+
+# What the input of a user raises in a command, which prints it.
+ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeError)
+
+
+def random_model(name: str) -> nn.Module:
+    """Make a model with random weights.
+
+    Args:
+        name: A folder written by save_pretrained, or a model of the hub.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        ValueError: If there is no such folder.
+    """
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(
+            f"MODEL must be a folder written by save_pretrained, or the name of a model of the hub, got {name}, which "
+            "is not there."
+        )
+    settings = import_transformers().AutoConfig.from_pretrained(name)
+    torch.manual_seed(0)
+    return model_class(settings)(settings).train()
+
+
+def check_batch(arguments: argparse.Namespace) -> None:
+    """Check the flags of a batch, before anything is loaded.
+
+    Args:
+        arguments: ``size`` and ``length`` of the command line.
+    """
+    check_integer("size", arguments.size)
+    check_integer("length", arguments.length)
+
+
+def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read or make a batch.
+
+    Args:
+        model: The model.
+        arguments: ``batch``, ``size`` and ``length`` of the command line.
+
+    Returns:
+        Keyword arguments of the model.
+    """
+    if arguments.batch is None:
+        return _random_batch(model, arguments.size, arguments.length)
+    return read_batches(Path(arguments.batch))[0]
+
+
+@contextmanager
+def running(model: nn.Module, is_random: bool) -> Iterator[None]:
+    """Say what to do about what a model's own code raises inside the block.
+
+    Args:
+        model: The model.
+        is_random: Whether its batch is random.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: If anything is raised.
+    """
+    try:
+        yield
+    except Exception as error:  # of the model's own code
+        got = f"{type(error).__name__}: {error}".strip().rstrip(".")
+        if " out of " in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            remedy = "Give a smaller --length." if is_random else "Check the numbers in the batch."
+            raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
+        names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.VAR_KEYWORD]
+        takes = f"{type(model).__name__} takes {', '.join(names)}."
+        remedy = (
+            "Save a batch that it takes with torch.save({...}, path), and give it by --batch. " if is_random else ""
+        )
+        raise ValueError(f"The model does not take this batch: {got}. {remedy}{takes}") from error
+
+
+def _random_batch(model: Any, size: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens and labels; a ValueError if the model takes something else."""
+    if not isinstance(model.get_input_embeddings(), nn.Embedding) or model.main_input_name != "input_ids":
+        raise ValueError(
+            f"Random batches are of tokens, and {type(model).__name__} takes {model.main_input_name}. "
+            "Save a batch with torch.save({...}, path), and give it by --batch."
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocabulary, (size, length))
+    kind = type(model).__name__
+    if kind.endswith("ForMultipleChoice"):
+        raise ValueError(f"{kind} takes several texts per example. Save a batch of them, and give it by --batch.")
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        labels = torch.zeros(size, model.config.num_labels)
+    elif kind.endswith("ForSequenceClassification"):
+        labels = torch.zeros(size, dtype=torch.long if model.config.num_labels > 1 else torch.float32)
+    elif kind.endswith("ForTokenClassification"):
+        labels = torch.zeros(size, length, dtype=torch.long)
+    else:
+        labels = ids if model.get_output_embeddings() is not None else None
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return batch if labels is None else {**batch, "labels": labels}
