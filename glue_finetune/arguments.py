@@ -129,8 +129,8 @@ def _check_max_memory(values: dict[str, Any], given: frozenset[str]) -> None:
     excluded = [*sketch_flags(given), *(name for name in ("probe_every", "compare", "demo") if name in given)]
     if excluded:
         raise UserError(
-            f"--max_memory chooses what is sketched, so other flags must not, got --{excluded[0]} too. Leave out one of "
-            "them."
+            f"--max_memory chooses what is sketched, so other flags must not, got --{excluded[0]} too. Leave out one "
+            "of them."
         )
     try:
         read_fit(share_or_size(values["max_memory"]))

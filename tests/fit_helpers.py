@@ -21,3 +21,14 @@ def entries(trainer):
 
 def elements(trainer):
     return [entry["elements"] for entry in entries(trainer)]
+
+
+def cut(trainer, lengths):
+    """Give the batches of a run these lengths."""
+    left, collate = iter(lengths), trainer.data_collator
+
+    def collated(rows):
+        length = next(left)
+        return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
+
+    trainer.data_collator = collated

@@ -24,7 +24,7 @@ from rmm_linear.planning.solve import Option, choose, least, peak_of
 from rmm_linear.planning.step import as_in_training, copied, run_step
 
 _TRIES = 4
-_LESSER = 1e-3  # weight of the lesser objective, which decides between plans that are alike in the other
+_LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
 
 
 class Fitting:
@@ -65,7 +65,7 @@ class Fitting:
         """What the solver makes least: the objective, and a little of the other."""
         seconds = option.seconds / self.candidates.seconds if self.candidates.seconds else 0.0
         greater, lesser = (seconds, option.noise) if self.objective == "time" else (option.noise, seconds)
-        return greater + _LESSER * lesser
+        return greater + _LESSER[self.objective] * lesser
 
     def is_within(self, peak: int) -> bool:
         """Whether a peak, and the optimizer's own step, are within the budget."""
@@ -84,7 +84,9 @@ class Fitting:
 
     def kept(self) -> FitReport:
         """The report of a model that is within the budget as it is."""
-        return self.report(self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak))
+        plan = self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak)
+        plan.peak = self.costs.peak
+        return self.report(plan)
 
     def solved(self) -> FitReport:
         """Search for the best plan within the budget, apply it and check it with a real step."""
@@ -106,7 +108,7 @@ class Fitting:
         found: list[int] | None = None
         while low <= high and (high - low > 1000 or found is None):
             middle = (low + high) // 2
-            chosen = choose(options, middle, solver=self.proposals.solver)
+            chosen = choose(options, middle, solver="rounded")
             if chosen is not None and _seconds(options, chosen) <= limit:
                 found, high = chosen, middle - 1
             else:
@@ -127,7 +129,7 @@ class Fitting:
         before, seconds = self.before, self.candidates.seconds
         plan.apply()
         try:
-            after = watch(self.model, self.example, held=self.proposals.held)[0]
+            after = plan.peak or watch(self.model, self.example, held=self.proposals.held)[0]
             measured = (
                 None
                 if is_meta(self.model)

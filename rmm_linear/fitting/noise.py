@@ -16,7 +16,7 @@ from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks import owner_of
 from rmm_linear.planning.measure import BlockCost
-from rmm_linear.planning.step import loss_of
+from rmm_linear.planning.step import copied, loss_of
 from rmm_linear.variance.passes import Passes, measuring
 
 _DRAWS = 2
@@ -134,8 +134,9 @@ class _WithLoss(nn.Module):
         items = self.leaves.items() if isinstance(self.leaves, dict) else enumerate(self.leaves)
         return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor)}
 
-    def call(self, **tensors: Any) -> Any:
-        """Run the model."""
+    def call(self, **given: Any) -> Any:
+        """Run the model on copies, as it may change what it is given."""
+        tensors = copied(given)
         if isinstance(self.leaves, dict):
             return self.model(**{key: tensors.get(key, leaf) for key, leaf in self.leaves.items()})
         leaves = [tensors.get(str(place), leaf) for place, leaf in enumerate(self.leaves)]

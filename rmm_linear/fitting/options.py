@@ -140,8 +140,8 @@ class Candidates:
         noise = self._noise([one for one in settings if not self._adds_none(one)])
         if noise.unknown:
             self.notes.append(
-                f'Noise is not measured, so max_noise={max_noise:g} is not checked and "{CONVERT} {NARROW}" is left out: '
-                f"{noise.unknown}."
+                f"Noise is not measured, so max_noise={max_noise:g} is not checked, and "
+                f'"{CONVERT} {NARROW}" is left out: {noise.unknown}.'
             )
             self._add_nominal_noise()
         dropped: dict[str, list[str]] = {}

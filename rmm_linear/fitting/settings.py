@@ -14,6 +14,7 @@ from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.planning.block_plan import CONVERT, PlannedBlock
 from rmm_linear.planning.blocks import owner_of
+from rmm_linear.planning.step import copied
 
 SKETCH, PACK = "sketch", "pack"
 LINEAR = "linear"
@@ -74,6 +75,8 @@ class Conversions:
         """
         self.operations: dict[str, dict[str, str]] = {name: {} for name in blocks}
         self._names, self._vain = list[str](), set[str]()
+        # What is in eval mode while the rest trains stays so, and is exact: a converted layer would save nothing.
+        self._in_eval = {name for name, one in model.named_modules() if model.training and not one.training}
         try:
             report = convert(model, RMMConfig(), dry_run=True)
         except ValueError:  # nothing that saves anything
@@ -81,7 +84,7 @@ class Conversions:
         found = dict.fromkeys((name for name, layer in report.converted.items() if not layer.frozen), LINEAR)
         found |= {name: entry.operation for name, entry in report.packed.items()}
         for name, operation in found.items():
-            if (block := owner_of(name, blocks)) is not None:
+            if name not in self._in_eval and (block := owner_of(name, blocks)) is not None:
                 self.operations[block][name] = operation
         self._names = [name for name, _ in model.named_modules()]
         self._vain = _saved_anyway(model, example) if LINEAR in found.values() and example is not None else set[str]()
@@ -148,7 +151,7 @@ class Conversions:
         left = [block for block in self.operations if block not in chosen]
         outside = [name for name in self._names if name and owner_of(name, self.operations) is None]
         excluded = [_inside(left)] if left else []
-        excluded += [re.escape(name) for name in (*outside, *self._left_inside(chosen))]
+        excluded += [re.escape(name) for name in (*outside, *sorted(self._in_eval), *self._left_inside(chosen))]
         return RMMConfig(
             operations=[one for one in OPERATIONS if one in used],
             overrides=overrides,
@@ -175,7 +178,7 @@ class Conversions:
 def _saved_anyway(model: nn.Module, example: Any) -> set[str]:
     """Linear layers that a sketch of their input does not help, as long as other operations are exact."""
     try:
-        report = convert(model, RMMConfig(operations=(LINEAR,)), example=example, dry_run=True)
+        report = convert(model, RMMConfig(operations=(LINEAR,)), example=copied(example), dry_run=True)
     except (ValueError, torch.OutOfMemoryError):
         return set()
     return set(report.skipped)

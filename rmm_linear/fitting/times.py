@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.block_plan import BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks import alike
 from rmm_linear.planning.step import as_in_training, copied
+from rmm_linear.planning.surroundings import Surroundings
 
 _ROUNDS = 3
 
@@ -71,21 +73,33 @@ class _Call:
     module: nn.Module
     args: Any
     kwargs: Any
+    around: Surroundings
 
     def run(self) -> None:
         """Run both passes of the module by itself; its parameters' gradients are dropped."""
         leaves, form = tree_flatten((self.args, self.kwargs))
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = [_own(leaf) for leaf in leaves]
         first = next((place for place, leaf in enumerate(leaves) if _is_float(leaf)), None)
         if first is not None:
             leaves[first] = leaves[first].requires_grad_().clone()  # which may be changed in place
         args, kwargs = tree_unflatten(leaves, form)
-        output = self.module(*args, **kwargs)
+        with self.around.again():
+            output = self.module(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(leaf) for leaf in outputs])
         for parameter in self.module.parameters():
             parameter.grad = None
+
+
+def _own(leaf: Any) -> Any:
+    """An argument for one call: what a block fills, as a cache of keys and values, is empty for the next one."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    try:
+        return leaf if isinstance(leaf, nn.Module) else copy.deepcopy(leaf)
+    except Exception:  # of any class; what cannot be copied is shared
+        return leaf
 
 
 def _is_float(leaf: Any) -> bool:
@@ -131,7 +145,10 @@ def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _C
         module = model.get_submodule(name)
 
         def note(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            found.setdefault(name, _Call(module, args, kwargs))
+            if name not in found:
+                args, kwargs = tree_map(_own, (args, kwargs))
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                found[name] = _Call(module, args, kwargs, Surroundings.of(tensors))
 
         handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:

@@ -42,8 +42,8 @@ class FitCallback(TrainerCallback):
     input, the model is planned again with it, which is logged; if nothing fits then, the plan stays, with a warning.
     Under ``DistributedDataParallel`` all processes train by the plan that the first one makes, of the largest batch.
 
-    Gradients that accumulate are there from one backward pass to the next forward pass, as are the buckets of
-    ``DistributedDataParallel``; a budget in bytes is reduced by both, which is printed.
+    Where gradients accumulate over several batches, they count as there from the begin of a step. The buckets of
+    ``DistributedDataParallel`` are taken from a budget in bytes, which is printed.
 
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
@@ -164,7 +164,9 @@ class FitCallback(TrainerCallback):
         found: dict[str, Any] = {}
         if trainer.is_world_process_zero():
             try:
-                report = fit(model, example, optimizer=trainer.optimizer, **self._settings())
+                accumulate = trainer.args.gradient_accumulation_steps > 1
+                settings = self._settings()
+                report = fit(model, example, optimizer=trainer.optimizer, accumulate=accumulate, **settings)
                 found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
             except ValueError as error:
                 found = {"error": str(error)}
@@ -173,10 +175,8 @@ class FitCallback(TrainerCallback):
             if old is None:
                 raise ValueError(found["error"])
             old.apply()
-            logger.warning(
-                "A batch of %d elements came after one of %d, and no plan fits it, so the plan stays: %s",
-                size, before, found["error"],
-            )  # fmt: skip
+            self._warn("A batch of %d elements came after one of %d, and no plan fits it, so the plan stays: %s",
+                       size, before, found["error"])  # fmt: skip
             return
         if report is None:
             plan = BlockPlan.from_dict({key: value for key, value in found["plan"].items() if key != "format"})
@@ -186,33 +186,34 @@ class FitCallback(TrainerCallback):
         self._plan = plan
         trainer.state.log_history.append({ENTRY: found["entry"], "step": trainer.state.global_step})
         if before:
-            logger.warning(
-                "A batch of %d elements came after one of %d: planned anew. %s", size, before, found["entry"]["summary"]
-            )
+            self._warn("A batch of %d elements came after one of %d: planned anew. %s",
+                       size, before, found["entry"]["summary"])  # fmt: skip
         elif report is not None:
             # Printed, not logged, as by the Trainer's own callbacks.
             print(report)
-            if reserved := self._reserved():
-                print(f"Beside the step, {show_bytes(reserved)} are for gradients that accumulate, and buckets of DDP.")
+            if buckets := self._buckets():
+                print(f"Beside this, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self._trainer.is_world_process_zero():
+            logger.warning(message, *values)
 
     def _settings(self) -> dict[str, Any]:
         """The settings, with the budget of a step."""
-        memory, reserved = self.settings.get("memory"), self._reserved()
-        if memory is None or isinstance(memory, float) or not reserved:
+        memory, buckets = self.settings.get("memory"), self._buckets()
+        if memory is None or isinstance(memory, float) or not buckets:
             return self.settings
-        left = read_bytes("memory", memory) - reserved
+        left = read_bytes("memory", memory) - buckets
         if left < 1:
             raise ValueError(
-                f"memory={memory!r} cannot be met: {show_bytes(reserved)} are needed for gradients that accumulate, "
-                "and buckets of DistributedDataParallel. Use more memory."
+                f"memory={memory!r} cannot be met: {show_bytes(buckets)} are needed for the buckets of "
+                "DistributedDataParallel. Use more memory."
             )
         return {**self.settings, "memory": left}
 
-    def _reserved(self) -> int:
-        """Bytes that are there in a whole step, and not at the begin of the one that is planned."""
-        trainer = self._trainer
-        gradients = static_memory(trainer.model).gradients if trainer.args.gradient_accumulation_steps > 1 else 0
-        return gradients + static_memory(trainer.model_wrapped).ddp_buckets
+    def _buckets(self) -> int:
+        """Bytes of copies of the gradients, which the model without its wrapper does not know of."""
+        return static_memory(self._trainer.model_wrapped).ddp_buckets
 
     def _entry(self, report: FitReport, size: int) -> dict[str, Any]:
         return {

@@ -78,6 +78,7 @@ class BlockPlan:
         config: The conversion of the converted blocks, which leaves all others alone.
         folder: Where offloaded blocks of a model on the CPU write files.
         conversion: What :func:`rmm_linear.convert` reported when the plan was applied.
+        peak: Memory over the step that was simulated when the plan was made.
     """
 
     FORMAT: ClassVar[str] = "rmm_linear block plan 1"
@@ -92,6 +93,7 @@ class BlockPlan:
     folder: str | None = None
     conversion: ConversionReport | None = field(default=None, repr=False, compare=False)
     _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    peak: Peak | None = field(default=None, repr=False, compare=False)
     is_applied: bool = field(default=False, repr=False, compare=False)
     _applied: list[Recomputed | Offloaded] = field(default_factory=list, repr=False, compare=False)
 

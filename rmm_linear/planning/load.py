@@ -28,5 +28,5 @@ def load_plan(path: str | os.PathLike[str]) -> BlockPlan | GraphPlan:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         kinds = {kind.FORMAT: kind for kind in _KINDS}
         return kinds[fields.pop("format")].from_dict(fields)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no plan ({error!r}). Write one with plan.save().") from error

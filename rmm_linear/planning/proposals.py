@@ -14,10 +14,11 @@ from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBl
 from rmm_linear.planning.follow import Event, FollowedTensors
 from rmm_linear.planning.measure import Costs, by_block
 from rmm_linear.planning.simulate import Held, watch
-from rmm_linear.planning.solve import Option, choose, least
+from rmm_linear.planning.solve import Option, choose, least, peak_of
 from rmm_linear.planning.workspace import Workspace
 
 _TRIES = 10
+_EXACT = 0.99
 
 Cost = Callable[[Option], float]
 Rows = Sequence[PlannedBlock | None]
@@ -115,7 +116,7 @@ class Proposals:
         made = self.plan(chosen, Peak())
         with made.applied() as planned:
             peak = self._watch(planned)[0]
-        made.predicted, made.moment = peak.bytes, peak.moment
+        made.predicted, made.moment, made.peak = peak.bytes, peak.moment, peak
         return made
 
     def cost_of(self, chosen: Sequence[int]) -> float:
@@ -137,6 +138,8 @@ class Proposals:
             if excess <= 0:
                 if (cost := self.cost_of(chosen)) < least_cost:
                     best, least_cost = made, cost
+                if high is None and made.predicted >= _EXACT * peak_of(options, chosen):
+                    break  # the sum is what the step takes, so a larger one would not fit
                 low = max(target, low)
                 target = low - excess if high is None else (low + high) // 2
             elif target <= low:

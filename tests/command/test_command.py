@@ -41,7 +41,9 @@ def folders(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize(("words", "heavy"), [([], "torch"), (["explain"], "torch"), (["glue"], "transformers")])
+@pytest.mark.parametrize(
+    ("words", "heavy"), [([], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["glue"], "transformers")]
+)
 def test_help_imports_nothing_that_takes_seconds(words, heavy):
     code = "import sys; from rmm_linear.command.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     status, out, err = python("-c", f"{code}assert {heavy!r} not in sys.modules", *words, "--help")
@@ -158,7 +160,10 @@ def test_glue_without_its_extra_names_what_is_missing(capsys, monkeypatch):
 def test_a_command_that_is_nearly_known(word, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([word, "x"])
-    assert f"COMMAND must be one of explain, variance, glue, version, got '{word}'. Did you" in capsys.readouterr().err
+    assert (
+        f"COMMAND must be one of explain, fit, variance, glue, version, got '{word}'. Did you"
+        in capsys.readouterr().err
+    )
 
 
 def test_help_all_is_the_help_of_all_commands(capsys):

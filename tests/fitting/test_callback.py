@@ -1,8 +1,13 @@
 """RMMCallback(fit=...) plans the Trainer's model in its first step, and again before larger batches."""
 
+import json
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
-from fit_helpers import RECOMPUTED, elements, entries, fitting
+from distributed_helpers import TORCHRUN, environment
+from fit_helpers import RECOMPUTED, cut, elements, entries, fitting
 from trainer_helpers import make_trainer, weights
 
 import rmm_linear
@@ -13,17 +18,6 @@ from rmm_linear.integrations.transformers import RMMCallback
 
 def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def cut(trainer, lengths):
-    """Give the batches of a run these lengths."""
-    left, collate = iter(lengths), trainer.data_collator
-
-    def collated(rows):
-        length = next(left)
-        return {key: value[:, :length] if value.dim() > 1 else value for key, value in collate(rows).items()}
-
-    trainer.data_collator = collated
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["fp32", "bf16"])
@@ -56,9 +50,10 @@ def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     trainer.train()
     printed = capsys.readouterr().out
     assert str(callback.fit_report) in printed
-    assert "are for gradients that accumulate" in printed
+    assert "buckets" not in printed
     assert trainer.model.rmm_plan is callback.fit_report.plan
-    assert {block.choice for block in callback.fit_report.plan.blocks} == {"keep", "recompute"}
+    choices = {block.choice for block in callback.fit_report.plan.blocks}
+    assert {"keep"} < choices <= {"keep", "recompute", "selective", "nested"}
     assert callback.fit_report.static.optimizer > callback.fit_report.static.gradients
     assert same(weights(plain), weights(trainer))
     assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 2
@@ -66,16 +61,14 @@ def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     assert not any(name.startswith("rmm/") for entry in recorder.logs for name in entry)  # there is no noise
 
 
-def test_accumulated_gradients_and_buckets_are_taken_from_a_budget_in_bytes(tmp_path):
+def test_gradients_that_accumulate_count(tmp_path):
     found = []
     for steps in (1, 2):
         trainer, callback, _ = fitting(tmp_path, "1GB", max_steps=1, gradient_accumulation_steps=steps)
         trainer.train()
         found.append(callback.fit_report)
-    assert found[0].memory - found[1].memory == found[0].static.gradients
-    trainer, _, _ = fitting(tmp_path, "1KB", max_steps=1, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="are needed for gradients that accumulate"):
-        trainer.train()
+    assert found[0].memory == found[1].memory == 10**9
+    assert found[0].peak < found[1].peak <= found[0].peak + found[0].static.gradients
 
 
 def test_converted_blocks_are_planned_by_noise_and_their_noise_is_logged(tmp_path):
@@ -216,3 +209,35 @@ def test_fit_and_a_report_exclude_each_other(tmp_path):
     _, report, _ = make_trainer(tmp_path)
     with pytest.raises(ValueError, match="got report too"):
         RMMCallback(report=report, fit="1GB")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    worker = Path(__file__).with_name("fit_worker.py")
+    command = [*TORCHRUN, "--nproc_per_node", "2", str(worker), str(folder)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], done.stdout + done.stderr
+
+
+def test_processes_train_by_one_plan_of_the_largest_batch(ranks):
+    """The largest batch is that of the first process, then that of the second; the first one plans and says so."""
+    (first, second), printed = ranks
+    assert first["plan"] == second["plan"]
+    assert first["entries"] == second["entries"]
+    assert first["elements"] == [4 * 12, 4 * 20]
+    assert first["weights"] == second["weights"]
+    assert (first["has_report"], second["has_report"]) == (True, False)
+    assert printed.count("A batch of 80 elements came after one of 48: planned anew") == 1
+
+
+def test_all_processes_end_where_nothing_fits(ranks):
+    (first, second), _ = ranks
+    assert "cannot be met" in first["error"]
+    assert first["error"] == second["error"]
+
+
+def test_buckets_are_taken_from_a_budget_in_bytes(ranks):
+    (first, _), _ = ranks
+    assert first["kept_back"] == first["gradients"] > 0

@@ -1,0 +1,201 @@
+"""Sizes on paper: the largest that fit, by simulations that are those of real steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import fit_paper
+from benchmarks.fit_paper import METHODS, SEQUENCE, Paper, largest, paper, place, plans, rows
+from benchmarks.fit_paper_models import MODELS, llama, texts, with_adapters, without_masks
+from benchmarks.fit_paper_page import claims, page
+from benchmarks.records import origin, write_rows
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.shards import Shards
+from rmm_linear.memory import peak
+from rmm_linear.planning import simulate
+from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.step import run_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+GRAIN = fit_paper.GRAIN
+MEMORY = 40_000_000
+TINY = MODELS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """Rows of the tiny LLaMA by method."""
+    return {row["method"]: row for row in rows(llama(TINY), MEMORY, None)}
+
+
+def made_plans() -> tuple[Fitting, dict[str, BlockPlan]]:
+    with without_masks():
+        work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
+        work.candidates.add(1.0)
+        return work, plans(work)
+
+
+def test_no_method_reaches_further_than_the_fitted_plan(found: dict[str, dict[str, Any]]) -> None:
+    assert tuple(found) == METHODS
+    for row in found.values():
+        assert row["sequence"] % GRAIN == 0
+        assert row["sequence"] <= found["fitted"]["sequence"]
+        assert row["batch"] <= found["fitted"]["batch"]
+        assert (row["batch"] > 0) == (row["sequence"] >= SEQUENCE)
+    assert 0 < found["exact"]["sequence"] < found["checkpointed"]["sequence"] < found["chunked"]["sequence"]
+
+
+def test_sizes_are_the_largest_that_fit(found: dict[str, dict[str, Any]]) -> None:
+    work, by_method = made_plans()
+
+    def total(method: str, batch: int, sequence: int) -> int:
+        with without_masks():
+            return work.before + simulate(by_method[method], texts(batch, sequence)).bytes
+
+    for method in ("exact", "checkpointed", "chunked", "packed"):
+        row = found[method]
+        assert total(method, 1, row["sequence"]) == row["sequence_peak"] <= MEMORY
+        assert total(method, 1, row["sequence"] + GRAIN) > MEMORY
+        if row["batch"]:
+            assert total(method, row["batch"], SEQUENCE) == row["batch_peak"] <= MEMORY
+            assert total(method, row["batch"] + 1, SEQUENCE) > MEMORY
+    assert found["fitted"]["sequence_peak"] <= MEMORY
+
+
+def test_methods_are_what_they_say() -> None:
+    _, by_method = made_plans()
+    choices = {method: {row.name: row.option for row in plan.blocks} for method, plan in by_method.items()}
+    assert {*choices["exact"].values()} == {"keep"}
+    assert {*choices["checkpointed"].values()} == {"recompute"}
+    assert choices["chunked"] == choices["checkpointed"] | {"lm_head": "convert others"}
+    packed = {name for name, option in choices["packed"].items() if option == "convert tenth"}
+    assert packed == {"model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"}
+
+
+@pytest.mark.parametrize("method", ["exact", "checkpointed", "chunked", "packed"])
+def test_simulations_take_the_bytes_of_real_steps(method: str) -> None:
+    batch, sequence = 2, 512
+    plan = made_plans()[1][method]
+    with without_masks():
+        simulated = simulate(plan, texts(batch, sequence)).bytes
+    torch.manual_seed(0)
+    real = LlamaForCausalLM(LlamaConfig(**TINY, use_cache=False)).to(torch.bfloat16).train()
+    assert simulated == real_peak(real, BlockPlan(plan.blocks, config=plan.config), texts(batch, sequence, "cpu"))
+
+
+def real_peak(model: nn.Module, plan: BlockPlan, batch: dict[str, torch.Tensor]) -> int:
+    plan.apply(model)
+    gc.collect()
+    with peak("cpu") as measured:
+        run_step(model, batch)
+    return measured.bytes
+
+
+def test_transformers_is_as_it_was_after_a_simulation() -> None:
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    with without_masks():
+        assert masking_utils.find_packed_sequence_indices is not before
+    assert masking_utils.find_packed_sequence_indices is before
+
+
+def test_adapters_alone_are_trained_and_all_weights_are_halves() -> None:
+    model = with_adapters(TINY)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 3 * 7 * 2
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("memory", [1_000, 1_700_000])
+def test_what_does_not_fit_without_a_batch_is_not_simulated(memory: int) -> None:
+    found = list(rows(llama(TINY), memory, None))
+    assert [row["status"] for row in found] == ["does not fit"] * len(METHODS)
+    assert all(row["needed"] >= memory and "sequence" not in row for row in found)
+
+
+def test_shards_divide_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    static = fit_paper.static_memory(llama(TINY), fit_paper.ADAMW, Shards(8))
+    assert static.optimizer_transient == 0
+    monkeypatch.setitem(fit_paper.PLACES, "small", ("600KB", Shards(8)))
+    monkeypatch.setattr(fit_paper, "Fitting", stopped)
+    (row, *_) = (
+        [row for row in place("tiny", "small") if row["trained"] == "all"] if static.gathered > 600_000 else [{}]
+    )
+    assert row["gathered"] == static.gathered
+    assert row["parameters"] == static.parameters
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "memory", "guess", "expected"),
+    [
+        (lambda size: 10 * size + 5, 1000, 1, 99),
+        (lambda size: 10 * size + 5, 1000, 5000, 99),
+        (lambda size: max(500 + size, 10 * size), 1000, 3, 100),
+        (lambda size: max(500 + size, 10 * size), 499, 16, 0),
+        (lambda size: 10 * size, 1000, 100, 100),
+        (lambda size: 700, 700, 1, None),
+    ],
+)
+def test_a_secant_finds_the_largest_size(
+    bytes_of: Callable[[int], int], memory: int, guess: int, expected: int | None
+) -> None:
+    tried: list[int] = []
+
+    def counted(size: int) -> int:
+        tried.append(size)
+        assert len(tried) < 12
+        return bytes_of(size)
+
+    if expected is None:
+        with pytest.raises(AssertionError):
+            largest(counted, memory, guess)
+    else:
+        assert largest(counted, memory, guess) == expected
+
+
+def row(method: str, sequence: int, **more: Any) -> Paper:
+    return Paper(
+        **{"model": "8b", "trained": "all", "place": "1 x 80 GB", "method": method, "sequence": sequence} | more
+    )
+
+
+def test_the_page_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
+    assert page(tmp_path).startswith("Nothing is simulated yet")
+    sizes = {"exact": 256, "checkpointed": 1024, "chunked": 4096, "packed": 2048, "fitted": 8192}
+    about = origin("cpu", "abcdef0123456789")
+    there = [
+        row(method, size, sequence_peak=79_900_000_000, batch=2, batch_peak=70_000_000_000, plan="3 keep", **about)
+        for method, size in sizes.items()
+    ]
+    none = [row(method, 0, place="1 x 24 GB", status="does not fit", **about) for method in METHODS]
+    write_rows(tmp_path / "fit-paper.csv", there + none)
+    text = page(tmp_path)
+    assert "| 256 (79.9) | 1,024 (79.9)   | 4,096 (79.9)           | 2,048 (79.9) | 8,192 (79.9) |" in text
+    assert "2 (70.0)" in text
+    assert text.count("does not fit") == 2 * len(METHODS)
+    assert 'python -m benchmarks fit --parts paper --models 8b --device "1 x 24 GB"' in text
+    assert "`abcdef012345`" in text
+    shown = claims(there + none)
+    assert "Of 2 cases, 1 do not fit" in shown
+    assert "reaches 2.00 times the sequence of recomputing every block: longer in 1 of 1 cases, shorter in 0" in shown
+    assert "packing reaches 0.50 times the sequence of that: longer in 0 of 1 cases, shorter in 1" in shown
+
+
+def test_rows_have_the_columns_of_the_csv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fit_paper.PLACES, "small", ("1KB", None))
+    found = paper(["tiny"], ["small"])
+    assert len(found) == 2 * len(METHODS)
+    assert [Paper(**one).trained for one in found] == ["all"] * len(METHODS) + ["LoRA"] * len(METHODS)

@@ -1,0 +1,63 @@
+"""Two processes that train a fitted model under DistributedDataParallel, for test_fit_compose.py.
+
+compose_worker.py RANK FOLDER
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fit_models import rows, stack, step
+from torch.nn.parallel import DistributedDataParallel
+
+import rmm_linear
+from rmm_linear.planning import BlockPlan
+
+EXACT = ("keep", "recompute")
+
+
+def gradients(model, batch):
+    found = step(model, batch)
+    return {name.replace("module.", ""): value for name, value in found.items() if name.startswith("gradient")}
+
+
+def averaged_alike(model, plain, rank):
+    """Whether DDP's gradients are the mean of those of both ranks' batches without it, to the bit."""
+    batches = [rows(64), rows(128)[64:]]
+    parts = [gradients(plain, batch) for batch in batches]
+    found = gradients(model, batches[rank])
+    same = [torch.equal(value, parts[0][name] / 2 + parts[1][name] / 2) for name, value in found.items()]
+    return all(same) and found.keys() == parts[0].keys()
+
+
+def main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = stack(2, dropout=0.0).train()
+    for block in (model[1], model[2]):
+        block.norm.eval()  # running statistics differ between ranks
+    plain = copy.deepcopy(model)
+    report = rmm_linear.fit(model, rows(64), 0.75, allow=EXACT)
+    again = BlockPlan([*report.plan.blocks])
+    found = {"choices": sorted({block.choice for block in report.plan.blocks})}
+    wrapped = DistributedDataParallel(model)
+    again.apply(plain)
+    found["wrapped after the fit"] = averaged_alike(wrapped, plain, rank)
+
+    model = stack(2, dropout=0.0).train()
+    plain = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    try:
+        rmm_linear.fit(wrapped, rows(64), 0.75, allow=EXACT)
+        found["fit of the wrapped"] = averaged_alike(wrapped, plain, rank)
+    except Exception as error:
+        found["fit of the wrapped"] = f"{type(error).__name__}: {error}"
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), sys.argv[2])

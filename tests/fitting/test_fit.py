@@ -1,0 +1,261 @@
+"""fit: the budget is kept, what is said is what is measured, and only what is allowed is done."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+import rmm_linear
+from rmm_linear import fit
+from rmm_linear.fitting.noise import measure_noise
+from rmm_linear.fitting.settings import SETTINGS, Conversions, converting
+from rmm_linear.fitting.times import Times
+from rmm_linear.memory import peak
+from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure, solvers
+from rmm_linear.planning.step import run_step
+from rmm_linear.variance import gradient_noise
+
+LAYERS = 3
+
+
+def encoder(dropout=0.1):
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=200, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=2, intermediate_size=256,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config).train()
+
+
+def batch_of(sequences=8, length=64):
+    ids = torch.randint(5, 200, (sequences, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(sequences) % 2}
+
+
+def static_bytes(model):
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def real_peak(model, example, optimizer_bytes=0):
+    model.zero_grad()
+    with peak("cpu") as found:
+        run_step(model, example)
+    model.zero_grad()
+    return found.bytes + static_bytes(model) + optimizer_bytes
+
+
+@pytest.mark.parametrize("share", [0.7, 0.45])
+@pytest.mark.parametrize("max_noise", [1e9, 1e-9])
+def test_the_budget_is_kept_and_what_is_said_is_measured(share, max_noise):
+    model, example = encoder(), batch_of()
+    allow = ("keep", "sketch", "pack") if max_noise > 1 else ("keep", "recompute", "sketch", "pack")
+    report = fit(model, example, memory=share, max_noise=max_noise, allow=allow)
+    measured = real_peak(model, example)
+    assert report.fits
+    assert measured <= report.memory == int(share * report.exact_peak)
+    assert report.measured_peak == measured
+    assert abs(report.predicted_peak / measured - 1) < 0.03
+    assert abs(report.simulated_peak / measured - 1) < 0.03
+    assert (report.noise > 0) == (max_noise > 1)
+    assert report.time > 0
+    assert model.rmm_plan is report.plan
+
+
+def test_a_model_that_fits_stays_as_it_is(caplog):
+    model, example = encoder(), batch_of()
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    with caplog.at_level(logging.INFO, logger="rmm_linear"):
+        report = fit(model, example, memory="8GB")
+    assert report.is_exact
+    assert report.fits
+    assert report.noise == 0
+    assert report.predicted_peak == report.simulated_peak == report.measured_peak == report.exact_peak
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert "nothing was changed, and nothing is saved" in str(report)
+    assert [record.getMessage() for record in caplog.records] == [report.summary()]
+    rmm_linear.revert(model)
+
+
+def test_what_cannot_be_met_is_said_with_what_would_help():
+    model, example = encoder(), batch_of()
+    with pytest.raises(
+        ValueError, match=r"cannot be met: the least is \d+ bytes .* needs\. These would help: a smaller"
+    ):
+        fit(model, example, memory=0.2, allow=("keep", "recompute"))
+    with pytest.raises(ValueError, match=r"before anything is saved .*parameters .*gradients .*optimizer"):
+        fit(model, example, memory=static_bytes(model) * 3, optimizer=torch.optim.AdamW)
+    assert not hasattr(model, "rmm_plan")
+    fit(model, example, memory=0.6)  # the model is as it was, so it can be fitted
+
+
+@pytest.mark.parametrize(
+    ("allow", "options"),
+    [
+        (("keep", "recompute"), {"keep", "recompute", "selective", "nested"}),
+        (("keep", "sketch"), {"keep", "convert linears"}),
+        (("keep", "pack"), {"keep", "convert others"}),
+        (("keep", "sketch", "pack"), {"keep", *(f"convert {setting.name}" for setting in SETTINGS)}),
+        (("recompute",), {"recompute", "selective", "nested"}),
+    ],
+)
+def test_only_what_is_allowed_is_done(allow, options):
+    model, example = encoder(), batch_of()
+    report = fit(model, example, memory=0.85, allow=allow, max_noise=1e9)
+    assert {block.option for block in report.plan.blocks} <= options
+    assert {block.option for block in report.plan.blocks} != {"keep"}
+
+
+def test_offloaded_blocks_write_files_and_change_no_bit(tmp_path):
+    model, example = encoder(dropout=0.0), batch_of()
+    expected = copy.deepcopy(model)
+    run_step(expected, example)
+    report = fit(model, example, memory=0.9, allow=("keep", "offload"), folder=str(tmp_path))
+    assert any(block.choice == "offload" for block in report.plan.blocks)
+    run_step(model, example)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    rmm_linear.revert(model)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with pytest.raises(ValueError, match=r"folder=\.\.\. to offload"):
+        fit(model, example, memory=0.3, allow=("keep", "offload"))
+
+
+@pytest.fixture
+def known_times(monkeypatch):
+    """Every option takes a third more time, conversions a tenth less: no clock has a part in it."""
+
+    def times(model, example, options, make):
+        extra = {
+            (name, row.option): -0.1 if row.choice == "convert" else 0.33 for name in options for row in options[name]
+        }
+        return Times(dict.fromkeys(options, 1.0), extra)
+
+    monkeypatch.setattr("rmm_linear.fitting.options.time_options", times)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_a_bound_on_time_gives_the_least_memory_in_it():
+    model, example = encoder(), batch_of()
+    tight = fit(model, example, time=1.05, allow=("keep", "recompute"))
+    rmm_linear.revert(model)
+    wide = fit(model, example, time=2.0, allow=("keep", "recompute"))
+    rmm_linear.revert(model)
+    assert tight.memory is None
+    assert tight.time <= 1.05 + 1e-6
+    assert wide.time <= 2.0
+    assert wide.peak < tight.peak <= tight.exact_peak
+    with pytest.raises(ValueError, match=r"memory=.* cannot be met in time=1:"):
+        fit(model, example, memory=0.5, time=1.0, allow=("keep", "recompute"))
+
+
+@pytest.mark.usefixtures("known_times")
+def test_least_noise_is_less_than_that_of_least_time():
+    model, example = encoder(), batch_of()
+    fastest = fit(model, example, memory=0.6, max_noise=1e9)
+    rmm_linear.revert(model)
+    quietest = fit(model, example, memory=0.6, max_noise=1e9, objective="noise")
+    assert fastest.noise > 0 == quietest.noise
+    assert fastest.time < 1 < quietest.time
+
+
+def test_state_of_the_optimizer_and_gradients_of_earlier_batches_count():
+    model, example = encoder(), batch_of()
+    plain = fit(model, example, memory="1GB")
+    with_state = fit(encoder(), example, memory="1GB", optimizer=torch.optim.AdamW)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 <= with_state.exact_peak - plain.exact_peak - 2 * gradients < 4 * len(list(model.parameters())) + 1
+    model = encoder()
+    again = fit(model, example, memory=0.6, accumulate=True)
+    run_step(model, example)
+    with peak("cpu") as found:
+        run_step(model, example)
+    assert found.bytes + static_bytes(model) + gradients == again.measured_peak <= again.memory
+
+
+def test_noise_is_that_of_the_gradient():
+    model, example = encoder(), batch_of()
+    costs = measure(model, example)
+    names = [block.name for block in costs.blocks]
+    known = Conversions(model, names)
+    setting = next(one for one in SETTINGS if one.name == "tenth")
+    rows = converting(names, setting, lambda name: bool(known.chosen(name, setting)))
+    rows = [row or PlannedBlock(name, "keep") for row, name in zip(rows, names, strict=True)]
+    config = known.configure(rows)
+    found = measure_noise(
+        model, example, costs.blocks, {"tenth": BlockPlan(rows, config=config, _model=model)}, draws=6
+    )
+    assert not found.unknown
+    expected = gradient_noise(model, example, config, draws=6, by_operation=False)
+    # Both are means of ‖ĝ − g‖² over six draws, whose relative deviation is far below a tenth at these sizes.
+    whole = sum(block.total for block in found.found["tenth"].values())
+    assert whole == pytest.approx(expected.whole(), rel=0.3)
+    layer = found.found["tenth"]["roberta.encoder.layer.0"]
+    ratios = [
+        expected.stand_ins["all"][name] / expected.sgd[name]
+        for name in expected.sgd
+        if name.startswith("roberta.encoder.layer.0.") and name.endswith("weight") and "LayerNorm" not in name
+    ]
+    assert layer.worst == pytest.approx(max(ratios), rel=0.5)
+
+
+def test_options_that_are_too_noisy_are_left_out_by_name():
+    report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12)
+    assert all(block.choice != "convert" or not block.noise for block in report.plan.blocks)
+    assert any('"convert tenth" is left out where' in note and "layer.0" in note for note in report.notes)
+
+
+def test_the_report_can_be_read_saved_and_plotted(tmp_path):
+    model, example = encoder(), batch_of()
+    report = fit(model, example, memory=0.5, max_noise=1e9, optimizer=torch.optim.AdamW)
+    shown = str(report)
+    assert shown.startswith("rmm_linear fit: ")
+    assert "roberta.encoder.layer." in shown
+    assert "optimizer" in shown
+    report.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["measured_peak"] == report.measured_peak
+    assert saved["static"]["optimizer"] > 0
+    assert len(saved["timeline"]["before"]) > 10
+    assert saved["plan"]["blocks"][0]["name"] == "roberta.embeddings"
+    lines = report.plot().get_lines()
+    assert len(lines) >= 2
+    report.plan.save(tmp_path / "plan.json")
+    rmm_linear.revert(model)
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.blocks == report.plan.blocks
+    assert loaded.config == report.plan.config
+    loaded.apply(model)
+    assert real_peak(model, example) + report.static.optimizer == report.measured_peak
+
+
+def test_without_scipy_the_dynamic_program_solves(monkeypatch):
+    monkeypatch.setattr(solvers, "has_scipy", lambda: False)
+    monkeypatch.setattr("rmm_linear.planning.solve.has_scipy", lambda: False)
+    assert fit(encoder(), batch_of(), memory=0.5, max_noise=1e9).fits
+
+
+def test_a_model_on_the_meta_device_is_planned_without_values():
+    with torch.device("meta"):
+        model = encoder()
+    example = {name: tensor.to("meta") for name, tensor in batch_of().items()}
+    report = fit(model, example, memory=0.5)
+    assert report.measured_peak is None
+    assert report.noise is None
+    assert report.fits
+    assert any("Noise is not measured" in note for note in report.notes)
+    assert all(block.setting != "narrow" for block in report.plan.blocks)
+    exact = fit(encoder(), batch_of(), memory="1GB")
+    # Fake tensors keep the mask of scores that the real model drops, as it masks nothing.
+    assert 0 <= report.exact_peak - exact.exact_peak <= 8 * 64 * 64 * 5
+
+
+def test_a_model_without_repeated_blocks_and_batches_of_tensors():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    report = fit(model, torch.randn(512, 64), memory=0.6, max_noise=1e9)
+    assert report.fits
+    assert report.noise is not None

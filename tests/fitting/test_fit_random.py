@@ -1,0 +1,184 @@
+"""Models at random: a fit says that a budget cannot be met, or no step ever takes more. And the largest batches."""
+
+import pytest
+import torch
+from fit_models import Normed, assert_untouched, real_peak, rows, snapshot, stack, tokens
+from helpers import tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import rmm_linear
+from rmm_linear.fitting.largest import resized
+from rmm_linear.fitting.static_memory import static_memory
+
+EVERY = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "tanh": nn.Tanh}
+
+
+class Attention(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.into, self.out, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width), dropout
+
+    def forward(self, x):
+        query, key, value = self.into(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        chance = self.dropout if self.training else 0.0
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=chance)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, hidden, dropout, activation):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.attention, self.dropout = Attention(width, dropout), nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), ACTIVATIONS[activation](), nn.Linear(hidden, width))
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.first(x)))
+        return x + self.dropout(self.mlp(self.second(x)))
+
+
+class Language(nn.Module):
+    """A language model, whose layers may be one and whose head may be its embedding."""
+
+    def __init__(self, vocabulary, width, layers, tied):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@st.composite
+def models(draw):
+    """A model with a batch."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    width, count = draw(st.sampled_from([8, 16, 32])), draw(st.integers(1, 4))
+    dropout, activation = draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from(sorted(ACTIVATIONS)))
+    batch, is_shared = draw(st.sampled_from([2, 3, 8])), draw(st.booleans())
+    kind = draw(st.sampled_from(["language", "mlp", "images"]))
+    if kind == "language":
+        hidden, vocabulary = draw(st.sampled_from([16, 96])), draw(st.sampled_from([11, 500]))
+        layers = [Layer(width, hidden, dropout, activation) for _ in range(count)]
+        model = Language(vocabulary, width, layers[:1] * max(count, 2) if is_shared else layers, draw(st.booleans()))
+        example = torch.randint(0, vocabulary, (batch, draw(st.sampled_from([2, 24]))))
+    elif kind == "mlp":
+        one = nn.Sequential(nn.Linear(width, width), ACTIVATIONS[activation]())
+        others = [Normed(width, dropout) for _ in range(count)]
+        model = nn.Sequential(*([one, one] if is_shared else [one]), *others, nn.Linear(width, 3))
+        example = torch.randn(16 * batch, width)
+    else:
+        blocks = [
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(dropout))
+            for _ in range(count)
+        ]
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.Flatten(), nn.Linear(8 * 36, 10))
+        example = torch.randn(batch, 3, 8, 8)
+    if draw(st.booleans()):
+        for parameter in list(model.parameters())[:: draw(st.integers(2, 3))]:
+            parameter.requires_grad_(False)
+    if draw(st.booleans()):
+        model = model.bfloat16()
+        example = example.bfloat16() if example.is_floating_point() else example
+    return model.train(), example
+
+
+PARTS = [("keep", "recompute"), ("keep", "sketch", "pack"), ("pack", "recompute"), ("keep", "pack", "recompute")]
+
+
+@EVERY
+@given(
+    models(),
+    st.sampled_from([0.5, 0.7, 0.85, 0.95, 1.0]),
+    st.sampled_from(PARTS),
+    st.sampled_from([0.5, 1e9]),
+    st.sampled_from(["time", "noise"]),
+)
+def test_no_step_takes_more_than_the_budget(made, share, allow, max_noise, objective):
+    model, example = made
+    before = snapshot(model)
+    try:
+        report = rmm_linear.fit(model, example, share, allow=allow, max_noise=max_noise, objective=objective)
+    except ValueError as error:
+        if "cannot be met: the least is" not in str(error) and "are needed before anything is saved" not in str(error):
+            raise
+        assert_untouched(model, before)
+        return
+    static = static_memory(model).before_step
+    peaks = {static + real_peak(model, example) for _ in range(2)}
+    assert max(peaks) <= report.memory == int(share * report.exact_peak)
+    assert peaks == {report.measured_peak} == {report.simulated_peak}
+    rmm_linear.revert(model)
+    assert static + real_peak(model, example) == report.exact_peak
+
+
+class WithTable(nn.Module):
+    """Takes tensors that do not depend on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = stack(2)
+
+    def forward(self, x, table, scale):
+        return self.inner(x) * scale + table.sum()
+
+
+def with_table():
+    return WithTable().train(), {"x": rows(64), "table": torch.ones(5, 5), "scale": torch.tensor(2.0)}
+
+
+def llama():
+    return tiny_model("llama").train(), tokens("llama")
+
+
+@pytest.mark.parametrize(
+    ("make", "memory", "allow"),
+    [
+        (lambda: (stack(2).train(), rows(64)), "200KB", ("keep", "sketch", "pack")),
+        (llama, "300KB", ("keep", "recompute")),
+        (with_table, "200KB", ("keep", "recompute")),
+    ],
+    ids=["mlp", "llama", "table"],
+)
+def test_the_largest_batch_fits_and_one_more_exact_row_does_not(make, memory, allow):
+    model, example = make()
+    before = snapshot(model)
+    found = rmm_linear.max_batch(model, example, memory, allow=allow, max_noise=1e9)
+    assert_untouched(model, before)
+    assert found.exact <= found.batch
+    static = static_memory(model).before_step
+    assert static + real_peak(model, resized(example, found.exact)) <= found.memory
+    assert static + real_peak(model, resized(example, found.exact + 1)) > found.memory
+    found.plan.apply()
+    assert static + real_peak(model, resized(example, found.batch)) == found.peak <= found.memory
+
+
+def test_a_budget_below_the_parameters_has_no_batch():
+    found = rmm_linear.max_batch(stack(1).train(), rows(), 1000, allow=("keep", "recompute"))
+    assert (found.batch, found.exact, found.checkpointed, found.plan) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("example", "memory", "error", "text"),
+    [
+        (rows(), 0.5, TypeError, "A share has no meaning here"),
+        (rows(), 0, ValueError, "at least one byte"),
+        (rows(), "8 gigs", ValueError, "memory must be a size"),
+        (lambda: 1, "1MB", ValueError, "a function as the example does not allow"),
+        ({}, "1MB", ValueError, "needs a batch with tensors"),
+        (torch.tensor(1.0), "1MB", ValueError, "needs a batch with tensors"),
+    ],
+)
+def test_max_batch_says_what_it_needs(example, memory, error, text):
+    with pytest.raises(error, match=text):
+        rmm_linear.max_batch(stack(1).train(), example, memory)

@@ -1,0 +1,96 @@
+"""--max_memory fits a run into a budget: what it records, how it resumes, and what it excludes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from glue_helpers import SignalTimer, fails, flags, results_of, same_weights
+from transformers import AutoModelForSequenceClassification
+
+from glue_finetune import training
+from glue_finetune.cli import main
+from glue_finetune.own_flags import short_help
+from rmm_linear.integrations.pretrained import convert_as_saved
+
+FIT = {"max_memory": "0.9", "min_rows": None, "num_train_epochs": 2, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def fitted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("fitted") / "run"
+    assert main(flags(model, cola, output, **FIT)) == 0
+    return output
+
+
+def test_results_record_the_plan_and_its_peak(fitted: Path) -> None:
+    found = results_of(fitted)["fit"]
+    assert found["summary"].startswith("rmm_linear fit: ")
+    assert 0 < found["peak_bytes"] <= found["budget_bytes"] < found["exact_peak_bytes"]
+    assert results_of(fitted)["settings"]["max_memory"] == "0.9"
+    assert results_of(fitted)["memory"]["bytes_kept_for_backward"] > 0
+
+
+def test_the_plan_is_saved_beside_the_model(fitted: Path) -> None:
+    assert (fitted / "rmm_plan.json").is_file()
+    loaded = AutoModelForSequenceClassification.from_pretrained(fitted)
+    report = convert_as_saved(loaded, fitted)
+    assert loaded.rmm_plan.is_applied
+    assert [*report.converted] == results_of(fitted)["converted"]
+
+
+def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(
+    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a budget that the exact model fits, so that a plan is the same one each time it is made."""
+    wide = {**FIT, "max_memory": "4GB"}
+    assert main(flags(model, cola, tmp_path / "whole", **wide)) == 0
+    bomb = type("Bomb", (SignalTimer,), {"step": 4, "evaluation": None, "signum": signal.SIGINT})
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "StepTimer", bomb)
+        assert main(flags(model, cola, tmp_path / "half", **wide)) == 130
+    (checkpoint,) = (tmp_path / "half").glob("checkpoint-*")
+    assert (checkpoint / "rmm_plan.json").is_file()
+    capsys.readouterr()
+    assert main(flags(model, cola, tmp_path / "half", **wide, resume_from_checkpoint="last")) == 0
+    assert "(of the checkpoint)" in capsys.readouterr().out
+    assert same_weights(tmp_path / "whole", tmp_path / "half")
+    assert results_of(tmp_path / "half")["fit"] == results_of(tmp_path / "whole")["fit"]
+
+
+def test_where_the_exact_model_fits_the_run_is_the_exact_one(model: Path, cola: Path, tmp_path: Path) -> None:
+    for name, more in (("exact", {"kind": "exact"}), ("fit", {"max_memory": "4GB"})):
+        assert main(flags(model, cola, tmp_path / name, **{**FIT, "max_memory": None, "max_steps": 3, **more})) == 0
+    assert same_weights(tmp_path / "exact", tmp_path / "fit")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"kind": "gaussian"}, "got --kind too"),
+        ({"kind": "exact"}, "got --kind too"),
+        ({"ratio": 0.1}, "got --ratio too"),
+        ({"probe_every": 2}, "got --probe_every too"),
+        ({"compare": ["exact", "rows:0.1"]}, "got --compare too"),
+        ({"max_memory": "8 gigs"}, "max_memory: memory must be a size, got '8 gigs'"),
+        ({"max_memory": "-1"}, "max_memory: memory as a share must be in"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_before_anything_is_written(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, object], text: str
+) -> None:
+    assert text in fails(capsys, flags(model, cola, tmp_path / "run", **{**FIT, **more}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_met_is_one_line(
+    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(model, cola, tmp_path / "run", **{**FIT, "max_memory": "1KB"})
+    assert main(argv) == 2
+    assert "memory=1000 cannot be met" in capsys.readouterr().err
+
+
+def test_the_help_has_it() -> None:
+    assert "--max_memory" in short_help()
