@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chains, compiled, gpu, graphs, pages, roofline
+from benchmarks import chains, compiled, fit, gpu, graphs, pages, roofline
+from benchmarks.fit_models import MODELS
+from benchmarks.fit_paper import LARGE
+from benchmarks.fit_paper_models import PLACES
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -87,7 +90,16 @@ def _parser() -> argparse.ArgumentParser:
         "--parts", choices=tuple(graphs.PARTS), nargs="+", default=list(graphs.PARTS), help="all by default"
     )
 
-    for command, out in ((run, RESULTS), (planned, RESULTS), (whole, RESULTS), (all_of_it, None)):
+    fitting = commands.add_parser("fit", help="one plan within a budget, beside single methods and PyTorch's")
+    fitting.set_defaults(command=_fit)
+    fitting.add_argument("--parts", choices=fit.PARTS, nargs="+", default=list(fit.PARTS), help="all by default")
+    fitting.add_argument(
+        "--models", choices=(*MODELS, *LARGE), nargs="+", default=[*MODELS, *LARGE], help="all by default"
+    )
+    fitting.add_argument("--device", choices=tuple(PLACES), nargs="+", default=list(PLACES), help="of part paper")
+
+    into_results = (run, planned, whole, fitting)
+    for command, out in (*((one, RESULTS) for one in into_results), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
         command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
@@ -142,6 +154,15 @@ def _chains(arguments: argparse.Namespace) -> int:
 
 def _graphs(arguments: argparse.Namespace) -> int:
     for text in graphs.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
+        print(text, end="\n\n", flush=True)
+    if arguments.out == RESULTS:
+        pages.update()
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    options = {"commit": arguments.commit, "tiny": arguments.tiny}
+    for text in fit.run(arguments.out, arguments.parts, arguments.models, arguments.device, **options):
         print(text, end="\n\n", flush=True)
     if arguments.out == RESULTS:
         pages.update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import chains_bptt, compiled, graphs_page, roofline, tables
+from benchmarks import chains_bptt, compiled, fit_page, fit_paper_page, graphs_page, roofline, tables
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -16,6 +16,8 @@ GENERATED = (
     ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
     ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
     ("planning/graphs.md", "python -m benchmarks graphs", graphs_page.page),
+    ("planning/fit.md", "python -m benchmarks fit", fit_page.page),
+    ("planning/paper-sizes.md", "python -m benchmarks fit --parts paper", fit_paper_page.page),
 )
 
 

@@ -30,6 +30,8 @@ _GENERATED = (
     "docs/estimators.md",
     "docs/gpu.md",
     "docs/planning/chains.md",
+    "docs/planning/fit.md",
+    "docs/planning/paper-sizes.md",
 )
 
 

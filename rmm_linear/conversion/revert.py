@@ -24,9 +24,10 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model has no converted module and no plan.
     """
-    plan = vars(model).get("rmm_plan")
-    if plan is not None:
-        plan.revert()  # which comes back here if the plan has a conversion
+    planned = [module for module in model.modules() if "rmm_plan" in vars(module)]  # a wrapper has the model inside
+    for module in planned:
+        vars(module)["rmm_plan"].revert()  # which comes back here if the plan has a conversion
+    if planned:
         return model
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
     if not converted:

@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.fitting.shards import Shards
+from rmm_linear.fitting.shards import Shards, fully_sharded
 from rmm_linear.planning.block_plan import KEEP
+from rmm_linear.planning.budget import read_budget
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +113,31 @@ def check_arguments(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
     if memory is None and time is None:
         raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')
-    if converted_modules(model) or "rmm_plan" in vars(model):
+    if converted_modules(model) or any("rmm_plan" in vars(module) for module in model.modules()):
         raise ValueError(
             "fit takes a model that is as it was made, got one that is converted or has a plan. Call "
             "rmm_linear.revert(model) first."
         )
-    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    if fully_sharded(model) is not None or any(is_dtensor(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            "fit takes a model that is not sharded yet, got one with fully_shard. Fit it before, with "
+            "shards=rmm_linear.Shards(ranks) to count what one rank holds; the plan stays when it is sharded."
+        )
+    names = (allow,) if isinstance(allow, str) else allow
+    if not isinstance(names, Collection) or not names:
+        raise ValueError(f"allow must be some of {', '.join(ALLOW)}, got {allow!r}. Leave it out to allow all.")
     for name in names:
         if name not in ALLOW:
             raise ValueError(f"allow must be of {', '.join(ALLOW)}, got {name!r}.{did_you_mean(name, ALLOW)}")
     if objective not in _OBJECTIVES:
         near = did_you_mean(objective, _OBJECTIVES)
         raise ValueError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {objective!r}.{near}")
+    for name, number in (("time", time), ("max_noise", max_noise)):
+        if isinstance(number, bool) or not isinstance(number, int | float | None):
+            raise TypeError(f"{name} must be a number, got {number!r}.")
+    if memory is not None:
+        read_budget(memory, 1)
     if time is not None and not time > 0:
         raise ValueError(f"time must be positive, by the time of an exact step, got {time!r}. 1.2 allows a fifth more.")
-    if not max_noise > 0:
+    if max_noise is None or not max_noise > 0:
         raise ValueError(f"max_noise must be positive, got {max_noise!r}. 1 is as much as the minibatch's own noise.")

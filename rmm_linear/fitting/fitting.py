@@ -47,6 +47,8 @@ class Fitting:
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
         self.accumulate = accumulate
         self.static = static_memory(model, optimizer, shards)
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # simulated steps must not reduce gradients
+            model = self.model = model.module
         self.before = self.static.before_step + (self.static.gradients if accumulate else 0)
         held = _held(shards, accumulate=accumulate)
         self.costs = measure(model, example, held=held)
@@ -159,7 +161,7 @@ class Fitting:
         best = self.proposals.smallest()
         missing = [f'"{name}" in allow' for name in ALLOW if name not in self.allow and name != KEEP]
         helps = ["a smaller batch", *missing]
-        if any("max_noise" in note for note in self.candidates.notes):
+        if any("exceeds max_noise" in note for note in self.candidates.notes):
             helps.append("a larger max_noise")
         if any("folder" in note for note in self.candidates.notes):
             helps.append("folder=... to offload to files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,9 +106,9 @@ def max_batch(
         >>> found.exact < found.checkpointed <= found.batch
         True
     """
-    check_arguments(model, memory, allow)
-    if isinstance(memory, float):
+    if memory is None or isinstance(memory, float):
         raise TypeError(f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here.')
+    check_arguments(model, memory, allow, max_noise=max_noise)
     with quiet():
         count = _sequences(example)
         size = 2 if count == 1 else count
@@ -152,7 +153,8 @@ def resized(example: Any, count: int) -> Any:
         count: The number.
 
     Returns:
-        The batch: tensors whose first dimension is the longest have that many rows, others stay.
+        The batch: tensors whose first dimension is the most frequent one, or the first of such, have that many rows;
+        others stay.
     """
     have = _sequences(example)
 
@@ -171,9 +173,12 @@ def _sequences(example: Any) -> int:
             "a mapping, a sequence of tensors, or a tensor."
         )
     sizes = [len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes:
-        raise ValueError(f"max_batch needs a batch with tensors, got {type(example).__name__} without any.")
-    return max(sizes)
+    if not any(sizes):
+        raise ValueError(
+            f"max_batch needs a batch with tensors of one row or more, got {type(example).__name__} without any. Pass "
+            "a training batch."
+        )
+    return Counter(filter(None, sizes)).most_common(1)[0][0]
 
 
 def _largest(measure_bytes: Callable[[int], int], budget: int, guess: int, tries: int = 30) -> int:

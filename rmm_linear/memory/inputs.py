@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -212,7 +214,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 def restored(model: nn.Module) -> Iterator[None]:
     """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
 
-    Modes, buffers and random number generators are restored after it.
+    Modes, buffers and random number generators, Python's and NumPy's too, are restored after it.
 
     Args:
         model: The model.
@@ -227,12 +229,17 @@ def restored(model: nn.Module) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
     ]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    numpy = sys.modules.get("numpy")
+    drawn = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=devices):
         if not model.training:
             model.train()
         try:
             yield
         finally:
+            random.setstate(drawn[0])
+            if numpy is not None:
+                numpy.random.set_state(drawn[1])
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():

@@ -25,11 +25,13 @@ class Observed:
         storages: Bytes of the storages that it saves first, largest first.
         flops: Operations of its matrix products, convolutions and attention.
         writes_input: Whether a tensor that it was given was changed in place, by it or later.
+        returns: Whether it ran again after another block had run.
     """
 
     storages: list[int] = field(default_factory=list)
     flops: int = 0
     writes_input: bool = False
+    returns: bool = False
 
 
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
@@ -44,7 +46,7 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
         Name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
     """
     found: dict[str, Observed] = {}
-    running: list[str] = []
+    running, order = list[str](), list[str]()
     given: list[tuple[str, Tensor, int]] = []
     seen: dict[int, Any] = {}  # storages, which keeps them: a key is of one that is alive
     counter = flop_counter()
@@ -60,6 +62,8 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             running.append(name)
             block = found.setdefault(name, Observed())
+            block.returns |= name in order and order[-1] != name
+            order.append(name)
             block.flops -= counter.get_total_flops()
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             given.extend((name, leaf, leaf._version) for leaf in leaves)

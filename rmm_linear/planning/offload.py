@@ -155,7 +155,7 @@ class Offloaded:
                     f"offload knows CUDA and the CPU, got {type(self.module).__name__} on {tensor.device}. "
                     "Leave offload out."
                 )
-        self.module.forward = self
+        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -164,6 +164,7 @@ class Offloaded:
         else:
             self.module.forward = self.replaced
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass.
 

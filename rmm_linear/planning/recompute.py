@@ -76,9 +76,17 @@ class Recomputed:
 
         Returns:
             What the module returns.
+
+        Raises:
+            RuntimeError: If it is given a cache of keys and values.
         """
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        if any(hasattr(one, "get_seq_length") for one in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"{type(self.module).__name__} was given a cache of keys and values, to which it would add them twice. "
+                "Set model.config.use_cache=False."
+            )
         buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -182,7 +182,8 @@ def prepared(
 
         if not runs_on_fakes(model):
             follow(model.parameters())
-            yield lambda: run(model, example)
+            batch = copied(example)
+            yield lambda: run(model, batch)
             return
         fakes_of = _Fakes()
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import fit_paper
-from benchmarks.fit_paper import METHODS, SEQUENCE, Paper, largest, paper, place, plans, rows
+from benchmarks.fit_paper import METHODS, SEQUENCE, Paper, by_method, largest, paper, plans, rows
 from benchmarks.fit_paper_models import MODELS, llama, texts, with_adapters, without_masks
 from benchmarks.fit_paper_page import claims, page
 from benchmarks.records import origin, write_rows
@@ -27,23 +27,31 @@ from rmm_linear.planning.step import run_step
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 GRAIN = fit_paper.GRAIN
 MEMORY = 40_000_000
+BUFFERS = 2 * 4 * 8  # two tables of rotary frequencies, of half a head each
 TINY = MODELS["tiny"]
 
 
+Made = tuple[Fitting, dict[str, BlockPlan]]
+Rows = dict[str, dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    """Rows of the tiny LLaMA by method."""
-    return {row["method"]: row for row in rows(llama(TINY), MEMORY, None)}
-
-
-def made_plans() -> tuple[Fitting, dict[str, BlockPlan]]:
+def made() -> Made:
+    """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
     with without_masks():
         work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
         work.candidates.add(1.0)
         return work, plans(work)
 
 
-def test_no_method_reaches_further_than_the_fitted_plan(found: dict[str, dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def found(made: Made) -> Rows:
+    """Rows by method."""
+    with without_masks():
+        return {row["method"]: row for row in by_method(made[0])}
+
+
+def test_no_method_reaches_further_than_the_fitted_plan(found: Rows) -> None:
     assert tuple(found) == METHODS
     for row in found.values():
         assert row["sequence"] % GRAIN == 0
@@ -53,26 +61,21 @@ def test_no_method_reaches_further_than_the_fitted_plan(found: dict[str, dict[st
     assert 0 < found["exact"]["sequence"] < found["checkpointed"]["sequence"] < found["chunked"]["sequence"]
 
 
-def test_sizes_are_the_largest_that_fit(found: dict[str, dict[str, Any]]) -> None:
-    work, by_method = made_plans()
+@pytest.mark.parametrize("method", ["exact", "checkpointed", "chunked", "packed"])
+def test_the_next_size_is_over_the_memory(made: Made, found: Rows, method: str) -> None:
+    work, plan, row = made[0], made[1][method], found[method]
 
-    def total(method: str, batch: int, sequence: int) -> int:
+    def total(batch: int, sequence: int) -> int:
         with without_masks():
-            return work.before + simulate(by_method[method], texts(batch, sequence)).bytes
+            return work.before + simulate(plan, texts(batch, sequence)).bytes
 
-    for method in ("exact", "checkpointed", "chunked", "packed"):
-        row = found[method]
-        assert total(method, 1, row["sequence"]) == row["sequence_peak"] <= MEMORY
-        assert total(method, 1, row["sequence"] + GRAIN) > MEMORY
-        if row["batch"]:
-            assert total(method, row["batch"], SEQUENCE) == row["batch_peak"] <= MEMORY
-            assert total(method, row["batch"] + 1, SEQUENCE) > MEMORY
-    assert found["fitted"]["sequence_peak"] <= MEMORY
+    assert total(1, row["sequence"]) == row["sequence_peak"] <= MEMORY
+    assert total(1, row["sequence"] + GRAIN) > MEMORY
+    assert (row["batch_peak"] or 0) <= MEMORY < total(row["batch"] + 1, SEQUENCE)
 
 
-def test_methods_are_what_they_say() -> None:
-    _, by_method = made_plans()
-    choices = {method: {row.name: row.option for row in plan.blocks} for method, plan in by_method.items()}
+def test_methods_are_what_they_say(made: Made) -> None:
+    choices = {method: {row.name: row.option for row in plan.blocks} for method, plan in made[1].items()}
     assert {*choices["exact"].values()} == {"keep"}
     assert {*choices["checkpointed"].values()} == {"recompute"}
     assert choices["chunked"] == choices["checkpointed"] | {"lm_head": "convert others"}
@@ -81,13 +84,13 @@ def test_methods_are_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("method", ["exact", "checkpointed", "chunked", "packed"])
-def test_simulations_take_the_bytes_of_real_steps(method: str) -> None:
+def test_simulations_take_the_bytes_of_real_steps(made: Made, method: str) -> None:
     batch, sequence = 2, 512
-    plan = made_plans()[1][method]
+    plan = made[1][method]
     with without_masks():
         simulated = simulate(plan, texts(batch, sequence)).bytes
     torch.manual_seed(0)
-    real = LlamaForCausalLM(LlamaConfig(**TINY, use_cache=False)).to(torch.bfloat16).train()
+    real = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, use_cache=False), dtype=torch.bfloat16).train()
     assert simulated == real_peak(real, BlockPlan(plan.blocks, config=plan.config), texts(batch, sequence, "cpu"))
 
 
@@ -123,19 +126,14 @@ def test_what_does_not_fit_without_a_batch_is_not_simulated(memory: int) -> None
     assert all(row["needed"] >= memory and "sequence" not in row for row in found)
 
 
-def test_shards_divide_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    static = fit_paper.static_memory(llama(TINY), fit_paper.ADAMW, Shards(8))
-    assert static.optimizer_transient == 0
-    monkeypatch.setitem(fit_paper.PLACES, "small", ("600KB", Shards(8)))
-    monkeypatch.setattr(fit_paper, "Fitting", stopped)
-    (row, *_) = (
-        [row for row in place("tiny", "small") if row["trained"] == "all"] if static.gathered > 600_000 else [{}]
-    )
-    assert row["gathered"] == static.gathered
-    assert row["parameters"] == static.parameters
+def test_shards_divide_what_is_needed() -> None:
+    whole = next(rows(llama(TINY), 1_000, None))
+    part = next(rows(llama(TINY), 1_000, Shards(8)))
+    offloaded = next(rows(llama(TINY), 1_000, Shards(8, cpu_offload=True)))
+    for name in ("parameters", "gradients"):
+        assert part[name] == whole[name] / 8
+        assert offloaded[name] == 0
+    assert whole["gathered"] == 0 < part["gathered"] == offloaded["gathered"] == offloaded["needed"] - BUFFERS
 
 
 @pytest.mark.parametrize(
@@ -183,8 +181,10 @@ def test_the_page_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
     none = [row(method, 0, place="1 x 24 GB", status="does not fit", **about) for method in METHODS]
     write_rows(tmp_path / "fit-paper.csv", there + none)
     text = page(tmp_path)
-    assert "| 256 (79.9) | 1,024 (79.9)   | 4,096 (79.9)           | 2,048 (79.9) | 8,192 (79.9) |" in text
-    assert "2 (70.0)" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    begin = ["1 x 80 GB", "all weights, AdamW"]
+    assert [*begin, *(f"{size:,} (79.9)" for size in sizes.values())] in cells
+    assert [*begin, *["2 (70.0)"] * len(METHODS)] in cells
     assert text.count("does not fit") == 2 * len(METHODS)
     assert 'python -m benchmarks fit --parts paper --models 8b --device "1 x 24 GB"' in text
     assert "`abcdef012345`" in text

@@ -207,6 +207,22 @@ def check_graphs(names, out, place):
         assert sum(gradient is not None and bool(gradient.any()) for gradient in gradients) > len(gradients) // 2
 
 
+def check_fit(names, out, place):
+    assert names["report"].fits
+    assert names["found"].exact < names["found"].checkpointed <= names["found"].batch
+    assert out.count("rmm_linear fit: ") == 2
+    assert names["large"].roberta.embeddings.word_embeddings.weight.is_meta
+
+
+def check_paper_sizes(names, out, place):
+    report = names["report"]
+    assert report.fits
+    assert report.measured_peak is None
+    assert report.static.gathered > 0
+    assert out.startswith("rmm_linear fit: ")
+    assert all(parameter.is_meta for parameter in names["model"].parameters())
+
+
 CHECKS = {
     "README.md": check_readme,
     "docs/blocks.md": check_blocks,
@@ -216,7 +232,9 @@ CHECKS = {
     "docs/noise.md": check_noise,
     "docs/planning/chains.md": check_chains,
     "docs/planning/sweep.md": check_sweep,
+    "docs/planning/fit.md": check_fit,
     "docs/planning/graphs.md": check_graphs,
+    "docs/planning/paper-sizes.md": check_paper_sizes,
     "docs/training-stack.md": check_training_stack,
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fit_models import Normed, assert_untouched, real_peak, rows, snapshot, stack, tokens
+from fit_cases import Normed, assert_untouched, real_peak, rows, snapshot, stack, tokens
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -123,7 +123,7 @@ def test_no_step_takes_more_than_the_budget(made, share, allow, max_noise, objec
 
 
 class WithTable(nn.Module):
-    """Takes tensors that do not depend on the batch."""
+    """Takes tensors that do not depend on the batch, of which one has more rows."""
 
     def __init__(self):
         super().__init__()
@@ -134,18 +134,20 @@ class WithTable(nn.Module):
 
 
 def with_table():
-    return WithTable().train(), {"x": rows(64), "table": torch.ones(5, 5), "scale": torch.tensor(2.0)}
+    return WithTable().train(), {"x": rows(64), "table": torch.ones(100, 5), "scale": torch.tensor(2.0)}
 
 
 def llama():
-    return tiny_model("llama").train(), tokens("llama")
+    model = tiny_model("llama", layers=1).train()
+    model.config.use_cache = False
+    return model, tokens("llama")
 
 
 @pytest.mark.parametrize(
     ("make", "memory", "allow"),
     [
         (lambda: (stack(2).train(), rows(64)), "200KB", ("keep", "sketch", "pack")),
-        (llama, "300KB", ("keep", "recompute")),
+        (llama, "250KB", ("keep", "recompute")),
         (with_table, "200KB", ("keep", "recompute")),
     ],
     ids=["mlp", "llama", "table"],
@@ -164,7 +166,7 @@ def test_the_largest_batch_fits_and_one_more_exact_row_does_not(make, memory, al
 
 
 def test_a_budget_below_the_parameters_has_no_batch():
-    found = rmm_linear.max_batch(stack(1).train(), rows(), 1000, allow=("keep", "recompute"))
+    found = rmm_linear.max_batch(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rows(), 300, allow=("keep", "recompute"))
     assert (found.batch, found.exact, found.checkpointed, found.plan) == (0, 0, 0, None)
 
 
@@ -172,9 +174,11 @@ def test_a_budget_below_the_parameters_has_no_batch():
     ("example", "memory", "error", "text"),
     [
         (rows(), 0.5, TypeError, "A share has no meaning here"),
+        (rows(), None, TypeError, "memory must be bytes or a text"),
         (rows(), 0, ValueError, "at least one byte"),
         (rows(), "8 gigs", ValueError, "memory must be a size"),
         (lambda: 1, "1MB", ValueError, "a function as the example does not allow"),
+        (rows(0), "1MB", ValueError, "of one row or more"),
         ({}, "1MB", ValueError, "needs a batch with tensors"),
         (torch.tensor(1.0), "1MB", ValueError, "needs a batch with tensors"),
     ],
@@ -182,3 +186,8 @@ def test_a_budget_below_the_parameters_has_no_batch():
 def test_max_batch_says_what_it_needs(example, memory, error, text):
     with pytest.raises(error, match=text):
         rmm_linear.max_batch(stack(1).train(), example, memory)
+
+
+def test_max_batch_checks_what_fit_checks():
+    with pytest.raises(ValueError, match="max_noise must be positive"):
+        rmm_linear.max_batch(stack(1).train(), rows(), "1MB", max_noise=-1)

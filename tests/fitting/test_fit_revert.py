@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from fit_models import (
+from fit_cases import (
     Normed,
     assert_untouched,
     differing,
@@ -121,7 +121,7 @@ def test_layers_in_eval_mode_train_by_a_plan_that_converts_the_others():
     planned(model, "convert", "tenth")
     found = step(model, rows())
     assert all(f"gradient of {name}" in found for name, _ in model.named_parameters())
-    assert {type(one).__module__.partition(".")[0] for one in model[1].modules()} == {"torch", "fit_models"}
+    assert {type(one).__module__.partition(".")[0] for one in model[1].modules()} == {"torch", "fit_cases"}
     assert type(model[2].inside[0]) is not nn.Linear
 
 
@@ -138,21 +138,18 @@ class Reckless(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.xfail(strict=True, reason="simulated steps of converted models run on the batch itself")
 def test_a_batch_that_the_model_changes_stays():
     example = rows()
     rmm_linear.fit(Reckless().train(), example, **MIXED)
     assert torch.equal(example, rows())
 
 
-@pytest.mark.xfail(strict=True, reason="simulated steps of converted models run on the batch itself")
 def test_a_batch_that_needs_a_gradient_gets_none():
     example = rows().requires_grad_()
     rmm_linear.fit(stack(2).train(), example, **MIXED)
     assert example.grad is None
 
 
-@pytest.mark.xfail(strict=True, reason="random numbers of Python and NumPy are not restored")
 def test_random_numbers_of_python_stay():
     before = random.getstate()
     rmm_linear.fit(Reckless().train(), rows(), 1.0)

@@ -1,0 +1,150 @@
+"""What plans of fit cost at a few budgets, beside single methods on the same blocks: live bytes and seconds of steps.
+
+The floor is what no plan can save: parameters, buffers, and gradients of all parameters that are trained. A budget is
+the floor and a share of what the exact step's peak has above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from benchmarks.fit_models import Made, recompute_segments, twin
+from benchmarks.fit_rows import CHEN, EXACT, FIT, Fitted
+from benchmarks.fit_steps import ROUNDS, Run, counts, fitted, live_peak, medians, options_of, step_of
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.settings import SETTINGS, Setting
+from rmm_linear.planning.block_plan import CONVERT, KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, PlannedBlock
+
+SHARES = (0.75, 0.5, 0.25, 0.12, 0.08)
+# Titles of single methods to the option that all blocks have which can.
+SINGLE = {
+    "recompute all": RECOMPUTE,
+    "selective all": SELECTIVE,
+    "sketch all": "convert linears",
+    "pack all": "convert others",
+    "convert tenth": "convert tenth",
+    "convert narrow": "convert narrow",
+    "offload all": OFFLOAD,
+}
+
+
+def frontier(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Fitted]:
+    """Measure a model exact, with every single method, and with a plan for every budget, all in one run.
+
+    Args:
+        title: Of the model.
+        made: The model and a batch.
+        about: Where the rows come from.
+        tiny: Whether to take two budgets and one round.
+
+    Returns:
+        A row each.
+    """
+    model, batch = made
+    with tempfile.TemporaryDirectory() as folder:
+        fitting = options_of(model, batch, folder)
+        static = fitting.static
+        floor, before = static.parameters + static.buffers + static.gradients, static.before_step
+        base = Fitted(model=title, method=EXACT, floor=floor, **about)
+        runs: dict[str, Run] = {EXACT: step_of(model, batch)}
+        rows = {EXACT: dataclasses.replace(base, plan=counts(blocks[0] for blocks in fitting.proposals.rows))}
+        for method, row, run in _single(fitting, base):
+            rows[method], runs[method] = row, run
+        for method, run in runs.items():
+            rows[method] = dataclasses.replace(rows[method], measured=before + live_peak(model, run))
+        for share in SHARES[1::3] if tiny else SHARES:
+            key, memory = f"{FIT} {share}", floor + int(share * (fitting.exact_peak - floor))
+            here = dataclasses.replace(base, method=FIT, share=share, memory=memory)
+            found = fitted(fitting, memory)
+            if isinstance(found, str):
+                rows[key] = dataclasses.replace(here, status=found)
+            else:
+                rows[key], runs[key] = _reported(here, found), step_of(found.plan.apply(twin(model)), batch)
+        seconds = medians(model, runs, 1 if tiny else ROUNDS)
+        del runs
+    timed = [_timed(row, seconds.get(key), seconds[EXACT]) for key, row in rows.items()]
+    return [_with_rival(row, timed) for row in timed]
+
+
+def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]:
+    """Single methods, each on a twin of the model."""
+    for method, option in SINGLE.items():
+        blocks = _blocks(fitting, option)
+        if all(block.choice == KEEP for block in blocks):
+            continue
+        plan = fitting.proposals.plan_of(blocks)
+        model = plan.apply(twin(fitting.model))
+        # What is left out for its noise was neither timed for the plan nor is its noise kept.
+        is_known = all(block.kept or block.worst for block in blocks)
+        row = dataclasses.replace(
+            base,
+            method=method,
+            predicted_time=1 + plan.seconds / fitting.candidates.seconds if is_known else None,
+            noise=sum(block.noise for block in blocks) if is_known else None,
+            within="yes" if is_known else "no",
+            plan=counts(blocks),
+        )
+        yield method, row, step_of(model, fitting.example)
+    segments: nn.Module = twin(fitting.model)
+    recompute_segments(segments)
+    yield CHEN, dataclasses.replace(base, method=CHEN, noise=0.0), step_of(segments, fitting.example)
+
+
+def _blocks(fitting: Fitting, option: str) -> list[PlannedBlock]:
+    """The blocks with one option, wherever they have it, with its noise and seconds where these are known."""
+    choice, _, name = option.partition(" ")
+    if choice != CONVERT:
+        return [
+            next((row for row in rows if row.option == option and row.choice == choice), rows[0])
+            for rows in fitting.proposals.rows
+        ]
+    setting = next(one for one in SETTINGS if one.name == name)
+    found = list[PlannedBlock]()
+    for rows in fitting.proposals.rows:
+        block = rows[0].name
+        does = _does(fitting, block, setting)
+        # Of settings that do the same in a block, the first has the row.
+        same = next((one.name for one in SETTINGS if _does(fitting, block, one) == does), name)
+        known = next((row for row in rows if row.setting == same), PlannedBlock(block, CONVERT, setting=name))
+        found.append(known if does else rows[0])
+    return found
+
+
+def _does(fitting: Fitting, block: str, setting: Setting) -> dict[str, Any]:
+    chosen = fitting.candidates.conversions.chosen(block, setting)
+    return {name: setting.fields[operation] for name, operation in chosen.items()}
+
+
+def _reported(row: Fitted, report: FitReport) -> Fitted:
+    measured = report.peak
+    return dataclasses.replace(
+        row,
+        predicted=report.predicted_peak,
+        simulated=report.simulated_peak,
+        measured=measured,
+        predicted_error=100 * (report.predicted_peak / measured - 1),
+        simulated_error=100 * (report.simulated_peak / measured - 1),
+        predicted_time=report.time,
+        noise=report.noise,
+        status="fits" if report.fits else "exceeds",
+        plan=counts(report.plan.blocks),
+    )
+
+
+def _timed(row: Fitted, seconds: float | None, exact: float) -> Fitted:
+    return row if seconds is None else dataclasses.replace(row, seconds=seconds, time=seconds / exact)
+
+
+def _with_rival(row: Fitted, rows: Sequence[Fitted]) -> Fitted:
+    """Add the fastest single method within the budget."""
+    if row.memory is None:
+        return row
+    single = [one for one in rows if one.method not in (EXACT, FIT) and (one.measured or 0) <= row.memory]
+    best = min(single, key=lambda one: one.time or 0.0, default=None)
+    return row if best is None else dataclasses.replace(row, rival=best.method, rival_time=best.time)

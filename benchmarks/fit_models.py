@@ -1,0 +1,193 @@
+"""The models of the benchmark of fit, with random weights, and the recomputation of segments of their blocks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.graph_networks import transformer
+from rmm_linear.planning.blocks import find_blocks
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+SEED = 0
+
+
+def roberta(tiny: bool) -> Made:
+    """Make RoBERTa-base with a head for sequences, and 8 texts of 128 tokens.
+
+    Args:
+        tiny: Whether all sizes are small.
+
+    Returns:
+        The model in training mode, and a batch with labels.
+    """
+    if tiny:
+        sizes = {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+        return transformer("roberta", 8, 16, num_hidden_layers=3, **sizes)
+    sizes = {"vocab_size": 50265, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+    return transformer("roberta", 8, 128, num_hidden_layers=12, **sizes)
+
+
+def llama(tiny: bool) -> Made:
+    """Make a small LLaMA, and 4 texts of 256 tokens.
+
+    Args:
+        tiny: Whether all sizes are small.
+
+    Returns:
+        The model in training mode, and a batch with labels.
+    """
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if tiny:
+        sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
+        return transformer("llama", 8, 16, num_hidden_layers=3, **sizes, **heads)
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376}
+    return transformer("llama", 4, 256, num_hidden_layers=8, **sizes, **heads)
+
+
+def llama_lora(tiny: bool) -> Made:
+    """Make the same LLaMA with LoRA adapters of rank 8 on all linear layers, which alone are trained.
+
+    Args:
+        tiny: Whether all sizes are small.
+
+    Returns:
+        The model in training mode, and a batch with labels.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    model, batch = llama(tiny)
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config).train(), batch  # pyright: ignore[reportArgumentType]
+
+
+def vit(tiny: bool) -> Made:
+    """Make a vision transformer of 12 layers for 100 classes, and 8 images of 224 × 224.
+
+    Args:
+        tiny: Whether all sizes are small.
+
+    Returns:
+        The model in training mode, and a batch with labels.
+    """
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers, width, heads, side = (3, 32, 2, 32) if tiny else (12, 384, 6, 224)
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 4 * width, "image_size": side, "patch_size": 4 if tiny else 16, "num_labels": 100}
+    batch = {"pixel_values": torch.randn(8, 3, side, side), "labels": torch.randint(0, 100, (8,))}
+    return ViTForImageClassification(ViTConfig(**sizes)).train(), batch
+
+
+def t5(tiny: bool) -> Made:
+    """Make T5 of the small size, and 4 texts of 128 tokens with answers of 64.
+
+    Args:
+        tiny: Whether all sizes are small.
+
+    Returns:
+        The model in training mode, and a batch with labels.
+    """
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"use_cache": False, "decoder_start_token_id": 0}
+    if tiny:
+        sizes |= {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2}
+    words = 100 if tiny else 32128
+    torch.manual_seed(SEED)
+    config = T5Config(vocab_size=words, **sizes)
+    texts, length = (8, 16) if tiny else (4, 128)
+    ids, labels = torch.randint(5, words, (texts, length)), torch.randint(5, words, (texts, length // 2))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return T5ForConditionalGeneration(config).train(), batch
+
+
+# Name on the command line to title and maker.
+MODELS: dict[str, tuple[str, Callable[[bool], Made]]] = {
+    "roberta": ("RoBERTa-base, 8 × 128", roberta),
+    "llama": ("LLaMA 8 × 512, 4 × 256", llama),
+    "llama-lora": ("LLaMA 8 × 512 with LoRA, 4 × 256", llama_lora),
+    "vit": ("ViT 12 × 384, 8 × 224²", vit),
+    "t5": ("T5-small, 4 × 128 and 64", t5),
+}
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Copy a model, but for its parameters, which both have.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The copy, which can be changed without the model.
+    """
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of like modules of a model, as a transformer's layers are.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The lists.
+    """
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in find_blocks(model))
+    found = [model.get_submodule(name) for name in parents]
+    return [each for each in found if isinstance(each, nn.ModuleList) and len(each) > 1]
+
+
+class Segment(nn.Module):
+    """Successive blocks that are recomputed as one: of what they make, only their input is kept."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        """Take blocks together.
+
+        Args:
+            blocks: In their order.
+        """
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the blocks one after the other under activation checkpointing.
+
+        Args:
+            hidden: Input of the first block.
+            *args: Further arguments of all blocks.
+            **kwargs: Keyword arguments of all blocks.
+
+        Returns:
+            What the last block returns.
+        """
+        return checkpoint(self._run, hidden, *args, use_reentrant=False, **kwargs)
+
+    def _run(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        found: Any = hidden
+        for block in self.blocks:
+            found = block(hidden, *args, **kwargs)
+            hidden = found
+            if isinstance(found, tuple):  # T5's blocks hand on two position biases, their third and sixth argument
+                hidden, own, cross = found
+                args = (args[0], own, *args[2:4], cross, *args[5:])
+        return found
+
+
+def recompute_segments(model: nn.Module) -> None:
+    """Recompute segments of √n of every n like blocks, as in Chen et al. 2016 (arXiv 1604.06174), section 4.
+
+    Args:
+        model: The model; its lists of blocks become lists of segments.
+    """
+    for blocks in lists_of_blocks(model):
+        every, length = list(blocks), math.ceil(math.sqrt(len(blocks)))
+        del blocks[:]
+        blocks.extend(Segment(every[begin : begin + length]) for begin in range(0, len(every), length))

@@ -1,0 +1,277 @@
+"""How far LLaMAs of 8 and 70 billion weights get on devices of 24 and 80 GB, without weights and without the devices.
+
+Every step is simulated on a model on the meta device. Bytes are the maximum, over the moments of a step, of what grows
+by a line with the size of the batch: a convex function. So a secant finds the largest size, and a size is known to be
+the largest if the line through it and a smaller one exceeds the memory at the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from benchmarks.fit_paper_models import MODELS, PLACES, llama, texts, with_adapters, without_masks
+from benchmarks.fit_steps import counts
+from benchmarks.records import Origin
+from rmm_linear._support.quiet import quiet
+from rmm_linear._support.sizes import read_bytes
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.settings import SETTINGS
+from rmm_linear.fitting.shards import Shards
+from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.planning.block_plan import CONVERT, KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.simulate import watch
+from rmm_linear.planning.solve import choose, least
+
+GRAIN = 256  # sequence lengths are multiples of it
+SEQUENCE = 4096  # of the batches
+MEASURED = 32768  # tokens of the sequence that the options of blocks are measured with
+MAX_NOISE = 1.0
+SEED = 0
+LARGE = ("8b", "70b")
+METHODS = ("exact", "checkpointed", "chunked", "packed", "fitted")
+ADAMW = partial(AdamW, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper(Origin):
+    """One model on one kind of device with one method. All bytes are those of one device, simulated.
+
+    Attributes:
+        model: Of :data:`MODELS`.
+        trained: "all" weights, or "LoRA".
+        place: Of :data:`PLACES`.
+        method: Of :data:`METHODS`.
+        status: "ok", or "does not fit" if what is needed beside activations exceeds the memory.
+        sequence: The longest sequence at batch 1; 0 if not even the shortest fits.
+        sequence_peak: Bytes of the training process with it.
+        batch: The largest batch of sequences of 4096 tokens.
+        batch_peak: Bytes of the training process with it.
+        memory: The device's, bytes.
+        needed: Bytes at the optimizer's step: all of the following but "transient".
+        parameters: Bytes of the parameters.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer's state.
+        gathered: Bytes that ``fully_shard`` holds unsharded.
+        transient: Bytes that AdamW's step would make in addition without ``fused=True``.
+        plan: How many blocks have each option.
+        simulations: Number of steps that were simulated for the method, without those that measure options.
+        seconds: Time of it, with those.
+        seed: Of the random numbers, on which no byte depends.
+    """
+
+    model: str
+    trained: str
+    place: str
+    method: str
+    status: str = "ok"
+    sequence: int = 0
+    sequence_peak: int | None = None
+    batch: int = 0
+    batch_peak: int | None = None
+    memory: int = 0
+    needed: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    transient: int = 0
+    plan: str = ""
+    simulations: int = 0
+    seconds: float = 0.0
+    seed: int = SEED
+
+
+def paper(models: Sequence[str] = LARGE, devices: Sequence[str] = tuple(PLACES)) -> list[dict[str, Any]]:
+    """Find the largest sizes of all models on all devices.
+
+    Args:
+        models: Of :data:`MODELS`.
+        devices: Of :data:`PLACES`.
+
+    Returns:
+        The fields of :class:`Paper` without those of its origin, a row for each method.
+    """
+    return [row for model in models for device in devices for row in place(model, device)]
+
+
+def place(model: str, device: str) -> Iterator[dict[str, Any]]:
+    """Find the largest sizes of a model on a device, with all weights trained and with adapters.
+
+    Adapters are not offloaded: their gradients and state are small.
+
+    Args:
+        model: Of :data:`MODELS`.
+        device: Of :data:`PLACES`.
+
+    Yields:
+        A row for each method.
+    """
+    memory, shards = PLACES[device]
+    torch.manual_seed(SEED)
+    for trained, make in (("all", llama), ("LoRA", with_adapters)):
+        if trained == "LoRA" and shards is not None and shards.cpu_offload:
+            continue
+        for row in rows(make(MODELS[model]), read_bytes("memory", memory), shards):
+            yield {"model": model, "trained": trained, "place": device, **row}
+
+
+def in_order(found: Sequence[Paper]) -> list[Paper]:
+    """Sort rows by model and device.
+
+    Args:
+        found: The rows; those of one model on one device are in order.
+
+    Returns:
+        All of them.
+    """
+    return sorted(found, key=lambda row: (list(MODELS).index(row.model), list(PLACES).index(row.place)))
+
+
+def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[str, Any]]:
+    """Find the largest sizes of a model by every method.
+
+    Args:
+        model: A language model on the meta device.
+        memory: Bytes of a device.
+        shards: How the model is divided.
+
+    Yields:
+        A row for each method.
+    """
+    static = static_memory(model, ADAMW, shards)
+    needed = static.before_step + static.gradients
+    common = {
+        "memory": memory,
+        "needed": needed,
+        **{name: getattr(static, name) for name in ("parameters", "gradients", "optimizer", "gathered")},
+        "transient": static_memory(model, AdamW, shards).optimizer_transient,
+    }
+    if needed >= memory:
+        yield from ({"method": method, "status": "does not fit", **common} for method in METHODS)
+        return
+    with quiet(), without_masks():
+        begin = time.perf_counter()
+        work = Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
+        work.candidates.add(MAX_NOISE)
+        for row in by_method(work):
+            yield {**common, **row, "seconds": time.perf_counter() - begin}
+            begin = time.perf_counter()
+
+
+def by_method(work: Fitting) -> Iterator[dict[str, Any]]:
+    """Find the largest sizes by every method.
+
+    Args:
+        work: A model with the options of its blocks.
+
+    Yields:
+        A row for each method, without what all methods have in common.
+    """
+    found: list[dict[str, Any]] = []
+    for method, plan in plans(work).items():
+        found.append(_Sizes(work, plan).row())
+        if method == "fitted":  # which may do what the others do
+            furthest = max(reversed(found), key=lambda row: (row["sequence"], row["batch"]))
+            found[-1] |= {name: furthest[name] for name in ("sequence", "sequence_peak", "batch", "batch_peak", "plan")}
+        yield {"method": method, **found[-1]}
+
+
+def plans(work: Fitting) -> dict[str, BlockPlan]:
+    """Make the plan of every method.
+
+    Args:
+        work: A model with the options of its blocks.
+
+    Returns:
+        Method to plan; "fitted" is that of the least memory.
+    """
+    blocks, conversions = work.costs.blocks, work.candidates.conversions
+    known = {setting.name: setting for setting in SETTINGS}
+
+    def converted(name: str, setting: str) -> PlannedBlock:
+        is_there = conversions.chosen(name, known[setting])
+        return PlannedBlock(name, CONVERT, setting=setting) if is_there else PlannedBlock(name, KEEP)
+
+    again = [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in blocks]
+    heads = {one.name for one in blocks if "logits" in conversions.operations[one.name].values()}
+    chosen = {
+        "exact": [PlannedBlock(one.name, KEEP) for one in blocks],
+        "checkpointed": again,
+        "chunked": [converted(row.name, "others") if row.name in heads else row for row in again],
+        "packed": [converted(one.name, "tenth") for one in blocks],
+    }
+    options = work.proposals.options
+    indices = choose(options, least(options), work.cost, solver="rounded") or []
+    chosen["fitted"] = [rows[index] for rows, index in zip(work.proposals.rows, indices, strict=True)]
+    return {method: work.proposals.plan_of(rows) for method, rows in chosen.items()}
+
+
+class _Sizes:
+    """The largest sizes of a model with one plan."""
+
+    def __init__(self, work: Fitting, plan: BlockPlan) -> None:
+        self.work, self.plan = work, plan
+        self.known: dict[tuple[int, int], int] = {}  # batch and sequence to bytes
+
+    def peak(self, batch: int, sequence: int) -> int:
+        """Bytes of the training process."""
+        if (batch, sequence) not in self.known:
+            with self.plan.applied() as planned:
+                step = watch(planned, texts(batch, sequence), held=self.work.proposals.held)[0]
+            self.known[batch, sequence] = self.work.before + step.bytes
+        return self.known[batch, sequence]
+
+    def row(self) -> dict[str, Any]:
+        """The sizes, their peaks, and what it took to find them."""
+        memory = self.work.total or 0
+        length = GRAIN * largest(lambda count: self.peak(1, GRAIN * count), memory, SEQUENCE // GRAIN)
+        batch = (
+            largest(lambda count: self.peak(count, SEQUENCE), memory, length // SEQUENCE) if length >= SEQUENCE else 0
+        )
+        return {
+            "sequence": length,
+            "sequence_peak": self.peak(1, length) if length else None,
+            "batch": batch,
+            "batch_peak": self.peak(batch, SEQUENCE) if batch else None,
+            "plan": counts(self.plan.blocks),
+            "simulations": len(self.known),
+        }
+
+
+def largest(bytes_of: Callable[[int], int], memory: int, guess: int) -> int:
+    """Find the largest size that fits, where bytes are a convex function of it.
+
+    Args:
+        bytes_of: Bytes of a size.
+        memory: The most they may be.
+        guess: A size to begin with, at least 1.
+
+    Returns:
+        The size; 0 if not even 1 fits.
+    """
+    known: dict[int, int] = {}
+    low, high = 0, None
+    while high is None or high - low > 1:
+        known[guess] = bytes_of(guess)
+        low, high = (guess, high) if known[guess] <= memory else (low, guess)
+        lesser = max((size for size in known if size < low), default=None)
+        if lesser is not None and known[low] + (known[low] - known[lesser]) / (low - lesser) > memory:
+            break  # beyond a size, a convex function rises at least as fast as before
+        guess = _next(known, memory, low, high)
+    return low
+
+
+def _next(known: Mapping[int, int], memory: int, low: int, high: int | None) -> int:
+    """Where the line through the two largest sizes, or one and none, meets the memory, between what is known."""
+    (less, there), (more, bytes_) = sorted(known.items())[-2:] if len(known) > 1 else [(0, 0), *known.items()]
+    slope = (bytes_ - there) / (more - less)
+    size = int(more + (memory - bytes_) / slope) if slope > 0 else 2 * more
+    return max(low + 1, size if high is None else min(size, high - 1))
