@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from benchmarks.fit_paper_models import MODELS, PLACES, llama, texts, with_adapters, without_masks
+from benchmarks.fit_paper_models import MODELS, PLACES, llama, texts, with_adapters
 from benchmarks.fit_steps import counts
 from benchmarks.records import Origin
 from rmm_linear._support.quiet import quiet
@@ -157,7 +157,7 @@ def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[
     if needed >= memory:
         yield from ({"method": method, "status": "does not fit", **common} for method in METHODS)
         return
-    with quiet(), without_masks():
+    with quiet():
         begin = time.perf_counter()
         work = Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
         work.candidates.add(MAX_NOISE)

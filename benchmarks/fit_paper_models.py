@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,22 +81,3 @@ def texts(batch: int, sequence: int, device: str = "meta") -> dict[str, torch.Te
     """
     ids = torch.zeros(batch, sequence, dtype=torch.long, device=device)
     return {"input_ids": ids, "labels": ids}
-
-
-@contextmanager
-def without_masks() -> Iterator[None]:
-    """Let transformers take every row of a batch for one text inside the block, as it finds by the values elsewhere.
-
-    Without values it would make a mask for all pairs of tokens.
-
-    Yields:
-        Nothing.
-    """
-    from transformers import masking_utils
-
-    found = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = found

@@ -31,6 +31,7 @@ _GENERATED = (
     "docs/gpu.md",
     "docs/planning/chains.md",
     "docs/planning/fit.md",
+    "docs/planning/graphs.md",
     "docs/planning/paper-sizes.md",
 )
 

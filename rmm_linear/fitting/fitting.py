@@ -203,7 +203,8 @@ def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
 
 
 def _optimizer_step(static: StaticMemory) -> int:
-    return static.before_step + static.gradients + static.optimizer_transient
+    """Bytes at the worst moment of the optimizer's step, when nothing is gathered any more."""
+    return static.before_step - static.gathered + static.gradients + static.optimizer_transient
 
 
 def _predicted(plan: BlockPlan) -> int:

@@ -74,9 +74,7 @@ def measure_noise(
             wrapped, batch = _as_mapping(model, example)
             passes = Passes(wrapped, batch)
             names = [name.removeprefix(_PREFIX) for name in passes.trained]
-            with BlockPlan(again, _model=model).applied():
-                sgd = list(passes.sgd_variance().values())
-                exact = [gradient.clone() for gradient in passes.gradients()]
+            sgd, exact = _exact(passes, BlockPlan(again, _model=model))
             found = {}
             for setting, plan in plans.items():
                 with plan.applied():
@@ -89,6 +87,21 @@ def measure_noise(
     except ValueError as error:
         return Noise(unknown=str(error).partition(". ")[0])
     return Noise(found)
+
+
+def _exact(passes: Passes, again: BlockPlan) -> tuple[list[float], list[Tensor]]:
+    """D²_SGD and the gradient of every parameter."""
+
+    def run() -> tuple[list[float], list[Tensor]]:
+        return list(passes.sgd_variance().values()), [gradient.clone() for gradient in passes.gradients()]
+
+    try:
+        with again.applied():
+            return run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of a block that cannot run again
+        return run()
 
 
 def _squares(passes: Passes, model: nn.Module, exact: Sequence[Tensor], draws: int) -> list[float]:

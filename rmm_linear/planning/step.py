@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -196,7 +197,7 @@ def prepared(
         }
         follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
-        with _without_values(model), fakes_of.mode:
+        with _without_values(model), _one_text_per_row(batch), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
 
 
@@ -218,6 +219,25 @@ class _Fakes:
             made = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
             self._known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return self._known[id(tensor)]
+
+
+@contextmanager
+def _one_text_per_row(batch: Any) -> Iterator[None]:
+    """Let transformers take every row of a batch for one text, as it finds by its values, which fake tensors lack.
+
+    It would make a mask for all pairs of tokens instead. With position ids, rows may be packed.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if not hasattr(masks, name) or (isinstance(batch, Mapping) and batch.get("position_ids") is not None):
+        yield
+        return
+    found = getattr(masks, name)
+    setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
 
 def test_nothing_is_on_the_page_before_it_is_measured(tmp_path: Path) -> None:
     assert "python -m benchmarks fit" in fit_page.page(tmp_path)
-    assert set(fit.PARTS) == {"frontier", "neighbours", "solvers"}
+    assert set(fit.PARTS) == {"frontier", "neighbours", "solvers", "paper"}
 
 
 @pytest.mark.skipif(not (RESULTS / "fit-frontier.csv").is_file(), reason="not measured yet")

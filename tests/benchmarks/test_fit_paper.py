@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import fit_paper
 from benchmarks.fit_paper import METHODS, SEQUENCE, Paper, by_method, largest, paper, plans, rows
-from benchmarks.fit_paper_models import MODELS, llama, texts, with_adapters, without_masks
+from benchmarks.fit_paper_models import MODELS, llama, texts, with_adapters
 from benchmarks.fit_paper_page import claims, page
 from benchmarks.records import origin, write_rows
 from rmm_linear.fitting.fitting import Fitting
@@ -38,17 +38,15 @@ Rows = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def made() -> Made:
     """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
-    with without_masks():
-        work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
-        work.candidates.add(1.0)
-        return work, plans(work)
+    work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
+    work.candidates.add(1.0)
+    return work, plans(work)
 
 
 @pytest.fixture(scope="module")
 def found(made: Made) -> Rows:
     """Rows by method."""
-    with without_masks():
-        return {row["method"]: row for row in by_method(made[0])}
+    return {row["method"]: row for row in by_method(made[0])}
 
 
 def test_no_method_reaches_further_than_the_fitted_plan(found: Rows) -> None:
@@ -66,8 +64,7 @@ def test_the_next_size_is_over_the_memory(made: Made, found: Rows, method: str) 
     work, plan, row = made[0], made[1][method], found[method]
 
     def total(batch: int, sequence: int) -> int:
-        with without_masks():
-            return work.before + simulate(plan, texts(batch, sequence)).bytes
+        return work.before + simulate(plan, texts(batch, sequence)).bytes
 
     assert total(1, row["sequence"]) == row["sequence_peak"] <= MEMORY
     assert total(1, row["sequence"] + GRAIN) > MEMORY
@@ -87,8 +84,7 @@ def test_methods_are_what_they_say(made: Made) -> None:
 def test_simulations_take_the_bytes_of_real_steps(made: Made, method: str) -> None:
     batch, sequence = 2, 512
     plan = made[1][method]
-    with without_masks():
-        simulated = simulate(plan, texts(batch, sequence)).bytes
+    simulated = simulate(plan, texts(batch, sequence)).bytes
     torch.manual_seed(0)
     real = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, use_cache=False), dtype=torch.bfloat16).train()
     assert simulated == real_peak(real, BlockPlan(plan.blocks, config=plan.config), texts(batch, sequence, "cpu"))
@@ -100,15 +96,6 @@ def real_peak(model: nn.Module, plan: BlockPlan, batch: dict[str, torch.Tensor])
     with peak("cpu") as measured:
         run_step(model, batch)
     return measured.bytes
-
-
-def test_transformers_is_as_it_was_after_a_simulation() -> None:
-    from transformers import masking_utils
-
-    before = masking_utils.find_packed_sequence_indices
-    with without_masks():
-        assert masking_utils.find_packed_sequence_indices is not before
-    assert masking_utils.find_packed_sequence_indices is before
 
 
 def test_adapters_alone_are_trained_and_all_weights_are_halves() -> None:

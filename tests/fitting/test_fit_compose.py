@@ -32,7 +32,7 @@ def alone(tmp_path):
 
 def test_data_parallel_gradients_are_the_mean_of_those_of_the_plan(tmp_path):
     command = [*TORCHRUN, "--nproc_per_node", "2", str(WORKER), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

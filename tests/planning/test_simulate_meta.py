@@ -28,7 +28,7 @@ from rmm_linear.planning.step import loss_of, prepared, run_step
 BATCH, TOKENS, WORDS = 4, 64, 300
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}
 CONFIGS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **SHAPE)),
+    "llama": (LlamaForCausalLM, LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, use_cache=False, **SHAPE)),
     "roberta": (RobertaForSequenceClassification, RobertaConfig(vocab_size=WORDS, **SHAPE)),
     "t5": (
         T5ForConditionalGeneration,
