@@ -27,9 +27,9 @@ def revert(model: nn.Module) -> nn.Module:
     planned = [module for module in model.modules() if "rmm_plan" in vars(module)]  # a wrapper has the model inside
     for module in planned:
         vars(module)["rmm_plan"].revert()  # which comes back here if the plan has a conversion
-    if planned:
-        return model
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
+    if planned and not converted:
+        return model
     if not converted:
         raise ValueError(
             "revert takes a converted model, got one without converted modules. Call rmm_linear.convert first."

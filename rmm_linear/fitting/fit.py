@@ -17,7 +17,7 @@ from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.shards import Shards, fully_sharded
 from rmm_linear.planning.block_plan import KEEP
-from rmm_linear.planning.budget import read_budget
+from rmm_linear.planning.budget import LEAST, read_budget
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def fit(
         model: The model, neither converted nor planned. On the meta device it is planned without values.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
         memory: Budget for parameters, buffers, gradients, the optimizer and what a step makes: bytes, a text such as
-            "8GB", or a share of the exact model's peak in (0, 1]. It may be left out with ``time``.
+            "8GB", or a share of the exact model's peak in (0, 1]; "least" for the least memory that is found. It may be
+            left out with ``time``.
         optimizer: An optimizer, its class, or a function of parameters that makes one, whose state is counted; None
             counts none.
         max_noise: The most noise that stand-ins may add to the gradient of a layer's weights, by the minibatch's own
@@ -85,14 +86,16 @@ def fit(
         (True, True)
     """
     check_arguments(model, memory, allow, time, objective, max_noise)
+    if memory == LEAST:
+        memory, time = None, time or float("inf")
     with quiet():
         work = Fitting(
             model, example, memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards, accumulate=accumulate,
         )  # fmt: skip
-        if work.total is not None and time is None and KEEP in allow and work.is_within(work.exact_peak):
-            report = work.kept()
-        else:
+        is_first = work.total is not None and time is None and KEEP in allow
+        report = work.kept() if is_first and work.is_within(work.exact_peak) else None
+        if report is None:
             work.check_floor()
             work.candidates.add(max_noise)
             report = work.solved() if time is None else work.within_time(time)
@@ -129,6 +132,8 @@ def check_arguments(
     for name in names:
         if name not in ALLOW:
             raise ValueError(f"allow must be of {', '.join(ALLOW)}, got {name!r}.{did_you_mean(name, ALLOW)}")
+    if time is not None and objective != "time":
+        raise ValueError(f"objective must be left out with time, which asks for the least memory, got {objective!r}.")
     if objective not in _OBJECTIVES:
         near = did_you_mean(objective, _OBJECTIVES)
         raise ValueError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {objective!r}.{near}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
 from rmm_linear.fitting.shards import Shards, size_bytes
-from rmm_linear.fitting.static_memory import StaticMemory, static_memory
+from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.block_plan import KEEP, BlockPlan
 from rmm_linear.planning.budget import read_budget
@@ -21,7 +22,7 @@ from rmm_linear.planning.measure import measure
 from rmm_linear.planning.proposals import Proposals
 from rmm_linear.planning.simulate import Held, watch
 from rmm_linear.planning.solve import Option, choose, least, peak_of
-from rmm_linear.planning.step import as_in_training, copied, run_step
+from rmm_linear.planning.step import as_in_training, copied, has_memory, run_step
 
 _TRIES = 4
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
@@ -45,7 +46,8 @@ class Fitting:
     ) -> None:
         """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
-        self.accumulate = accumulate
+        self.accumulate, self.is_real = accumulate, shards is None and has_memory(model)
+        self.over: list[int] = []  # measured peaks of plans that were simulated to fit
         self.static = static_memory(model, optimizer, shards)
         if isinstance(model, nn.parallel.DistributedDataParallel):  # simulated steps must not reduce gradients
             model = self.model = model.module
@@ -55,7 +57,7 @@ class Fitting:
         self.exact_peak = self.before + self.costs.peak.bytes
         self.total = None if memory is None else read_budget(memory, self.exact_peak)
         names = [block.name for block in self.costs.blocks]
-        conversions = Conversions(model, names, None if is_meta(model) else example)
+        conversions = Conversions(model, names)
         budget = 0 if self.total is None else self.total - self.before
         self.proposals = Proposals(
             model, example, self.costs, budget,
@@ -71,11 +73,11 @@ class Fitting:
 
     def is_within(self, peak: int) -> bool:
         """Whether a peak, and the optimizer's own step, are within the budget."""
-        return self.total is None or max(peak, _optimizer_step(self.static)) <= self.total
+        return self.total is None or max(peak, self.static.in_optimizer_step) <= self.total
 
     def check_floor(self) -> None:
         """Raise where no plan can help."""
-        floor = _optimizer_step(self.static)
+        floor = self.static.in_optimizer_step
         if self.total is not None and floor >= self.total:
             parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.static.to_dict().items() if size)
             raise ValueError(
@@ -84,11 +86,11 @@ class Fitting:
                 "(LoRA) instead of all weights, or shards over several devices."
             )
 
-    def kept(self) -> FitReport:
-        """The report of a model that is within the budget as it is."""
+    def kept(self) -> FitReport | None:
+        """The report of a model that is within the budget as it is; None if a real step shows that it is not."""
         plan = self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak)
         plan.peak = self.costs.peak
-        return self.report(plan)
+        return self._checked(plan)
 
     def solved(self) -> FitReport:
         """Search for the best plan within the budget, apply it and check it with a real step."""
@@ -96,16 +98,34 @@ class Fitting:
             plan = self.proposals.search()
             if plan is None:
                 break
-            report = self.report(plan)
-            if self.is_within(report.peak):
+            if report := self._checked(plan):
                 return report
-            plan.revert()
-            self.proposals.budget -= report.peak - (self.total or 0)
-        raise ValueError(self._cannot_fit())
+        best = self.proposals.smallest()
+        fits = best.predicted <= self.proposals.budget
+        report = self._checked(best) if fits else None
+        if report is None:
+            raise ValueError(self._cannot_fit(best))
+        return report
+
+    def _checked(self, plan: BlockPlan) -> FitReport | None:
+        """Apply a plan; if a real step takes more than the budget, undo it and lower the budget of the solver."""
+        try:
+            report = self.report(plan)
+        except torch.OutOfMemoryError:
+            self.proposals.budget = int(0.9 * plan.predicted)
+            return None
+        if self.is_within(report.peak):
+            return report
+        plan.revert()
+        self.over.append(report.peak)
+        self.proposals.budget -= report.peak - (self.total or 0)
+        return None
 
     def within_time(self, time: float) -> FitReport:
         """Find the plan of the least memory that takes no longer than a bound."""
         options, limit = self.proposals.options, (time - 1) * self.candidates.seconds
+        if not self.candidates.seconds:
+            raise ValueError(f"time={time:g} needs blocks whose time can be measured, and no block ran by itself.")
         low, high = least(options), max(peak_of(options, [0] * len(options)), least(options))
         found: list[int] | None = None
         while low <= high and (high - low > 1000 or found is None):
@@ -117,14 +137,18 @@ class Fitting:
                 low = middle + 1
         if found is None:
             raise ValueError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
+        quieter = choose(options, peak_of(options, found), self.cost, solver="rounded")
+        if quieter is not None and _seconds(options, quieter) <= limit:
+            found = quieter
         plan = self.proposals.judge(found)
-        total = self.before + plan.predicted
-        if not self.is_within(total):
+        report = self._checked(plan) if self.is_within(self.before + plan.predicted) else None
+        if report is None:
+            lowest = max(self.before + plan.predicted, *self.over, 0)
             raise ValueError(
-                f"memory={self.total} cannot be met in time={time:g}: the least is {show_bytes(total)}. "
+                f"memory={self.total} cannot be met in time={time:g}: the least is {show_bytes(lowest)}. "
                 "Use more time, more memory, or leave time out."
             )
-        return self.report(plan)
+        return report
 
     def report(self, plan: BlockPlan) -> FitReport:
         """Apply a plan, run a real step, and say what was found."""
@@ -132,16 +156,13 @@ class Fitting:
         plan.apply()
         try:
             after = plan.peak or watch(self.model, self.example, held=self.proposals.held)[0]
-            measured = (
-                None
-                if is_meta(self.model)
-                else before + _measured(self.model, self.example, accumulate=self.accumulate)
-            )
+            found = _measured(self.model, self.example, accumulate=self.accumulate) if self.is_real else None
         except BaseException:
             plan.revert()
             raise
-        noise = sum(block.noise for block in plan.blocks)
-        is_unknown = any(note.startswith("Noise is not") for note in self.candidates.notes)
+        if self.candidates.is_noise_unknown:
+            plan.blocks = [replace(block, noise=0.0) for block in plan.blocks]
+        plan.memory = 0 if self.total is None else self.total - before
         return FitReport(
             plan,
             self.total,
@@ -149,23 +170,19 @@ class Fitting:
             self.exact_peak,
             before + _predicted(plan),
             before + after.bytes,
-            measured,
+            None if found is None else before + found,
             1 + plan.seconds / seconds if seconds else None,
-            None if is_unknown else noise,
+            None if self.candidates.is_noise_unknown else sum(block.noise for block in plan.blocks),
             self.candidates.notes,
             self.costs.peak,
             after,
         )
 
-    def _cannot_fit(self) -> str:
-        best = self.proposals.smallest()
-        missing = [f'"{name}" in allow' for name in ALLOW if name not in self.allow and name != KEEP]
-        helps = ["a smaller batch", *missing]
-        if any("exceeds max_noise" in note for note in self.candidates.notes):
-            helps.append("a larger max_noise")
-        if any("folder" in note for note in self.candidates.notes):
-            helps.append("folder=... to offload to files")
-        lowest = self.before + best.predicted
+    def _cannot_fit(self, best: BlockPlan) -> str:
+        helps = ["a smaller batch", *(f'"{name}" in allow' for name in ALLOW if name not in self.allow)]
+        helps += ["a larger max_noise"] if self.candidates.is_too_noisy else []
+        helps += ["folder=... to offload to files"] if self.candidates.needs_folder else []
+        lowest = min(self.over, default=self.before + best.predicted)
         return (
             f"memory={self.total} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
             f"{best.moment} needs. These would help: {', '.join(helps)}."
@@ -174,11 +191,6 @@ class Fitting:
 
 def _seconds(options: list[list[Option]], chosen: list[int]) -> float:
     return sum(block[index].seconds for block, index in zip(options, chosen, strict=True))
-
-
-def is_meta(model: nn.Module) -> bool:
-    """Say whether a model has no values."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
@@ -200,11 +212,6 @@ def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
     if accumulate or (shards is not None and shards.cpu_offload):
         return lambda parameter: 0
     return None if shards is None else lambda p: size_bytes(shards.shape(p.shape), p.dtype)
-
-
-def _optimizer_step(static: StaticMemory) -> int:
-    """Bytes at the worst moment of the optimizer's step, when nothing is gathered any more."""
-    return static.before_step - static.gathered + static.gradients + static.optimizer_transient
 
 
 def _predicted(plan: BlockPlan) -> int:

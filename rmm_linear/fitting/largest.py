@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import show_bytes
@@ -19,6 +18,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.shards import Shards
+from rmm_linear.memory.inputs import sequences_in
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.measure import Costs, measure
 from rmm_linear.planning.proposals import Proposals
@@ -117,27 +117,41 @@ def max_batch(
         budget = work.proposals.budget
 
         def simulated(plan: BlockPlan, count: int) -> int:
-            with plan.applied() as planned:
-                return watch(planned, resized(example, count), held=work.proposals.held)[0].bytes
+            try:
+                with plan.applied() as planned:
+                    return watch(planned, resized(example, count), held=work.proposals.held)[0].bytes
+            except torch.OutOfMemoryError:
+                return budget + 1
 
         plain = work.proposals.plan_of([rows[0] for rows in work.proposals.rows])
         again = BlockPlan(
             [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks], _model=model
         )
+        if not work.is_within(0):
+            floor = work.static.in_optimizer_step
+            note = f"{show_bytes(floor)} are needed before anything is saved for a backward pass."
+            return LargestBatch(0, 0, 0, None, floor, work.total or 0, (note,))
         exact = _largest(partial(simulated, plain), budget, count)
-        checkpointed = _largest(partial(simulated, again), budget, max(exact, 1))
+        try:
+            checkpointed = _largest(partial(simulated, again), budget, max(exact, 1))
+        except RuntimeError as error:
+            checkpointed = 0
+            work.candidates.notes.append(f"Not every block can be recomputed. {error}")
         work.candidates.add(max_noise)
         lines = _Lines(work.proposals, _measured_at(small, work.proposals), size // 2, size)
         plans: dict[int, BlockPlan] = {}
 
         def fitted(count: int) -> int:
-            plans[count] = lines.plan(work, example, count)
+            try:
+                plans[count] = lines.plan(work, example, count)
+            except torch.OutOfMemoryError:
+                return budget + 1
             return plans[count].predicted
 
         found = _largest(fitted, budget, lines.solvable(budget), tries=_TRIES)
         plan = plans.get(found)
-        for known, other in ((checkpointed, again), (exact, plain)):
-            if known > found and (other is plain or RECOMPUTE in allow):
+        for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
+            if known > found and option in allow:
                 found, plan = known, other
         peak = 0 if plan is None else simulated(plan, found)
     return LargestBatch(
@@ -172,13 +186,13 @@ def _sequences(example: Any) -> int:
             "max_batch makes batches of other sizes, which a function as the example does not allow. Pass the batch: "
             "a mapping, a sequence of tensors, or a tensor."
         )
-    sizes = [len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not any(sizes):
+    count = sequences_in(example)
+    if not count:
         raise ValueError(
             f"max_batch needs a batch with tensors of one row or more, got {type(example).__name__} without any. Pass "
             "a training batch."
         )
-    return Counter(filter(None, sizes)).most_common(1)[0][0]
+    return count
 
 
 def _largest(measure_bytes: Callable[[int], int], budget: int, guess: int, tries: int = 30) -> int:

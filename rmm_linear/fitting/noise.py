@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rmm_linear.conversion.exact import set_aside
-from rmm_linear.memory.inputs import call_with
+from rmm_linear.memory.inputs import call_with, restored
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks import owner_of
 from rmm_linear.planning.measure import BlockCost
@@ -70,7 +69,7 @@ def measure_noise(
     """
     try:
         again = [PlannedBlock(block.name, KEEP if block.writes_input else RECOMPUTE) for block in blocks]
-        with measuring(model), _buffers_kept(model):
+        with restored(model), measuring(model):
             wrapped, batch = _as_mapping(model, example)
             passes = Passes(wrapped, batch)
             names = [name.removeprefix(_PREFIX) for name in passes.trained]
@@ -84,8 +83,8 @@ def measure_noise(
                 found[setting] = _by_block(noise, dict(zip(names, sgd, strict=True)), is_weight, blocks)
     except torch.OutOfMemoryError:
         return Noise(unknown="the passes that measure it ran out of memory")
-    except ValueError as error:
-        return Noise(unknown=str(error).partition(". ")[0])
+    except (ValueError, RuntimeError) as error:  # of a model that takes no single sequence, for example
+        return Noise(unknown=str(error).strip().partition("\n")[0].partition(". ")[0])
     return Noise(found)
 
 
@@ -127,8 +126,8 @@ def _by_block(
             continue
         block = found[owner]
         block.total += value / total if total else 0.0
-        if is_weight[name] and sgd[name]:
-            block.worst = max(block.worst, value / sgd[name])
+        if is_weight[name] and value:
+            block.worst = max(block.worst, value / sgd[name] if sgd[name] else float("inf"))
     return found
 
 
@@ -168,16 +167,6 @@ def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str,
     batch = wrapped.batch
     with torch.no_grad():
         output = wrapped.call(**batch)
-    has_loss = hasattr(output, "loss") or hasattr(output, "get") or (isinstance(output, Tensor) and not output.dim())
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    has_loss = loss is not None or (isinstance(output, Tensor) and not output.dim())
     return wrapped, batch if has_loss else {**batch, _IS_SUM: 1}
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)

@@ -25,8 +25,9 @@ from rmm_linear.planning.block_plan import (
 from rmm_linear.planning.measure import Costs
 from rmm_linear.planning.plan_blocks import Recomputations
 from rmm_linear.planning.proposals import Proposals
+from rmm_linear.planning.step import has_memory
 
-_NOMINAL = 1e-9
+_NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)
 
 
@@ -36,7 +37,10 @@ class Candidates:
     Attributes:
         proposals: The options, with bytes, seconds and noise.
         notes: What was left out, and why.
-        seconds: Of an exact step, as far as blocks make it.
+        seconds: Of an exact step, as far as blocks make it; 0 until options are added.
+        is_noise_unknown: Whether noise could not be measured.
+        is_too_noisy: Whether an option was left out for its noise.
+        needs_folder: Whether a folder for files would allow to offload.
     """
 
     def __init__(self, proposals: Proposals, conversions: Conversions, allow: Collection[str]) -> None:
@@ -53,7 +57,8 @@ class Candidates:
         self.costs: Costs = proposals.costs
         self.notes: list[str] = []
         self.seconds = 0.0
-        self.is_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
+        self.is_meta = not has_memory(self.model)
 
     def add(self, max_noise: float) -> None:
         """Measure everything that is allowed.
@@ -63,6 +68,8 @@ class Candidates:
         """
         if RECOMPUTE in self.allow:
             self._add_recomputation()
+        if SKETCH in self.allow and not self.is_meta:
+            self.conversions.look_at(self.example)
         settings = self._settings()
         for setting in settings:
             self._try(f"{CONVERT} {setting.name}", self._converting(setting))
@@ -76,6 +83,8 @@ class Candidates:
 
     def _add_recomputation(self) -> None:
         choices = [RECOMPUTE] if self.is_meta else [RECOMPUTE, SELECTIVE, NESTED]
+        if self.is_meta:
+            self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known on the meta device.")
         try:
             Recomputations(self.model, self.example, self.costs, choices).add_to(self.proposals)
         except ValueError as error:
@@ -84,6 +93,7 @@ class Candidates:
     def _add_offloading(self) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
         if self.is_meta or (on_cpu and self.proposals.folder is None):
+            self.needs_folder = not self.is_meta
             where = "the memory of the CPU is where it would go; give folder=... to write files instead"
             self.notes.append(
                 f"{OFFLOAD} is left out: {'a model on the meta device has no copies' if self.is_meta else where}."
@@ -138,6 +148,7 @@ class Candidates:
 
     def _add_noise(self, settings: Sequence[Setting], max_noise: float) -> None:
         noise = self._noise([one for one in settings if not self._adds_none(one)])
+        self.is_noise_unknown = bool(noise.unknown)
         if noise.unknown:
             self.notes.append(
                 f"Noise is not measured, so max_noise={max_noise:g} is not checked, and "
@@ -156,6 +167,7 @@ class Candidates:
                 else:
                     dropped.setdefault(row.setting, []).append(f"{row.name} ({found.worst:.3g})")
             self.proposals.rows[number] = kept
+        self.is_too_noisy = bool(dropped)
         for setting, names in dropped.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(

@@ -56,8 +56,9 @@ class FitReport:
 
     @property
     def peak(self) -> int:
-        """The best that is known of the peak: measured, else simulated."""
-        return self.simulated_peak if self.measured_peak is None else self.measured_peak
+        """The peak of a step, measured or else simulated; or what the optimizer's step takes, if that is more."""
+        step = self.simulated_peak if self.measured_peak is None else self.measured_peak
+        return max(step, self.static.in_optimizer_step)
 
     @property
     def fits(self) -> bool:
@@ -93,7 +94,7 @@ class FitReport:
         return "\n\n".join(parts)
 
     def _peaks(self) -> str:
-        by = self.peak
+        by = self.simulated_peak if self.measured_peak is None else self.measured_peak
         rows = [("exact, simulated", show_bytes(self.exact_peak), "")]
         for label, size in (("predicted", self.predicted_peak), ("simulated", self.simulated_peak)):
             rows.append((label, show_bytes(size), f"{100 * (size / by - 1):+.2f} %" if by else ""))

@@ -64,15 +64,14 @@ SETTINGS = (
 class Conversions:
     """What may be converted in every block of a model."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], example: Any = None) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Look at a model; it stays as it is.
 
         Args:
             model: A model that is not converted.
             blocks: Names of its blocks.
-            example: A training batch, which shows the linear layers whose input other operations save anyway; None
-                takes none for such.
         """
+        self._model = model
         self.operations: dict[str, dict[str, str]] = {name: {} for name in blocks}
         self._names, self._vain = list[str](), set[str]()
         # What is in eval mode while the rest trains stays so, and is exact: a converted layer would save nothing.
@@ -87,7 +86,15 @@ class Conversions:
             if name not in self._in_eval and (block := owner_of(name, blocks)) is not None:
                 self.operations[block][name] = operation
         self._names = [name for name, _ in model.named_modules()]
-        self._vain = _saved_anyway(model, example) if LINEAR in found.values() and example is not None else set[str]()
+
+    def look_at(self, example: Any) -> None:
+        """Find the linear layers whose input other operations save anyway, in a forward pass.
+
+        Args:
+            example: A training batch.
+        """
+        if any(LINEAR in found.values() for found in self.operations.values()):
+            self._vain = _saved_anyway(self._model, example)
 
     def settings(self, block: str, allowed: Iterable[str]) -> list[Setting]:
         """Return the settings that do something different in a block.

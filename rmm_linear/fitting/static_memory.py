@@ -41,6 +41,11 @@ class StaticMemory:
         """Bytes that are there before a step and do not belong to it: all but gradients and the transient."""
         return self.parameters + self.buffers + self.optimizer + self.ddp_buckets + self.gathered
 
+    @property
+    def in_optimizer_step(self) -> int:
+        """Bytes at the worst moment of the optimizer's step, when nothing is gathered any more."""
+        return self.before_step - self.gathered + self.gradients + self.optimizer_transient
+
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name, as JSON can hold them."""
         return asdict(self)

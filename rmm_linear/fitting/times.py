@@ -20,6 +20,7 @@ from rmm_linear.planning.step import as_in_training, copied
 from rmm_linear.planning.surroundings import Surroundings
 
 _ROUNDS = 3
+_REPEATS, _LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often
 
 Make = Callable[[PlannedBlock], BlockPlan]
 
@@ -111,14 +112,20 @@ def _rounds(model: nn.Module, call: _Call, options: Sequence[PlannedBlock], make
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found: dict[str, list[float]] = {"": [], **{option.option: [] for option in options}}
 
-    def timed() -> float:
+    def once() -> float:
         _synchronize(device)
         begin = time.perf_counter()
         call.run()
         _synchronize(device)
         return time.perf_counter() - begin
 
-    call.run()  # what is made once
+    once()  # what is made once
+    repeats = max(1, min(_REPEATS, int(_LONG / max(once(), 1e-6))))
+
+    def timed() -> float:
+        once()  # what a conversion makes in its first call
+        return min(once() for _ in range(repeats))
+
     for _ in range(_ROUNDS):
         found[""].append(timed())
         for option in options:

@@ -162,18 +162,20 @@ class FitCallback(TrainerCallback):
             old.revert()
         report: FitReport | None = None
         found: dict[str, Any] = {}
+        failed: Exception | None = None
         if trainer.is_world_process_zero():
             try:
                 accumulate = trainer.args.gradient_accumulation_steps > 1
                 settings = self._settings()
                 report = fit(model, example, optimizer=trainer.optimizer, accumulate=accumulate, **settings)
                 found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
-            except ValueError as error:
-                found = {"error": str(error)}
+            except Exception as error:  # other processes wait for an answer, whatever it is
+                failed = error
+                found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
         found = from_first(found, trainer.args.device)
         if "error" in found:
             if old is None:
-                raise ValueError(found["error"])
+                raise ValueError(found["error"]) from failed
             old.apply()
             self._warn("A batch of %d elements came after one of %d, and no plan fits it, so the plan stays: %s",
                        size, before, found["error"])  # fmt: skip

@@ -72,8 +72,8 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         remove_with_tensors(path)
         if plan is not None and plan.config is not None:  # of operations that have no state
             plan.config.save(path)
-    if plan is None:
-        (path.parent / PLAN_FILE).unlink(missing_ok=True)
+    if plan is None and (path.parent / PLAN_FILE).exists():
+        (path.parent / PLAN_FILE).unlink()
 
 
 def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,20 @@ def call_with(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def sequences_in(batch: Any) -> int:
+    """Return the number of sequences in a batch.
+
+    Args:
+        batch: Tensors in a mapping, a sequence or alone, among other things.
+
+    Returns:
+        The first dimension that most of its tensors have, or the first such; 0 without rows.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    sizes = Counter(len(leaf) for leaf in leaves if len(leaf))
+    return sizes.most_common(1)[0][0] if sizes else 0
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class BlockPlan:
         predicted: Peak of a step with the plan, simulated.
         plain: Peak of a step without it, simulated.
         moment: When the peak is.
-        flops: Operations of a step, by those of a step without the plan.
+        flops: Operations of a step, by those of a step without the plan; None if they were not counted.
         config: The conversion of the converted blocks, which leaves all others alone.
         folder: Where offloaded blocks of a model on the CPU write files.
         conversion: What :func:`rmm_linear.convert` reported when the plan was applied.
@@ -88,7 +88,7 @@ class BlockPlan:
     predicted: int = 0
     plain: int = 0
     moment: str = ""
-    flops: float = 1.0
+    flops: float | None = None
     config: RMMConfig | None = None
     folder: str | None = None
     conversion: ConversionReport | None = field(default=None, repr=False, compare=False)
@@ -109,9 +109,10 @@ class BlockPlan:
         """Return the plan in one line."""
         counts = Counter(block.choice for block in self.blocks)
         chosen = " ".join(f"{choice}={counts[choice]}" for choice in CHOICES if counts[choice])
+        operations = "" if self.flops is None else f"operations × {self.flops:.3f}, "
         return (
             f"rmm_linear plan: {chosen} peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, "
-            f"budget {show_bytes(self.memory)}, operations × {self.flops:.3f}, {self.moment}"
+            f"budget {show_bytes(self.memory)}, {operations}{self.moment}"
         )
 
     @property
@@ -137,6 +138,8 @@ class BlockPlan:
             raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
         if self.is_applied:
             raise ValueError("The plan is applied already. Use plan.revert() first.")
+        if _MARK in vars(model):
+            raise ValueError("The model trains by another plan already. Call rmm_linear.revert(model) first.")
         modules = dict(model.named_modules())
         names = [name for block in self.blocks for name in (block.name, *block.inner)]
         for name in names:
@@ -180,7 +183,8 @@ class BlockPlan:
         while self._applied:
             self._applied.pop().detach()
         if self._model is not None and self.is_applied:
-            vars(self._model).pop(_MARK, None)
+            if vars(self._model).get(_MARK) is self:
+                del vars(self._model)[_MARK]
             if self.conversion is not None:
                 revert(self._model)
                 self.conversion = None

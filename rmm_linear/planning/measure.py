@@ -135,13 +135,13 @@ def measure(
     """
     names = find_blocks(model)
     seen = observe(model, example, names)
-    if not seen:
-        raise ValueError(
-            "A model is measured block by block, but none of its modules is called by itself, got "
-            f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
-        )
     # What a module keeps cannot be told apart from what others keep between its calls.
     blocks = [name for name, block in seen.items() if not block.returns]
+    if not blocks:
+        raise ValueError(
+            "A model is measured block by block, but none of its modules is called by itself, and once, got "
+            f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
+        )
     peak, live = watch(model, example, held=held)
     random = {owner_of(name, blocks) for name in live.random}
     kept, worst = by_block(live.events, blocks)

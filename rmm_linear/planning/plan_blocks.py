@@ -64,7 +64,9 @@ def plan_blocks(
     budget = read_budget(memory, costs.peak.bytes)
     plans = Proposals(model, example, costs, budget, workspace)
     if costs.peak.bytes <= budget:
-        return plans.plan([0] * len(costs.blocks), costs.peak)
+        kept = plans.plan([0] * len(costs.blocks), costs.peak)
+        kept.flops = 1.0
+        return kept
     choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
     Recomputations(model, example, costs, choices).add_to(plans)
     best = plans.search() or plans.smallest()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear.memory.inputs import sequences_in
 
 _IGNORED = -100  # label of tokens that the loss leaves out
 _measuring: ContextVar[bool] = ContextVar("measuring", default=False)
@@ -152,8 +153,7 @@ def _loss(output: Any) -> Tensor:
 
 def _sequences(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
     """The batch's sequences, without the columns that are padding, and the weight of each one's loss in the mean."""
-    sizes = [len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()]
-    count = max(sizes, default=0)
+    count = sequences_in(dict(batch))
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     for place in range(count):
         one = {

@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 compose_worker.py FOLDER
 """
 
 import copy
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -50,5 +51,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(200, exit=True)  # rather than to wait for the other process for ever
     torch.set_num_threads(1)
     main(sys.argv[1])

@@ -22,6 +22,9 @@ from fit_cases import (
 from torch import nn
 
 import rmm_linear
+from rmm_linear.conversion.exact import converted_modules
+from rmm_linear.fitting import fitting
+from rmm_linear.planning import BlockPlan, PlannedBlock
 
 CHOICES = [
     ("keep", ""),
@@ -213,3 +216,55 @@ def test_a_fit_that_is_refused_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="depends on its trained parameters"):
         rmm_linear.fit(model.requires_grad_(False), rows(), 0.5)
     assert "rmm_plan" not in vars(model)
+
+
+def test_a_measured_peak_above_the_budget_is_planned_for(monkeypatch):
+    """Also where the exact model was simulated to fit."""
+    model = stack(2, dropout=0.0).train()
+    exact = rmm_linear.fit(model, rows(), "1GB")
+    rmm_linear.revert(model)
+    measured = fitting._measured
+    monkeypatch.setattr(fitting, "_measured", lambda *args, **kwargs: int(1.2 * measured(*args, **kwargs)))
+    report = rmm_linear.fit(model, rows(), int(1.1 * exact.exact_peak), allow=("keep", "recompute"))
+    assert report.fits
+    assert not report.is_exact
+    rmm_linear.revert(model)
+    with pytest.raises(ValueError, match=r"cannot be met: the least is"):
+        rmm_linear.fit(model, rows(), 0.5, allow=("keep", "recompute"))
+
+
+def test_a_second_plan_is_refused_and_revert_undoes_what_came_after_a_plan():
+    model = stack(2).train()
+    first, second = (BlockPlan([PlannedBlock(name, "recompute")]) for name in ("1", "2"))
+    first.apply(model)
+    with pytest.raises(ValueError, match="another plan already"):
+        second.apply(model)
+    assert model.rmm_plan is first
+    rmm_linear.convert(model)
+    rmm_linear.revert(model)
+    assert not hasattr(model, "rmm_plan")
+    assert not converted_modules(model)
+    assert "forward" not in vars(model[1])
+
+
+def test_random_numbers_and_buffers_of_a_planned_model_stay():
+    model = Counting().train()
+    buffer, before = model.calls, (random.getstate(), model.calls.clone())
+    rmm_linear.fit(model, rows(), 0.8, max_noise=1e9)
+    assert model.calls is buffer
+    assert torch.equal(buffer, before[1])
+    assert random.getstate() == before[0]
+
+
+class Counting(nn.Module):
+    """Replaces a buffer and draws from Python's generator in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stack(2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        random.random()
+        return self.layers(x)
