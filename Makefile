@@ -32,7 +32,7 @@ test-stack: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m stack
 
 test-heavy: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m montecarlo
+	$(BIN)/python -m pytest -q -m "montecarlo or thorough"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

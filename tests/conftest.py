@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -51,3 +53,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small CoLA in the official layout."""
     return write_cola(tmp_path_factory.mktemp("cola"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests that are marked ``pairs``, leave parameters for later that show no two settings together anew."""
+    seen: dict[str, set[object]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
+            settings_of = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            if len(settings_of) == 1:  # a title of several words
+                settings_of = list(enumerate(str(*item.callspec.params.values()).split()))
+            pairs = {*itertools.combinations(settings_of, 2), *settings_of}
+            known = seen.setdefault(item.nodeid.partition("[")[0], set())
+            if pairs <= known:
+                item.add_marker(pytest.mark.thorough)
+            known |= pairs
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later search for cycles: it would take most of the time of many tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let all of it be found again, by those who count what is left at the end."""
+    gc.unfreeze()

@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
-import subprocess
+import runpy
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ LENGTHS = ((20, 13, 17, 9), (7, 20, 20, 12))  # of each rank's sequences; the re
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "integration" / "distributed_worker.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+_PRELOAD = ["torch._dynamo", "transformers.trainer", "transformers.models.roberta.modeling_roberta", "rmm_linear"]
 
 
 def environment():
@@ -29,12 +32,50 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
+def start_ranks(script, *arguments, folder):
+    """Run a script in two processes as torchrun would; they are forked from one that has imported everything.
+
+    Returns:
+        What each wrote as JSON into the folder, and what they printed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment()}
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(context.Process(target=_rank, args=(own, log, [str(script), *map(str, arguments)])))
+        ranks[-1].start()
+    end = time.monotonic() + 300
+    try:
+        while any(one.is_alive() for one in ranks) and all(one.exitcode in (None, 0) for one in ranks):
+            assert time.monotonic() < end, "too long"
+            multiprocessing.connection.wait([one.sentinel for one in ranks if one.is_alive()], 1)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()
+    printed = "".join(log.read_text() for log in logs)
+    assert [one.exitcode for one in ranks] == [0, 0], printed
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], printed
+
+
+def _rank(environment, log, command):
+    """Run a script with this environment, and with its output in a file."""
+    os.environ.update(environment)
+    with open(log, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.argv, sys.path[:0] = command, [str(HERE), str(HERE.parent), str(Path(command[0]).parent)]
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def run_ranks(part, folder):
-    """What two processes under torchrun found, rank by rank; see integration/distributed_worker.py."""
-    command = [*TORCHRUN, "--nproc_per_node", "2", str(WORKER), part, str(folder)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    """What two processes found, rank by rank; see integration/distributed_worker.py."""
+    return start_ranks(WORKER, part, folder, folder=folder)[0]
 
 
 def check_unbiased(found, widest):

@@ -1,7 +1,6 @@
 """Models for the tests that try to break fits: small, with what may go wrong in them; and all that a step shows."""
 
 import copy
-import gc
 import random
 
 import torch
@@ -9,10 +8,9 @@ from helpers import tiny_model, token_ids
 from torch import nn
 
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.memory.peak import peak
 from rmm_linear.planning.block_plan import BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks import find_blocks, find_inner
-from rmm_linear.planning.step import loss_of, run_step
+from rmm_linear.planning.step import loss_of
 
 WIDTH = 16
 
@@ -129,13 +127,3 @@ def assert_untouched(model, before):
 
 def twins(model):
     return model, copy.deepcopy(model)
-
-
-def real_peak(model, example):
-    """Bytes that a real step makes, from no gradients on; those are dropped again."""
-    gc.collect()
-    model.zero_grad()
-    with peak("cpu") as measured:
-        run_step(model, example)
-    model.zero_grad()
-    return measured.bytes

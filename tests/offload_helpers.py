@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.memory.peak import peak
 from rmm_linear.planning.offload import OffloadChain, Offloaded
 from rmm_linear.planning.step import run_step
 
@@ -84,15 +82,6 @@ def step(model: nn.Module, example: Any = TOKENS) -> list[Tensor]:
 
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
-
-
-def real_peak(model: nn.Module, example: Any) -> int:
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    with peak("cpu") as measured:
-        run_step(model, example)
-    model.zero_grad(set_to_none=True)
-    return measured.bytes
 
 
 class Deep(nn.Sequential):

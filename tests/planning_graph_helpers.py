@@ -1,10 +1,15 @@
 """Small networks for planners: dropout, BatchNorm, in-place ReLU, skips, tied weights."""
 
+import gc
+
 import torch
 from torch import nn
 from transformers import LlamaConfig, RobertaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification
+
+from rmm_linear.memory import peak
+from rmm_linear.planning.step import run_step
 
 
 class Block(nn.Module):
@@ -30,7 +35,7 @@ def roberta(layers=4):
     return RobertaForSequenceClassification(config)
 
 
-def llama(layers=3):
+def llama(layers=2):
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=64,
@@ -134,3 +139,13 @@ def gradients(model, run):
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
     return found
+
+
+def real_peak(model, example):
+    """Bytes that a real step makes, from no gradients on; those are dropped again."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    with peak("cpu") as measured:
+        run_step(model, example)
+    model.zero_grad(set_to_none=True)
+    return measured.bytes

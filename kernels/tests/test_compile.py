@@ -16,11 +16,11 @@ if sys.platform != "linux":  # where the test extra has Triton, and a failing im
 LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # shared memory of one block, bytes
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[dict]:
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.thorough)])
+def compiled(request: pytest.FixtureRequest) -> list[dict]:
     program = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", str(program)]
+    command = [sys.executable, "-W", "ignore", str(program), request.param]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -45,6 +45,6 @@ def test_no_register_is_spilled_and_shared_memory_suffices(compiled: list[dict])
 def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled: list[dict]) -> None:
     rows = [row for row in compiled if row["name"].startswith("sparse_sketch") and row["target"] != "gfx942"]
     rows = [row for row in rows if not row["name"].endswith("of ones")]
-    assert len(rows) == 16
+    assert len({row["name"] for row in rows}) == 8
     for row in rows:
         assert row["wide_loads"] > 0, row

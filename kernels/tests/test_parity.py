@@ -32,6 +32,7 @@ def _poisoned_outputs():
         yield
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("title", COMPARISONS)
 def test_kernel_equals_its_reference(title):
     found = COMPARISONS[title](DEVICE)

@@ -179,10 +179,13 @@ class Fitting:
         )
 
     def _cannot_fit(self, best: BlockPlan) -> str:
-        helps = ["a smaller batch", *(f'"{name}" in allow' for name in ALLOW if name not in self.allow)]
+        helps = ["a smaller batch", *(f'"{name}" in allow' for name in ALLOW[1:] if name not in self.allow)]
         helps += ["a larger max_noise"] if self.candidates.is_too_noisy else []
         helps += ["folder=... to offload to files"] if self.candidates.needs_folder else []
-        lowest = min(self.over, default=self.before + best.predicted)
+        simulated = self.before + best.predicted
+        # A plan that was simulated to fit and measured not to is no witness of its simulated peak.
+        witnesses = [*self.over, *([simulated] if simulated > (self.total or 0) else [])]
+        lowest = min(witnesses or [simulated])
         return (
             f"memory={self.total} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
             f"{best.moment} needs. These would help: {', '.join(helps)}."

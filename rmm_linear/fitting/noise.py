@@ -19,6 +19,7 @@ from rmm_linear.planning.step import copied, loss_of
 from rmm_linear.variance.passes import Passes, measuring
 
 _DRAWS = 2
+_PASSES = 32  # for D²_SGD, at most: of larger batches, several sequences in each
 _PREFIX = "model."
 _IS_SUM = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over sequences
 
@@ -54,8 +55,9 @@ def measure_noise(
 ) -> Noise:
     """Measure the noise of settings, each with all blocks that have it at once.
 
-    The exact gradient, and D²_SGD over the sequences of the batch, come from passes that recompute all blocks, so that
-    they take little memory. As in :func:`rmm_linear.variance.gradient_noise`, dropout draws the same masks every time.
+    The exact gradient, and D²_SGD over the sequences of the batch in at most 32 parts, come from passes that recompute
+    all blocks, so that they take little memory. As in :func:`rmm_linear.variance.gradient_noise`, dropout draws the
+    same masks every time.
 
     Args:
         model: A model that is not converted.
@@ -92,7 +94,7 @@ def _exact(passes: Passes, again: BlockPlan) -> tuple[list[float], list[Tensor]]
     """D²_SGD and the gradient of every parameter."""
 
     def run() -> tuple[list[float], list[Tensor]]:
-        return list(passes.sgd_variance().values()), [gradient.clone() for gradient in passes.gradients()]
+        return list(passes.sgd_variance(_PASSES).values()), [gradient.clone() for gradient in passes.gradients()]
 
     try:
         with again.applied():

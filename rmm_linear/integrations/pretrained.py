@@ -23,7 +23,7 @@ from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.revert import revert
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import remove_with_tensors, tensors_beside
-from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, restore_plan
+from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, read_plan, restore_plan
 from rmm_linear.layers.base import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
@@ -115,15 +115,11 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
 
 
 def _planned_as_saved(model: nn.Module, path: Path) -> ConversionReport:
+    config = RMMConfig.load(path) if path.is_file() else None
+    if config != read_plan(path.parent / PLAN_FILE).config:
+        raise ValueError(f"{path} and {PLAN_FILE} beside it must be of one model. Save the conversion again.")
+    state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     plan = restore_plan(model, path.parent / PLAN_FILE)
-    try:
-        config = RMMConfig.load(path) if path.is_file() else None
-        if config != plan.config:
-            raise ValueError(f"{path} and {PLAN_FILE} beside it must be of one model. Save the conversion again.")
-        state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
-    except BaseException:
-        revert(model)
-        raise
     _load_state(model, path, state)
     return plan.conversion or ConversionReport(RMMConfig())
 

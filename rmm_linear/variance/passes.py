@@ -98,8 +98,14 @@ class Passes:
         self._rewind()
         return self._gradients(self.batch)
 
-    def sgd_variance(self) -> dict[str, float]:
+    def sgd_variance(self, at_most: int | None = None) -> dict[str, float]:
         """Compute D²_SGD = n / (n − 1) · Σ ‖G_s − G/n‖², with G_s the part of sequence s in the batch's gradient G.
+
+        With fewer passes than sequences, m in each, it is n / (n/m − 1) / m · Σ ‖G_p − G m/n‖², with G_p the part of a
+        pass, which has the same mean, as sequences are drawn independently; the n mod m last ones are left out.
+
+        Args:
+            at_most: Passes, three or more; None for one per sequence.
 
         Returns:
             D²_SGD by name of the parameter.
@@ -107,23 +113,26 @@ class Passes:
         Raises:
             ValueError: If the batch has fewer than two sequences.
         """
-        sequences = list(_sequences(self.batch))
-        if len(sequences) < 2:
-            raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {len(sequences)}.")
+        count = sequences_in(dict(self.batch))
+        if count < 2:
+            raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {count}.")
         self._rewind()
+        size = 1 if at_most is None else -(-count // at_most)
+        parts = list(_parts(self.batch, size))
         # A loss that is divided by a given number of tokens is a sum over the sequences.
         is_sum = self.batch.get("num_items_in_batch") is not None
-        total = 1.0 if is_sum else sum(weight for _, weight in sequences)
+        total = 1.0 if is_sum else sum(weight for _, weight in parts)
         sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in self.trained.values()]
         squares = [0.0] * len(sums)
-        for inputs, weight in sequences:
+        n = count // size
+        for inputs, weight in parts[:n]:
             for place, gradient in enumerate(self._gradients(inputs)):
                 part = gradient.double() * (1.0 if is_sum else weight / total)
                 sums[place] += part
                 squares[place] += float(part.square().sum())
-        n = len(sequences)
         spread = (square - float(g.square().sum()) / n for square, g in zip(squares, sums, strict=True))
-        return {name: n / (n - 1) * max(value, 0.0) for name, value in zip(self.trained, spread, strict=True)}
+        factor = count / size / (n - 1)
+        return {name: factor * max(value, 0.0) for name, value in zip(self.trained, spread, strict=True)}
 
     def _rewind(self) -> None:
         for device, state in self.states.items():
@@ -151,22 +160,22 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _sequences(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-    """The batch's sequences, without the columns that are padding, and the weight of each one's loss in the mean."""
+def _parts(batch: Mapping[str, Any], size: int) -> Iterator[tuple[dict[str, Any], float]]:
+    """So many sequences of the batch at a time, without columns that are padding only, and their weight in the mean."""
     count = sequences_in(dict(batch))
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    for place in range(count):
+    is_tokenwise = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+    for begin in range(0, count, size):
+        rows = slice(begin, begin + size)
         one = {
-            key: value[place : place + 1]
-            if isinstance(value, Tensor) and value.dim() and len(value) == count
-            else value
+            key: value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == count else value
             for key, value in batch.items()
         }
+        here = min(size, count - begin)
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            kept = mask[place].bool()
+            kept = mask[rows].bool().any(dim=0)
             one = {
-                key: value[:, kept] if isinstance(value, Tensor) and value.shape[:2] == (1, len(kept)) else value
+                key: value[:, kept] if isinstance(value, Tensor) and value.shape[:2] == (here, len(kept)) else value
                 for key, value in one.items()
             }
-        is_tokenwise = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-        yield one, float((one["labels"] != _IGNORED).sum()) if is_tokenwise else 1.0
+        yield one, float((one["labels"] != _IGNORED).sum()) if is_tokenwise else float(here)

@@ -1,12 +1,10 @@
 """RMMCallback(fit=...) plans the Trainer's model in its first step, and again before larger batches."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from distributed_helpers import TORCHRUN, environment
+from distributed_helpers import start_ranks
 from fit_helpers import RECOMPUTED, cut, elements, entries, fitting
 from trainer_helpers import make_trainer, weights
 
@@ -214,11 +212,7 @@ def test_fit_and_a_report_exclude_each_other(tmp_path):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    worker = Path(__file__).with_name("fit_worker.py")
-    command = [*TORCHRUN, "--nproc_per_node", "2", str(worker), str(folder)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], done.stdout + done.stderr
+    return start_ranks(Path(__file__).with_name("fit_worker.py"), folder, folder=folder)
 
 
 def test_processes_train_by_one_plan_of_the_largest_batch(ranks):

@@ -1,14 +1,12 @@
 """Fitted models in what training is made of: DDP, FSDP2, autocast, LoRA, torch.compile, generation. Bad arguments."""
 
 import copy
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_helpers import TORCHRUN, environment
+from distributed_helpers import start_ranks
 from fit_cases import Normed, differing, network, planned, rows, stack, step, tokens, twins
 from peft_helpers import lora
 from torch import nn
@@ -31,12 +29,8 @@ def alone(tmp_path):
 
 
 def test_data_parallel_gradients_are_the_mean_of_those_of_the_plan(tmp_path):
-    command = [*TORCHRUN, "--nproc_per_node", "2", str(WORKER), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == {"is_exact": False, "alike": True}
+    found, _ = start_ranks(WORKER, tmp_path, folder=tmp_path)
+    assert found == [{"is_exact": False, "alike": True}] * 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from fit_cases import Normed, assert_untouched, real_peak, rows, snapshot, stack, tokens
+from fit_cases import Normed, assert_untouched, rows, snapshot, stack, tokens
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planning_graph_helpers import real_peak
 from torch import nn
 
 import rmm_linear

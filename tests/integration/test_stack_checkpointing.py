@@ -47,6 +47,7 @@ def test_checkpointing_leaves_loss_and_exact_gradients_as_they_are(architecture,
         assert torch.allclose(plain[name], checkpointed[name], rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.pairs
 @architectures
 @pytest.mark.parametrize(("reentrant", "preserve"), [(True, True), (False, True), (True, False), (False, False)])
 def test_sketched_gradients_are_unbiased_under_checkpointing(architecture, reentrant, preserve):

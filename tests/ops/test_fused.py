@@ -69,6 +69,7 @@ def test_the_kernels_pass_opcheck(monkeypatch):
     torch.library.opcheck(NORMALIZE, (a, b[0], None, None, 5, 2, 1e-5, True, torch.float32, torch.float32))
 
 
+@pytest.mark.pairs
 @every_backend
 @every_index
 @pytest.mark.parametrize("function", FOUND, ids=str)

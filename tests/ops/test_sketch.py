@@ -21,6 +21,7 @@ from rmm_linear.sketches import SAMPLERS, kept_rows
 from rmm_linear.spec import SaveSpec
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mask", ["all", "some", "few"])
 @pytest.mark.parametrize(("kind", "block"), BLOCKS)
 def test_operators_keep_pytorchs_rules(kind, block, mask):
@@ -148,6 +149,7 @@ def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
     assert counter.get_total_flops() == outer + dw + sketches + rounding
 
 
+@pytest.mark.pairs
 @needs_triton
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("mask", ["all", "some", "few"])
@@ -167,6 +169,7 @@ def test_a_layer_on_the_kernels_is_the_layer(kind, block, mask, bits, monkeypatc
     assert error <= (1e-5 if bits is None else 2e-2), error
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("backend", "mask"), [("torch", "all"), ("torch", "some"), pytest.param("triton", "some", marks=needs_triton)]
 )

@@ -21,11 +21,10 @@ from offload_helpers import (
     gradients,
     measured_now,
     offloaded,
-    real_peak,
     same,
     step,
 )
-from planning_graph_helpers import CNN
+from planning_graph_helpers import CNN, real_peak
 from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak

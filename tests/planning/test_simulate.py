@@ -1,24 +1,11 @@
 """The simulated peak is that of the real step, to the byte."""
 
-import gc
-
 import pytest
 import torch
-from planning_graph_helpers import NETWORKS, network
+from planning_graph_helpers import NETWORKS, network, real_peak
 from torch import nn
 
-from rmm_linear.memory import peak
 from rmm_linear.planning import simulate
-from rmm_linear.planning.step import run_step
-
-
-def real_peak(model, example):
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    with peak("cpu") as measured:
-        run_step(model, example)
-    model.zero_grad(set_to_none=True)
-    return measured.bytes
 
 
 @pytest.mark.parametrize("name", NETWORKS)

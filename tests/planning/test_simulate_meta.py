@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from planning_graph_helpers import real_peak
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -18,12 +19,11 @@ from transformers import (
 
 from rmm_linear import convert
 from rmm_linear.layers.base import SketchedLayer
-from rmm_linear.memory import peak
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import BlockPlan, PlannedBlock, simulate
 from rmm_linear.planning.simulate import count_flops
-from rmm_linear.planning.step import loss_of, prepared, run_step
+from rmm_linear.planning.step import loss_of, prepared
 
 BATCH, TOKENS, WORDS = 4, 64, 300
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}
@@ -65,15 +65,6 @@ def both(name, dtype=torch.float32, **config):
     reports = [convert(model, **config) for model in models]
     assert str(reports[0]) == str(reports[1])
     return models
-
-
-def real_peak(model, example):
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    with peak("cpu") as measured:
-        run_step(model, example)
-    model.zero_grad(set_to_none=True)
-    return measured.bytes
 
 
 def saved(model, example):

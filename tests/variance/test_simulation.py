@@ -52,6 +52,7 @@ def check_packed(kind, block, bits, draws, widest, rounding_scale=1.0):
     assert_variance(found, stated, widest=widest, whole=whole)
 
 
+@pytest.mark.pairs
 @kinds_and_widths
 def test_packing_adds_what_is_stated(kind, block, bits):
     check_packed(kind, block, bits, draws=2_000, widest=0.05)

@@ -4,12 +4,14 @@ import pytest
 import torch
 from helpers import enable_checkpointing, snapshot, tiny_model, token_ids
 from probe_helpers import padded_batch
+from statistical import Z, z_scores
 from torch import nn
 
 from rmm_linear import RMMLinear, convert
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.variance import sgd_variance, sketch_variance
+from rmm_linear.variance.passes import Passes
 from rmm_linear.variance.whole_model import gradient_noise
 
 
@@ -44,6 +46,21 @@ def test_a_linear_layer_has_the_noise_of_the_closed_forms():
     assert found.sgd["dense.weight"] == pytest.approx(float(sgd_variance(x, y, samples=(8, 20))), rel=1e-5)
     assert found.stand_ins["linear"] == found.stand_ins["all"]
     assert found.whole() == found.stand_ins["all"]["dense.weight"] / found.sgd["dense.weight"]
+
+
+@pytest.mark.parametrize("count", [12, 11])
+def test_few_passes_over_many_sequences_find_the_same_variance_on_average(count):
+    """Of three sequences each; of 11, two are left out. Over all orders of the sequences, the means are equal."""
+    torch.manual_seed(2)
+    model, found = Regression(), []
+    x, labels = torch.randn(count, 4, 12), torch.randn(count, 4, 5)
+    exact = Passes(model, {"x": x, "labels": labels}).sgd_variance()["dense.weight"]
+    for _ in range(400):
+        order = torch.randperm(count)
+        found.append(Passes(model, {"x": x[order], "labels": labels[order]}).sgd_variance(5)["dense.weight"])
+    values = torch.tensor(found, dtype=torch.float64)
+    assert abs(float(z_scores(values, exact))) < Z
+    assert float(values.std()) / 20 < 0.03 * exact
 
 
 @pytest.fixture(scope="module")
