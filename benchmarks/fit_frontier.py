@@ -7,6 +7,7 @@ the floor and a share of what the exact step's peak has above it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,16 +23,17 @@ from rmm_linear.fitting.settings import SETTINGS, Setting
 from rmm_linear.planning.block_plan import CONVERT, KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, PlannedBlock
 
 SHARES = (0.75, 0.5, 0.25, 0.12, 0.08)
-# Titles of single methods to the option that all blocks have which can.
+# Single methods to the option that blocks have which can: all of these, or every other one.
 SINGLE = {
-    "recompute all": RECOMPUTE,
-    "selective all": SELECTIVE,
-    "sketch all": "convert linears",
-    "pack all": "convert others",
+    "recompute": RECOMPUTE,
+    "selective": SELECTIVE,
+    "sketch": "convert linears",
+    "pack": "convert others",
     "convert tenth": "convert tenth",
     "convert narrow": "convert narrow",
-    "offload all": OFFLOAD,
+    "offload": OFFLOAD,
 }
+EVERY = {"all": 1, "half": 2}
 
 
 def frontier(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Fitted]:
@@ -74,23 +76,28 @@ def frontier(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = F
 
 def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]:
     """Single methods, each on a twin of the model."""
-    for method, option in SINGLE.items():
-        blocks = _blocks(fitting, option)
-        if all(block.choice == KEEP for block in blocks):
+    for (name, option), (part, step) in itertools.product(SINGLE.items(), EVERY.items()):
+        every = _blocks(fitting, option)
+        able = [place for place, block in enumerate(every) if block.choice != KEEP]
+        if not able:
             continue
+        blocks = [
+            block if place in able[::step] else rows[0]
+            for place, (block, rows) in enumerate(zip(every, fitting.proposals.rows, strict=True))
+        ]
         plan = fitting.proposals.plan_of(blocks)
         model = plan.apply(twin(fitting.model))
         # What is left out for its noise was neither timed for the plan nor is its noise kept.
         is_known = all(block.kept or block.worst for block in blocks)
         row = dataclasses.replace(
             base,
-            method=method,
+            method=f"{name} {part}",
             predicted_time=1 + plan.seconds / fitting.candidates.seconds if is_known else None,
             noise=sum(block.noise for block in blocks) if is_known else None,
             within="yes" if is_known else "no",
             plan=counts(blocks),
         )
-        yield method, row, step_of(model, fitting.example)
+        yield row.method, row, step_of(model, fitting.example)
     segments: nn.Module = twin(fitting.model)
     recompute_segments(segments)
     yield CHEN, dataclasses.replace(base, method=CHEN, noise=0.0), step_of(segments, fitting.example)

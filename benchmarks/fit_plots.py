@@ -9,13 +9,13 @@ from benchmarks.fit_rows import CHEN, EXACT, FIT, Fitted
 from benchmarks.plots import figure_of
 
 _STYLES = {
-    "recompute all": ("s", "#0072b2"),
-    "selective all": ("D", "#56b4e9"),
-    "sketch all": ("^", "#d55e00"),
-    "pack all": ("v", "#e69f00"),
+    "recompute": ("s", "#0072b2"),
+    "selective": ("D", "#56b4e9"),
+    "sketch": ("^", "#d55e00"),
+    "pack": ("v", "#e69f00"),
     "convert tenth": ("P", "#cc79a7"),
     "convert narrow": ("X", "#cc79a7"),
-    "offload all": ("<", "#555555"),
+    "offload": ("<", "#555555"),
     CHEN: ("*", "#009e73"),
 }
 _ACROSS = 3
@@ -53,10 +53,13 @@ def _panel(axis: Any, rows: Sequence[Fitted]) -> None:
 
     ours = [row for row in rows if row.method in (EXACT, FIT)]
     axis.plot(*points(ours), color="black", marker="o", markersize=5, label="fit")
+    exact = [row for row in rows if row.method == EXACT]
     for method, (marker, color) in _STYLES.items():
-        here = [row for row in rows if row.method == method]
-        filled = {"markerfacecolor": color if all(row.within == "yes" for row in here) else "none"}
+        here = [row for row in rows if row.method in (method, f"{method} half", f"{method} all")]
         if here:
-            axis.plot(*points(here), linestyle="", marker=marker, color=color, markersize=8, label=method, **filled)
+            axis.plot(*points([*exact, *here]), color=color, linewidth=0.8, alpha=0.6)
+        for row in here:
+            filled = {"markerfacecolor": color if row.within == "yes" else "none"}
+            axis.plot(*points([row]), linestyle="", marker=marker, color=color, markersize=7, label=method, **filled)
     axis.set_xlim(left=0)
     axis.grid(color="0.9", linewidth=0.6)

@@ -62,9 +62,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
             settings_of = sorted((name, repr(value)) for name, value in item.callspec.params.items())
-            if len(settings_of) == 1:  # a title of several words
-                settings_of = list(enumerate(str(*item.callspec.params.values()).split()))
             pairs = {*itertools.combinations(settings_of, 2), *settings_of}
+            if len(settings_of) == 1:  # a title: what is tested, and its settings
+                first, *others = enumerate(str(settings_of[0][1]).split())
+                pairs = {(first, other) for other in others} or {first}
             known = seen.setdefault(item.nodeid.partition("[")[0], set())
             if pairs <= known:
                 item.add_marker(pytest.mark.thorough)

@@ -44,15 +44,16 @@ def test_plans_stand_beside_single_methods(tmp_path: Path, capsys: pytest.Captur
     assert rows[-1] == other
     found = {row.method: row for row in rows if row.model == title and row.method != FIT}
     exact = found["exact"]
-    assert list(found) == [
-        "exact", "recompute all", "selective all", "sketch all", "pack all", "convert tenth", "convert narrow",
-        "offload all", "Chen et al., √n",
-    ]  # fmt: skip
+    single = ["recompute", "selective", "sketch", "pack", "convert tenth", "convert narrow", "offload"]
+    parts = [f"{method} {part}" for method in single for part in ("all", "half")]
+    assert list(found) == ["exact", *parts, "Chen et al., √n"]
     assert exact.time == 1
     assert all(row.commit == "abc" and (row.time or 0) > 0 for row in found.values())
-    for method in ("recompute all", "selective all", "pack all", "convert tenth", "Chen et al., √n"):
+    for method in ("recompute all", "selective all", "pack all", "convert tenth all", "Chen et al., √n"):
         assert exact.floor < (found[method].measured or 0) < 0.9 * (exact.measured or 0)
-    assert (found["convert narrow"].measured or 0) <= (found["convert tenth"].measured or 0)
+    assert (found["convert narrow all"].measured or 0) <= (found["convert tenth all"].measured or 0)
+    for method in ("recompute", "pack", "convert narrow"):
+        assert (found[f"{method} all"].measured or 0) < (found[f"{method} half"].measured or 0) < (exact.measured or 0)
     plans = [row for row in rows if row.method == FIT]
     assert [row.share for row in plans] == [0.5, 0.08]
     for row in plans:
@@ -133,7 +134,10 @@ def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
     assert not pages.update(check=True, docs=docs, results=tmp_path)
     text = fit_page.page(tmp_path)
     assert "1 of 2 plans are within their budget, 1 were predicted within 3 % (at most 3.1 %)" in text
-    assert "1 of the 2 for whose budget there is a single method are no slower" in text
+    assert (
+        "1 of the 2 for whose budget there is a single method are no slower than the fastest of these, 0 of 0 than"
+        in text
+    )
     assert "1 budgets cannot be met; in 0 of them" in text
     assert re.search(r"\| 0\.1 .*cannot fit: the least is 30 bytes", text)
     assert text.count("sketch all †, 1.100") == 2

@@ -42,7 +42,7 @@ sys.meta_path[:] = [Alone()]
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("gpu", marks=pytest.mark.thorough)])
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one `gpu` run on the CPU, kernels in Triton's interpreter, with `run`'s layers.
 

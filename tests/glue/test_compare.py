@@ -68,6 +68,7 @@ def test_a_comparison_from_end_to_end(
 ) -> None:
     settings = ["exact", "countsketch:0.2@linear"]
     argv = flags(model, cola, tmp_path / "all", compare=settings, seeds=3, num_train_epochs=1)
+    monkeypatch.setattr(compare, "run_process", main)  # in this process
     assert main(argv) == 0
     first = capfd.readouterr().out
     exact = results_of(tmp_path / "all" / "exact" / "seed-3")
@@ -113,6 +114,7 @@ def test_a_failing_run_ends_the_comparison(
     assert not (tmp_path / "all" / "comparison.csv").exists()
 
 
+@pytest.mark.thorough
 def test_an_interrupted_comparison_goes_on_where_it_was(
     model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

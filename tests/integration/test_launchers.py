@@ -28,7 +28,7 @@ def test_the_page_has_a_command_for_each_launcher():
 @pytest.mark.parametrize(
     ("number", "more", "batch"),
     [
-        pytest.param(0, "", 16, id="torchrun"),
+        pytest.param(0, "", 16, id="torchrun", marks=pytest.mark.stack),
         pytest.param(1, "", 16, id="accelerate", marks=pytest.mark.stack),
         pytest.param(0, ACCUMULATED, 8, id="torchrun, accumulated", marks=pytest.mark.stack),
         pytest.param(1, ACCUMULATED, 8, id="accelerate, accumulated", marks=pytest.mark.stack),
