@@ -35,7 +35,7 @@ def roberta(layers=4):
     return RobertaForSequenceClassification(config)
 
 
-def llama(layers=2):
+def llama(layers=2, **sizes):
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=64,
@@ -44,6 +44,7 @@ def llama(layers=2):
         intermediate_size=128,
         tie_word_embeddings=True,
         use_cache=False,
+        **sizes,
     )
     return LlamaForCausalLM(config)
 

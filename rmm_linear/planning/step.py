@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.planning.mask_values import masks_by_values
 
 FIRST_BITS = 4  # of bits="auto" before the layers have chosen
 Run = Callable[[nn.Module, Any], Any]
@@ -197,7 +197,7 @@ def prepared(
         }
         follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
-        with _without_values(model), _one_text_per_row(batch), fakes_of.mode:
+        with _without_values(model), masks_by_values(example), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
 
 
@@ -219,25 +219,6 @@ class _Fakes:
             made = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
             self._known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return self._known[id(tensor)]
-
-
-@contextmanager
-def _one_text_per_row(batch: Any) -> Iterator[None]:
-    """Let transformers take every row of a batch for one text, as it finds by its values, which fake tensors lack.
-
-    It would make a mask for all pairs of tokens instead. With position ids, rows may be packed.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if not hasattr(masks, name) or (isinstance(batch, Mapping) and batch.get("position_ids") is not None):
-        yield
-        return
-    found = getattr(masks, name)
-    setattr(masks, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, found)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planning_graph_helpers import NETWORKS, network, real_peak
+from planning_graph_helpers import NETWORKS, llama, network, real_peak
 from torch import nn
 
 from rmm_linear.planning import simulate
@@ -43,3 +43,18 @@ def test_parameter_gradients_are_counted_and_parameters_are_not():
 def test_a_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="depends on its trained parameters"):
         simulate(nn.ReLU(), torch.ones(3))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+def test_masks_are_those_that_values_ask_for(name, padded):
+    """A mask of ones is left out, and attention then needs no copies of keys and values for groups of heads."""
+    model, example = network(name)
+    if name == "llama":
+        torch.manual_seed(0)
+        model = llama(num_key_value_heads=1)
+    mask = torch.ones_like(example["attention_mask"])
+    mask[0, -3:] = 1 - padded
+    example = {**example, "attention_mask": mask}
+    found = simulate(model, example).bytes
+    assert found == real_peak(model, example)

@@ -193,10 +193,12 @@ def test_padding_is_unknown_without_weights_and_counts_with_them():
     padded = full.clone()
     padded[:, TOKENS // 2 :] = 0
     examples = [{**example, "attention_mask": mask} for mask in (full, padded)]
-    found = [simulate(meta, one).bytes for one in examples]
+    unknown = {**example, "attention_mask": full.to("meta")}
+    found = [simulate(meta, one).bytes for one in (example, *examples, unknown)]
     # The model leaves out a mask that masks nothing; of an unknown one, it makes a mask for all scores.
-    assert found[0] == found[1] == simulate(meta, example).bytes + BATCH * TOKENS**2
-    assert found[0] > real_peak(real, examples[0])
+    assert found[0] == found[1]
+    assert found[2] == found[3] == found[0] + BATCH * TOKENS**2
+    assert found[3] > real_peak(real, examples[0])
     assert simulated_saved(meta, examples[1]) > saved(real, examples[0]) > saved(real, examples[1])
     assert simulate(real, examples[1]).measure == "cpu live tensors"
 
