@@ -13,6 +13,7 @@ from benchmarks import chains, compiled, fit, gpu, graphs, pages, roofline
 from benchmarks.fit_models import MODELS
 from benchmarks.fit_paper import LARGE
 from benchmarks.fit_paper_models import PLACES
+from benchmarks.frontier import command as frontier
 from benchmarks.plots import plot_all
 from benchmarks.records import RESULTS
 from benchmarks.runner import run_suite
@@ -98,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     fitting.add_argument("--device", choices=tuple(PLACES), nargs="+", default=list(PLACES), help="of part paper")
 
-    into_results = (run, planned, whole, fitting)
+    training = commands.add_parser("frontier", help="accuracy, bytes and time of methods that train; resumes")
+    training.set_defaults(command=_frontier)
+    frontier.add_arguments(training)
+
+    into_results = (run, planned, whole, fitting, training)
     for command, out in (*((one, RESULTS) for one in into_results), (all_of_it, None)):
         command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
         command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
@@ -164,6 +169,14 @@ def _fit(arguments: argparse.Namespace) -> int:
     options = {"commit": arguments.commit, "tiny": arguments.tiny}
     for text in fit.run(arguments.out, arguments.parts, arguments.models, arguments.device, **options):
         print(text, end="\n\n", flush=True)
+    if arguments.out == RESULTS:
+        pages.update()
+    return 0
+
+
+def _frontier(arguments: argparse.Namespace) -> int:
+    for text in frontier.run(arguments):
+        print(text, flush=True)
     if arguments.out == RESULTS:
         pages.update()
     return 0

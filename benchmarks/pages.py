@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import chains_bptt, compiled, fit_page, fit_paper_page, graphs_page, roofline, tables
+from benchmarks.frontier import page as frontier_page
 from benchmarks.records import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -12,6 +13,7 @@ DOCS = ROOT / "docs"
 GENERATED = (
     ("benchmarks.md", "python -m benchmarks table", tables.performance),
     ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
+    ("comparison.md", "python -m benchmarks frontier", frontier_page.page),
     ("compiled.md", "python -m benchmarks compile", compiled.tables),
     ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
     ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),

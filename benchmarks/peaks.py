@@ -8,7 +8,7 @@ the word embeddings are frozen: their dense gradient, 154 MB, would be the peak 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,21 @@ def _live(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[int, int]:
 def _rss(tiny: bool, index: int, setting: tuple[str, ...]) -> int:
     """How far a step raises the peak of the resident set."""
     model, batch = _ready(tiny, index, setting)
+    return rss_of(lambda: model(**batch).loss.backward())
+
+
+def rss_of(step: Callable[[], object]) -> int:
+    """Return how far a step raises the peak of the resident set of this process, on Linux.
+
+    Args:
+        step: What is run, once.
+
+    Returns:
+        Bytes.
+    """
     (_PROCESS / "clear_refs").write_text("5")  # the peak starts again from the current size
     before = _status("VmRSS")
-    model(**batch).loss.backward()
+    step()
     return _status("VmHWM") - before
 
 

@@ -26,6 +26,7 @@ RATIO = 0.1  # of the cases that the tables show
 _GENERATED = (
     "benchmarks/results",
     "docs/benchmarks.md",
+    "docs/comparison.md",
     "docs/compiled.md",
     "docs/estimators.md",
     "docs/gpu.md",

@@ -1,0 +1,88 @@
+"""Runs of all methods on all tasks that go on where they stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frontier.cost import plan_path
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Epoch
+from benchmarks.frontier.runs import in_turn
+from benchmarks.frontier.tasks import TRAININGS
+from benchmarks.frontier.training import train
+from benchmarks.records import read_rows, write_rows
+
+Run = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be run, and how.
+
+    Attributes:
+        tasks: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
+        methods: Of :data:`benchmarks.frontier.methods.METHODS`; those whose gradients are exact's are not run.
+        seeds: Of every method.
+        data_dir: Folder in the official GLUE layout.
+        model_dir: Folder of the model.
+        out: Folder of the csv file and of plans.
+        jobs: Runs at a time.
+        minutes: After which no run begins; None has no end.
+        tiny: Whether to take few rows.
+    """
+
+    tasks: Sequence[str]
+    methods: Sequence[str]
+    seeds: Sequence[int]
+    data_dir: str
+    model_dir: str
+    out: Path
+    jobs: int = 1
+    minutes: float | None = None
+    tiny: bool = False
+
+
+def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
+    """Run what is not there yet; the file is whole after every run.
+
+    Args:
+        wanted: What to run. Seeds are the outer loop, so that all methods are there once before one is there twice.
+        about: Where the rows come from.
+
+    Yields:
+        A line per run, and what is left.
+    """
+    path = wanted.out / "frontier-accuracy.csv"
+    rows = read_rows(path, Epoch) if path.is_file() else []
+    there = {(row.task, row.method, row.seed) for row in rows}
+    trained = [method for method in wanted.methods if method == EXACT or not METHODS[method].is_exact]
+    every: list[Run] = [
+        (task, method, seed)
+        for seed in wanted.seeds
+        for task in wanted.tasks
+        for method in trained
+        if method in (TRAININGS[task].methods or trained)
+    ]
+    without = [run for run in every if METHODS[run[1]].budget and not plan_path(wanted.out, run[0], run[1]).is_file()]
+    able = [run for run in every if run not in without]
+    pending = [run for run in able if run not in there]
+    done = len(able) - len(pending)
+
+    def arguments(run: Run) -> tuple[Any, ...]:
+        task, method, seed = run
+        plan = plan_path(wanted.out, task, method) if METHODS[method].budget else None
+        return train, task, method, seed, wanted.data_dir, wanted.model_dir, plan, wanted.tiny
+
+    for run, found in in_turn(pending, arguments, wanted.jobs, wanted.minutes):
+        rows = [*rows, *(dataclasses.replace(row, **about) for row in found)]
+        write_rows(path, rows)
+        done += 1
+        title = ", ".join(map(str, run))
+        yield f"[{done}/{len(able)}] {title}: {found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
+    for task, method, seed in without:
+        yield f"{task}, {method}, {seed}: no plan, see part cost"
+    yield "all runs are there" if done == len(able) else f"{len(able) - done} runs are left: the same command goes on"

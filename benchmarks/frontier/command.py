@@ -1,0 +1,92 @@
+"""The command: ``python -m benchmarks frontier``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frontier.methods import METHODS
+from benchmarks.records import origin, read_rows
+
+PARTS = ("cost", "shares", "accuracy", "curves")
+_STUDIES = ("images", "language")
+_TASKS = ("sst2", "cola", "stsb", "rte", "cola-long", "sst2-full")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own arguments.
+
+    Args:
+        parser: Of the command.
+    """
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="all by default")
+    parser.add_argument("--data_dir", default="data/glue", help="folder in the official GLUE layout")
+    parser.add_argument("--model_dir", default="out/minilm", help="MiniLM in RoBERTa's classes; made if missing")
+    parser.add_argument(
+        "--tasks", choices=_TASKS, nargs="+", default=list(_TASKS[:4]), help="the first four by default"
+    )
+    parser.add_argument("--studies", choices=_STUDIES, nargs="+", default=list(_STUDIES), help="of part curves")
+    parser.add_argument("--wordnet", default="/usr/share/wordnet", help="folder with data.noun, as in wordnet-base")
+    parser.add_argument("--methods", choices=tuple(METHODS), nargs="+", default=list(METHODS), help="all by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the threads")
+    parser.add_argument("--minutes", type=float, help="begin no run after that; the same command goes on later")
+
+
+def run(arguments: argparse.Namespace) -> Iterator[str]:
+    """Run parts one after the other.
+
+    Args:
+        arguments: Of the command line.
+
+    Yields:
+        What was found.
+
+    Raises:
+        ImportError: If what fine-tuning needs is not installed.
+    """
+    from benchmarks.frontier import accuracy, cost, curves, shares  # they import transformers
+
+    about: dict[str, Any] = origin("cpu", arguments.commit)
+    where = (arguments.data_dir, arguments.model_dir)
+    if "cost" in arguments.parts:
+        yield from cost.cost(arguments.tasks, arguments.methods, arguments.out, *where, about, tiny=arguments.tiny)
+    if "shares" in arguments.parts:
+        yield from shares.shares(arguments.out, about, tiny=arguments.tiny)
+    if "accuracy" in arguments.parts:
+        wanted = accuracy.Wanted(
+            arguments.tasks, arguments.methods, arguments.seeds, *where, arguments.out, arguments.jobs,
+            arguments.minutes, arguments.tiny,
+        )  # fmt: skip
+        yield from accuracy.accuracy(wanted, about)
+    if "curves" in arguments.parts:
+        sought = curves.Curves(
+            arguments.studies, arguments.methods, arguments.seeds, arguments.out, arguments.wordnet, arguments.jobs,
+            arguments.minutes, arguments.tiny,
+        )  # fmt: skip
+        yield from curves.curves(sought, about)
+    yield from draw(arguments.out)
+
+
+def draw(out: Path) -> Iterator[str]:
+    """Draw what was measured, from the csv files.
+
+    Args:
+        out: Their folder, where the pictures go.
+
+    Yields:
+        The paths of the pictures.
+    """
+    from benchmarks.frontier import plots
+    from benchmarks.frontier.curve_tables import BATCHES
+    from benchmarks.frontier.rows import Cost, Epoch, Point
+
+    epochs, costs, points = (out / f"frontier-{part}.csv" for part in ("accuracy", "cost", "curves"))
+    if epochs.is_file() and costs.is_file():
+        plots.plot_frontier(read_rows(epochs, Epoch), read_rows(costs, Cost)).savefig(out / "frontier.png", dpi=150)
+        yield str(out / "frontier.png")
+    if points.is_file():
+        plots.plot_curves(read_rows(points, Point), BATCHES).savefig(out / "frontier-curves.png", dpi=150)
+        yield str(out / "frontier-curves.png")

@@ -1,0 +1,175 @@
+"""What a training step with each method takes: bytes, each in a process of its own, and seconds, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from benchmarks.fit_steps import counts, fitted, live_peak, medians, options_of
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Cost
+from benchmarks.frontier.tasks import Prepared, prepare
+from benchmarks.peaks import rss_of
+from benchmarks.processes import call
+from benchmarks.records import read_rows, write_rows
+from rmm_linear.context.auto_bits import STEPS
+from rmm_linear.memory import track_saved
+from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.planning import load_plan
+
+ROUNDS = 9
+# Their hooks store elsewhere what autograd would save.
+_OWN_HOOKS = ("checkpoint", "checkpoint-half", "gact")
+
+
+def plan_path(out: Path, task: str, method: str) -> Path:
+    """Return where the plan of a method with a budget is saved.
+
+    Args:
+        out: Folder of the results.
+        task: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
+        method: Of :data:`benchmarks.frontier.methods.METHODS`.
+
+    Returns:
+        The path.
+    """
+    return out / "frontier-plans" / f"{task}-{method}.json"
+
+
+def cost(
+    tasks: Sequence[str],
+    methods: Sequence[str],
+    out: Path,
+    data_dir: str,
+    model_dir: str,
+    about: Mapping[str, Any],
+    *,
+    tiny: bool = False,
+) -> Iterator[str]:
+    """Measure every method on one batch of every task, and make the plans of those with a budget.
+
+    Args:
+        tasks: Of :data:`benchmarks.frontier.tasks.TRAININGS`; all of the file's rows of these are replaced.
+        methods: Of :data:`benchmarks.frontier.methods.METHODS`, "exact" among them.
+        out: Folder of the csv file and of plans.
+        data_dir: Folder in the official GLUE layout.
+        model_dir: Folder of the model.
+        about: Where the rows come from.
+        tiny: Whether to take few rows and rounds.
+
+    Yields:
+        A line per method and task.
+    """
+    path = out / "frontier-cost.csv"
+    methods = [EXACT, *(method for method in methods if method != EXACT)]
+    for task in tasks:
+        failed = _plan(task, methods, out, data_dir, model_dir, tiny)
+        rows = dict[str, Cost]()
+        for method in methods:
+            row = Cost(task=task, method=method, status=failed.get(method, "ok"), **about)
+            if method not in failed:
+                found = call(_bytes, task, method, out, data_dir, model_dir, tiny)
+                row = dataclasses.replace(row, **found)
+            rows[method] = row
+            kept = row.status if row.kept is None else f"{row.kept / 1e6:.1f} MB kept"
+            yield f"{task}, {METHODS[method].title}: {kept}"
+        able = [method for method in methods if method not in failed]
+        seconds = call(_seconds, task, able, out, data_dir, model_dir, tiny, timeout=3600.0)
+        timed = [
+            dataclasses.replace(row, seconds=seconds.get(row.method), time=_by(seconds.get(row.method), seconds[EXACT]))
+            for row in rows.values()
+        ]
+        before = read_rows(path, Cost) if path.is_file() else []
+        write_rows(path, [row for row in before if row.task != task] + timed)
+        yield f"{task}: {len(able)} methods timed"
+
+
+def _by(seconds: float | None, exact: float) -> float | None:
+    return None if seconds is None else seconds / exact
+
+
+def _plan(task: str, methods: Sequence[str], out: Path, data_dir: str, model_dir: str, tiny: bool) -> dict[str, str]:
+    """Make the plans that are missing; return why there is none, by method."""
+    budgets = {name: METHODS[name].budget for name in methods}
+    missing = {name: share for name, share in budgets.items() if share and not plan_path(out, task, name).is_file()}
+    return call(_plans, task, missing, out, data_dir, model_dir, tiny, timeout=3600.0) if missing else {}
+
+
+def _plans(
+    task: str, budgets: Mapping[str, float], out: Path, data_dir: str, model_dir: str, tiny: bool
+) -> dict[str, str]:
+    ready = prepare(task, data_dir, model_dir, tiny=tiny)
+    model = ready.model(0)
+    fitting = options_of(model, ready.batch(model))
+    failed = dict[str, str]()
+    least = fitting.static.before_step + fitting.proposals.smallest().predicted
+    for name, share in budgets.items():
+        report = fitted(fitting, least + int(share * (fitting.exact_peak - least)))
+        if isinstance(report, str):
+            failed[name] = report
+            continue
+        path = plan_path(out, task, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report.plan.save(path)
+    return failed
+
+
+def _ready(ready: Prepared, method: str, out: Path) -> tuple[nn.Module, dict[str, Any], str]:
+    """A model that has made a few steps, so that buffers are there and widths are chosen; its batch, and its plan."""
+    how = METHODS[method]
+    model = ready.model(0)
+    batch = ready.batch(model, indexed=how.is_indexed)
+    path = plan_path(out, ready.name, method) if how.budget else None
+    prepared = how.planned(path)(model)
+    plan: Any = None if path is None else load_plan(path)
+    for _ in range(STEPS + 1):
+        prepared(**batch).loss.backward()
+    prepared.zero_grad(set_to_none=True)
+    return prepared, batch, "" if plan is None else counts(plan.blocks)
+
+
+def _bytes(task: str, method: str, out: Path, data_dir: str, model_dir: str, tiny: bool) -> dict[str, Any]:
+    ready = prepare(task, data_dir, model_dir, tiny=tiny)
+    model, batch, plan = _ready(ready, method, out)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    found: dict[str, Any] = {"batch": " × ".join(map(str, batch["input_ids"].shape)), "plan": plan}
+    if method not in _OWN_HOOKS:
+        with track_saved(model) as ledger:
+            loss = model(**batch).loss
+        found["saved"] = ledger.total
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    with LiveTensors(Peak()) as live:
+        loss = model(**batch).loss
+        found["kept"] = live.now
+        loss.backward()
+    found["peak"] = live_peak(model, step)
+    found["rss"] = rss_of(step) if sys.platform == "linux" else None
+    return found
+
+
+def _seconds(
+    task: str, methods: Sequence[str], out: Path, data_dir: str, model_dir: str, tiny: bool
+) -> dict[str, float]:
+    ready = prepare(task, data_dir, model_dir, tiny=tiny)
+    runs = dict[str, Any]()
+    for method in methods:
+        model, batch, _ = _ready(ready, method, out)
+        runs[method] = _step(model, batch)
+    return medians(nn.Module(), runs, 1 if tiny else ROUNDS)
+
+
+def _step(model: nn.Module, batch: dict[str, Any]) -> Any:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+
+    return step

@@ -1,0 +1,179 @@
+"""Curves of models that are trained from scratch, with the noise of their gradients on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.frontier.images import images
+from benchmarks.frontier.language import GLOSSES, language
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Noisy, Point
+from benchmarks.frontier.runs import in_turn
+from benchmarks.frontier.study import Study
+from benchmarks.records import read_rows, write_rows
+from rmm_linear.conversion.exact import converted_modules
+from rmm_linear.variance import gradient_noise
+
+STUDIES = ("images", "language")
+# Exact runs with smaller batches, by which the noise of methods is judged.
+SMALLER = {"images": (32, 16, 8, 4), "language": (4, 2)}
+_MEASURED = (0.02, 0.1, 0.5, 1.0)  # shares of the steps, after which the noise is measured
+_WARM_UP, _LEAST = 0.05, 0.1
+
+
+def make(study: str, glosses: str = GLOSSES, *, tiny: bool = False) -> Study:
+    """Read a study's data.
+
+    Args:
+        study: Of :data:`STUDIES`.
+        glosses: Folder of WordNet.
+        tiny: Whether all is small.
+
+    Returns:
+        The study.
+
+    Raises:
+        ValueError: If the data are missing.
+    """
+    return images(tiny=tiny) if study == "images" else language(glosses, tiny=tiny)
+
+
+def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: bool) -> tuple[list[Point], list[Noisy]]:
+    """Train a model from scratch.
+
+    Args:
+        name: Of :data:`STUDIES`.
+        method: Of :data:`benchmarks.frontier.methods.METHODS`.
+        seed: Of all that is random; runs of one seed see the same rows in the same order.
+        batch: Rows per step.
+        glosses: Folder of WordNet.
+        tiny: Whether all is small.
+
+    Returns:
+        Evaluations; and the noise of stand-ins, where the method has any.
+    """
+    study, how = make(name, glosses, tiny=tiny), METHODS[method]
+    bare = study.model(seed)
+    model = how.prepare(bare).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=study.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / study.steps))
+    torch.manual_seed(seed)
+    begin, losses = time.perf_counter(), list[float]()
+    points, noises = list[Point](), list[Noisy]()
+    measured = {max(round(share * study.steps), 1) for share in _MEASURED}
+    here: dict[str, Any] = {"study": name, "method": method, "seed": seed, "batch": batch}
+    for step, rows in zip(range(1, study.steps + 1), study.batches(seed, batch), strict=False):
+        if step in measured and how.group != EXACT:
+            noises += _noise(bare, rows, here | {"step": step})
+        loss = model(**rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        losses.append(float(loss.detach()))
+        if step % study.every == 0:
+            dev_loss, score = study.evaluate(model)
+            points.append(
+                Point(
+                    **here, step=step, steps=study.steps, train_loss=sum(losses) / len(losses), dev_loss=dev_loss,
+                    metric=study.metric, score=score, seconds=0.0, learning_rate=study.learning_rate,
+                )
+            )  # fmt: skip
+            losses.clear()
+    seconds = time.perf_counter() - begin
+    return [dataclasses.replace(point, seconds=seconds) for point in points], noises
+
+
+def _rate(done: float) -> float:
+    """Warm-up, then half a cosine."""
+    if done < _WARM_UP:
+        return (done + 1e-3) / _WARM_UP
+    return _LEAST + (1 - _LEAST) * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP))) / 2
+
+
+def _noise(model: nn.Module, rows: dict[str, Any], here: dict[str, Any]) -> list[Noisy]:
+    if not converted_modules(model):
+        return []
+    found = gradient_noise(model, rows, draws=2)
+    return [
+        Noisy(**here, operation=operation, block=block, noise=noise, sgd=sgd)
+        for operation in found.stand_ins
+        for block, (noise, sgd) in found.totals(operation).items()
+    ]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is to be run, and how.
+
+    Attributes:
+        studies: Of :data:`STUDIES`.
+        methods: Those of the study are run.
+        seeds: Of every method.
+        out: Folder of the csv files.
+        glosses: Folder of WordNet.
+        jobs: Runs at a time.
+        minutes: After which no run begins; None has no end.
+        tiny: Whether all is small.
+    """
+
+    studies: Sequence[str]
+    methods: Sequence[str]
+    seeds: Sequence[int]
+    out: Path
+    glosses: str = GLOSSES
+    jobs: int = 1
+    minutes: float | None = None
+    tiny: bool = False
+
+
+def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
+    """Run what is not there yet; the files are whole after every run.
+
+    Args:
+        wanted: What to run. Seeds are the outer loop.
+        about: Where the rows come from.
+
+    Yields:
+        A line per run, and what is left.
+    """
+    path, beside = wanted.out / "frontier-curves.csv", wanted.out / "frontier-noise.csv"
+    points = read_rows(path, Point) if path.is_file() else []
+    noises = read_rows(beside, Noisy) if beside.is_file() else []
+    there = {(row.study, row.method, row.seed, row.batch) for row in points}
+    made = {name: make(name, wanted.glosses, tiny=wanted.tiny) for name in wanted.studies}
+    every = [
+        (name, method, seed, batch)
+        for seed in wanted.seeds
+        for name, study in made.items()
+        for method in study.methods
+        for batch in (study.batch, *(SMALLER[name] if method == EXACT else ()))
+        if method in wanted.methods
+    ]
+    pending = [run for run in every if run not in there]
+    done = len(every) - len(pending)
+
+    def arguments(run: tuple[str, str, int, int]) -> tuple[Any, ...]:
+        return curve, *run, wanted.glosses, wanted.tiny
+
+    for run, (found, noisy) in in_turn(pending, arguments, wanted.jobs, wanted.minutes):
+        # Of a run that was interrupted between the two files, there may be rows already.
+        noises = [row for row in noises if (row.study, row.method, row.seed, row.batch) != run]
+        noises += [dataclasses.replace(row, **about) for row in noisy]
+        if noises:
+            write_rows(beside, noises)
+        points = [*points, *(dataclasses.replace(row, **about) for row in found)]
+        write_rows(path, points)
+        done += 1
+        last, title = found[-1], ", ".join(map(str, run))
+        yield f"[{done}/{len(every)}] {title}: {last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
+    yield "all runs are there" if done == len(every) else f"{len(every) - done} runs are left: the same command goes on"

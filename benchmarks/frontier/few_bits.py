@@ -1,0 +1,162 @@
+"""GELU with a deterministic derivative of few bits, as published by those who thought of it first.
+
+Source: Novikov et al. 2022, "Few-bit backward" (arXiv 2202.00441): g' is replaced by the piecewise constant function
+with 2^bits pieces that is closest to it in the mean square, on an interval that holds all but the tails, and the number
+of the piece is what is saved. The error is the same in every step: the gradient is biased.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_DOMAIN = 10.0
+_POINTS = 1001  # of the grid that borders lie on: a fiftieth apart
+
+
+def best_steps(values: np.ndarray, pieces: int) -> list[int]:
+    """Cut a row of numbers into pieces with the least sum of squared distances from each piece's mean.
+
+    Args:
+        values: The numbers, shape (n,).
+        pieces: How many.
+
+    Returns:
+        Where each piece but the first begins.
+    """
+    count = len(values)
+    sums, squares = (np.concatenate([[0.0], np.cumsum(numbers)]) for numbers in (values, values**2))
+    begin, end = np.meshgrid(np.arange(count + 1), np.arange(count + 1), indexing="ij")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cost = squares[end] - squares[begin] - (sums[end] - sums[begin]) ** 2 / (end - begin)
+    cost[begin >= end] = math.inf
+    best, cuts = cost[0], list[np.ndarray]()
+    for _ in range(pieces - 1):
+        every = best[:, None] + cost
+        cuts.append(every.argmin(0))
+        best = every.min(0)
+    found, end_of = list[int](), count
+    for row in reversed(cuts):
+        end_of = int(row[end_of])
+        found.append(end_of)
+    return found[::-1]
+
+
+@functools.lru_cache
+def gelu_steps(bits: int) -> tuple[Tensor, Tensor]:
+    """Return the piecewise constant function that stands for the derivative of GELU.
+
+    Args:
+        bits: Its pieces are 2^bits.
+
+    Returns:
+        Borders between pieces, ascending, shape (2^bits - 1,), and the value of each piece, shape (2^bits,).
+    """
+    edges = np.linspace(-_DOMAIN, _DOMAIN, _POINTS + 1)
+    x = torch.tensor((edges[:-1] + edges[1:]) / 2, requires_grad=True)
+    derivative = torch.autograd.grad(F.gelu(x).sum(), x)[0].numpy()
+    cuts = best_steps(derivative, 2**bits)
+    levels = [part.mean() for part in np.split(derivative, cuts)]
+    return torch.tensor(edges[cuts], dtype=torch.float32), torch.tensor(levels, dtype=torch.float32)
+
+
+class FewBitGELU(nn.Module):
+    """GELU that saves the number of a piece of its derivative."""
+
+    borders: Tensor
+    levels: Tensor
+
+    def __init__(self, bits: int) -> None:
+        """Find the pieces.
+
+        Args:
+            bits: 1 to 4.
+        """
+        super().__init__()
+        self.bits = bits
+        for name, tensor in zip(("borders", "levels"), gelu_steps(bits), strict=True):
+            self.register_buffer(name, tensor.clone(), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply GELU.
+
+        Args:
+            input: Any shape, float32.
+
+        Returns:
+            The shape of ``input``.
+        """
+        return _FewBits.apply(input, self.borders, self.levels, self.bits)
+
+
+class _FewBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, borders: Tensor, levels: Tensor, bits: int) -> Tensor:
+        ctx.bits, ctx.shape = bits, input.shape
+        ctx.save_for_backward(pack_codes(torch.bucketize(input.reshape(-1), borders, out_int32=True), bits), levels)
+        return F.gelu(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        codes, levels = ctx.saved_tensors
+        found = levels[unpack_codes(codes, ctx.bits, ctx.shape.numel())].view(ctx.shape)
+        return grad_outputs[0] * found, None, None, None
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Store small numbers, eight of them in ``bits`` bytes.
+
+    Args:
+        codes: Integers below 2^bits, shape (n,).
+        bits: 1 to 4.
+
+    Returns:
+        uint8, shape (⌈n / 8⌉ · bits,).
+    """
+    eights = F.pad(codes, (0, -len(codes) % 8)).view(-1, 8).long()
+    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1, dtype=torch.int64)
+    return (words[:, None] >> torch.arange(0, 8 * bits, 8, device=codes.device)).to(torch.uint8).flatten()
+
+
+def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
+    """Read what :func:`pack_codes` stored.
+
+    Args:
+        stored: Its result.
+        bits: 1 to 4.
+        count: How many numbers it holds.
+
+    Returns:
+        int64, shape (count,).
+    """
+    words = (stored.view(-1, bits).long() << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(1)
+    codes = (words[:, None] >> torch.arange(0, 8 * bits, bits, device=stored.device)) & (2**bits - 1)
+    return codes.flatten()[:count]
+
+
+def use_few_bits(model: nn.Module, bits: int) -> None:
+    """Replace every GELU of a model, transformers' own among them.
+
+    Args:
+        model: The model.
+        bits: 1 to 4.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = [name for name, module in model.named_modules() if _is_gelu(module)]
+    if not found:
+        raise ValueError("A derivative of few bits needs a GELU, and the model has none as a module.")
+    for name in found:
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, FewBitGELU(bits))
+
+
+def _is_gelu(module: nn.Module) -> bool:
+    return type(module).__name__ == "GELUActivation" or (type(module) is nn.GELU and module.approximate == "none")

@@ -1,0 +1,106 @@
+"""All that autograd saves in few bits: the rule of GACT, with this package's packing.
+
+Source: Liu et al. 2022 (arXiv 2206.11357), level L1 of their code: whatever operations save is packed when it is saved,
+4 bits per element with a scale and an offset per group, rounded without bias. Tensors are floating point, have two to
+four dimensions and a gradient; parameters stay; masks of dropout take a bit. What is theirs is the rule: groups are
+ours, 64 columns that are rotated before rounding, where theirs are 256 elements. A tensor that several operations save
+is packed once, which their code leaves off unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rmm_linear.memory.ledger import storage_key
+from rmm_linear.ops.masks import APPLY_MASK, PACK_MASK
+from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.sketches.seeds import draw_seed
+
+_DIMENSIONS = (2, 3, 4)
+
+
+class PackedSaves:
+    """The hooks that pack what autograd saves, and what they have packed already."""
+
+    def __init__(self, model: nn.Module, bits: int) -> None:
+        """Remember which tensors stay.
+
+        Args:
+            model: Its parameters and buffers do.
+            bits: 8, 4 or 2.
+        """
+        self._model, self._bits = model, bits
+        self._own = set[Any]()
+        self._packed = dict[Any, Any]()
+
+    def __enter__(self) -> None:
+        """Begin to pack."""
+        self._own = {storage_key(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: Any) -> None:
+        """Pack no more."""
+        self._hooks.__exit__()
+        self._packed.clear()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not tensor.is_floating_point() or storage_key(tensor) in self._own or tensor.dim() not in _DIMENSIONS:
+            return tensor
+        if not tensor.requires_grad:
+            return _packed_mask(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
+        if key not in self._packed:
+            seed = torch.tensor([draw_seed()], device=tensor.device)
+            rows = tensor.detach().reshape(-1, tensor.shape[-1])
+            self._packed[key] = (*PACK(rows, self._bits, seed), seed, tensor.shape, tensor.dtype)
+            # Its address may be another tensor's after that.
+            weakref.finalize(storage, self._packed.pop, key, None).atexit = False
+        return self._packed[key]
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if len(saved) == 3:
+            bits, scale, shape = saved
+            return APPLY_MASK(scale.expand(shape).reshape(-1, shape[-1]), bits, 1.0).view(shape)
+        codes, qparams, seed, shape, dtype = saved
+        return UNPACK(codes, qparams, seed, self._bits, shape[-1], dtype).view(shape)
+
+
+def _packed_mask(tensor: Tensor) -> Any:
+    """A tensor of zeros and one other number, as dropout saves on a CPU, in bits; any other stays."""
+    if not tensor.numel():
+        return tensor
+    rows, scale = tensor.reshape(-1, tensor.shape[-1]), tensor.max()
+    if not torch.equal((rows != 0) * scale, rows):
+        return tensor
+    return PACK_MASK(rows), scale, tensor.shape
+
+
+def use_gact(model: nn.Module, bits: int = 4) -> None:
+    """Pack what a model's forward pass saves, from now on.
+
+    Args:
+        model: The model; its attention is computed by softmax, since what fused kernels save cannot be rounded.
+        bits: 8, 4 or 2.
+    """
+    set_attention: Any = getattr(model, "set_attn_implementation", None)
+    if set_attention is not None:
+        set_attention("eager")
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def packing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with PackedSaves(model, bits):
+            return forward(*args, **kwargs)
+
+    model.forward = packing  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,188 @@
+"""The tables of ``docs/comparison.md``, from the csv files."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.frontier.curve_tables import curve_sections
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Cost, Epoch
+from benchmarks.frontier.shares import Share, share_table
+from benchmarks.records import Origin, read_rows
+from rmm_linear._support.tables import table
+
+_TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE", "sst2-full": "SST-2, all of it"}
+_IN_TABLE, _LONG_TASK = ("sst2", "cola", "stsb", "rte"), "cola-long"
+
+
+def page(results: Path) -> str:
+    """Make the tables.
+
+    Args:
+        results: Folder of the csv files.
+
+    Returns:
+        A section for every part that was measured.
+    """
+    accuracy, cost = results / "frontier-accuracy.csv", results / "frontier-cost.csv"
+    epochs = read_rows(accuracy, Epoch) if accuracy.is_file() else []
+    costs = read_rows(cost, Cost) if cost.is_file() else []
+    parts = list[str]()
+    if costs:
+        parts += [
+            "### Fine-tuning",
+            _FINE_TUNING,
+            comparison(epochs, costs),
+            *_full(epochs),
+            origins([*costs, *epochs]),
+        ]
+    parts += _long(epochs)
+    parts += curve_sections(results)
+    made = results / "frontier-shares.csv"
+    if made.is_file():
+        rows = read_rows(made, Share)
+        parts += ["### What sketches and codes cost", _SHARES, share_table(rows), _SHARES_PICTURE, origins(rows)]
+    return "\n\n".join(parts) or "Nothing is measured yet: run `python -m benchmarks frontier`."
+
+
+def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
+    """Make the table of methods.
+
+    Args:
+        epochs: All runs.
+        costs: All measurements of steps.
+
+    Returns:
+        A line per method.
+    """
+    tasks = [task for task in _IN_TABLE if any(row.task == task for row in costs)]
+    header = ["method", "saved", "kept", "peak", "RSS", "time", *(_TITLES[task] for task in tasks), "mean"]
+    lines = list[tuple[str, ...]]()
+    for method, how in METHODS.items():
+        shown = EXACT if how.is_exact else method
+        scores = [scores_of(epochs, task, shown) for task in tasks]
+        share = [_share(costs, tasks, method, field) for field in ("saved", "kept", "peak", "rss", "time")]
+        if not any(scores) and not any(share):
+            continue
+        mean = f"{100 * statistics.mean(map(statistics.mean, scores)):.1f}" if all(scores) else ""
+        lines.append((how.title, *share, *(_mean(score, 100, 1) for score in scores), mean))
+    return table(header, lines)
+
+
+def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
+    """Return what a method reaches after the last epoch.
+
+    Args:
+        epochs: All runs.
+        task: The task.
+        method: The method.
+
+    Returns:
+        The score of every seed.
+    """
+    return [row.score for row in epochs if (row.task, row.method, row.epoch) == (task, method, row.epochs)]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float, int] | None:
+    """Return the mean of values and its standard error.
+
+    Args:
+        values: One per seed.
+
+    Returns:
+        Both, NaN for the error of one value, and how many there are; None if there is none.
+    """
+    if not values:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error, len(values)
+
+
+def _share(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> str:
+    """The mean over tasks of a method's bytes or seconds by the exact step's; empty where a task has none."""
+    found = list[float]()
+    for task in tasks:
+        rows = {row.method: getattr(row, field) for row in costs if row.task == task}
+        value, exact = rows.get(method), rows.get(EXACT)
+        if value is not None and exact:
+            found.append(value / exact)
+    if not found:
+        return ""
+    mean = statistics.mean(found)
+    return f"{mean:.2f}" if field == "time" else f"{100 * mean:.0f} %"
+
+
+def _full(epochs: Sequence[Epoch]) -> list[str]:
+    found = {method: scores_of(epochs, "sst2-full", method) for method in METHODS}
+    there = [(METHODS[method].title, _mean(scores, 100, 1)) for method, scores in found.items() if scores]
+    if not there:
+        return []
+    return ["One epoch on all 67,349 sentences of SST-2:", table(("method", "accuracy"), there)]
+
+
+def _long(epochs: Sequence[Epoch]) -> list[str]:
+    """Every epoch of the long runs: the loss on the training set, and the score."""
+    here = [row for row in epochs if row.task == _LONG_TASK and row.fitted_loss is not None]
+    methods = [method for method in METHODS if any(row.method == method for row in here)]
+    if not methods:
+        return []
+    lines = list[tuple[str, ...]]()
+    for number in sorted({row.epoch for row in here}):
+        cells = list[str]()
+        for method in methods:
+            rows = [row for row in here if (row.method, row.epoch) == (method, number)]
+            losses, scores = ([row.fitted_loss or 0.0 for row in rows], [row.score for row in rows])
+            cells += [_mean(losses, 1, 4), _mean(scores, 100, 1)]
+        lines.append((str(number), *cells))
+    names = [f"{METHODS[method].title}: {what}" for method in methods for what in ("loss", "score")]
+    return ["### Ten epochs", _LONG, table(("epoch", *names), lines), origins(here)]
+
+
+def _mean(values: Sequence[float], factor: float, digits: int) -> str:
+    found = mean_and_error(values)
+    if found is None:
+        return ""
+    error = f" ± {factor * found[1]:.{digits}f}" if found[2] > 1 else ""
+    return f"{factor * found[0]:.{digits}f}{error}"
+
+
+def origins(rows: Sequence[Origin]) -> str:
+    """Say where rows come from.
+
+    Args:
+        rows: Of one command.
+
+    Returns:
+        A sentence.
+    """
+    commits = ", ".join(f"`{commit[:12]}`" for commit in dict.fromkeys(row.commit for row in rows))
+    machines = ", ".join(dict.fromkeys(row.machine for row in rows))
+    return (
+        f"Measured on {machines}, PyTorch {rows[0].torch}, transformers {rows[0].transformers}, commits {commits}, "
+        f"until {max(row.date for row in rows)[:10]}."
+    )
+
+
+_FINE_TUNING = (
+    "MiniLM in RoBERTa's classes, batches of 32, learning rate 1e-4 (LoRA: 1e-3), the published optimizer and "
+    "schedule; 6,000 sentences of SST-2 once, CoLA and STS-B twice, RTE three times. Accuracy, Matthews' and "
+    "Pearson's correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds. Kept is what "
+    "lives between the forward and the backward pass, peak is that of a whole step with its gradients, both live "
+    "bytes by the exact step's, time that of a step in turns with the exact one; means over the four tasks, one batch"
+    " of 64 each. Checkpointing has the scores of the exact model, whose gradients it has to the bit. Budgets of fit "
+    "are shares of what lies between the least peak of any plan and the exact one:"
+)
+_PICTURE = "![Scores and times of all methods against what they keep](../benchmarks/results/frontier.png)"
+_SHARES = (
+    "A training step of a model that is converted by default, in PyTorch's profiler, whose own time is in it; what an"
+    " operator of this package takes, with all that it calls:"
+)
+_SHARES_PICTURE = "![Shares of a training step](../benchmarks/results/frontier-shares.png)"
+_LONG = (
+    "Does noise accumulate? CoLA, ten epochs in batches of 16, the published schedule with a learning rate of 1e-4: "
+    "the loss on the whole training set, evaluated after every epoch, and Matthews' correlation × 100 on the dev set,"
+    " mean ± standard error over seeds:"
+)

@@ -1,0 +1,95 @@
+"""Pictures of the comparison: scores and times against bytes, and curves with bands."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.page import mean_and_error, scores_of
+from benchmarks.frontier.rows import Cost, Epoch, Point
+from benchmarks.plots import figure_of
+
+_TITLES = {"sst2": "SST-2, accuracy", "cola": "CoLA, Matthews", "stsb": "STS-B, Pearson", "rte": "RTE, accuracy"}
+_GROUPS = {
+    "exact": ("s", "black"),
+    "published": ("^", "#d55e00"),
+    "fewer parameters": ("D", "#0072b2"),
+    "ours": ("o", "#009e73"),
+}
+_COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#555555")
+
+
+def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
+    """Plot the score of every task, and the time of a step, against what lives between the two passes.
+
+    Args:
+        epochs: All runs.
+        costs: All measurements of steps.
+
+    Returns:
+        The figure.
+    """
+    tasks = [task for task in _TITLES if any(row.task == task for row in costs)]
+    figure, axes = figure_of(-(-(len(tasks) + 1) // 3), 3)
+    for task, axis in zip(tasks, axes, strict=False):
+        for row in (row for row in costs if row.task == task and row.kept is not None):
+            scores = scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method)
+            found = mean_and_error(scores)
+            if found is not None:
+                mean, error, count = found
+                _mark(axis, row, 100 * mean, 100 * error if count > 1 else None)
+        axis.set(title=_TITLES[task], xlabel="kept for the backward pass, MB", ylabel="× 100")
+    for row in (row for row in costs if row.kept is not None and row.time is not None and row.task == tasks[0]):
+        _mark(axes[len(tasks)], row, row.time or 0.0, None)
+    axes[len(tasks)].set(
+        title=f"{_TITLES[tasks[0]].partition(',')[0]}, time of a step",
+        xlabel="kept for the backward pass, MB",
+        ylabel="by the exact step's",
+    )
+    for axis in axes[len(tasks) + 1 :]:
+        axis.set_axis_off()
+    labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+def _mark(axis: Any, row: Cost, value: float, error: float | None) -> None:
+    how = METHODS[row.method]
+    marker, color = _GROUPS[how.group]
+    kept = (row.kept or 0) / 1e6
+    axis.errorbar(kept, value, yerr=error, marker=marker, color=color, capsize=2, linestyle="", label=how.group)
+    axis.annotate(row.method, (kept, value), xytext=(4, 3), textcoords="offset points", fontsize=6, color=color)
+    axis.grid(color="0.9", linewidth=0.6)
+
+
+def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
+    """Plot the held-out loss of every study: means over seeds, with bands from the least to the greatest.
+
+    Args:
+        points: All evaluations.
+        batches: Rows per step of every study; runs with others are left out.
+
+    Returns:
+        The figure.
+    """
+    studies = [study for study in batches if any(row.study == study for row in points)]
+    figure, axes = figure_of(1, len(studies))
+    for study, axis in zip(studies, axes, strict=False):
+        here = [row for row in points if row.study == study and row.batch == batches[study]]
+        for color, method in zip(_COLORS, dict.fromkeys(row.method for row in here), strict=False):
+            by_step: dict[int, list[float]] = {}
+            for row in here:
+                if row.method == method:
+                    by_step.setdefault(row.step, []).append(row.dev_loss)
+            steps = sorted(by_step)
+            axis.plot(
+                steps, [statistics.mean(by_step[step]) for step in steps], color=color, label=METHODS[method].title
+            )
+            least, most = ([choose(by_step[step]) for step in steps] for choose in (min, max))
+            axis.fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)
+        axis.set(title=study, xlabel="step", ylabel="held-out loss", yscale="log")
+        axis.grid(color="0.9", linewidth=0.6)
+        axis.legend(fontsize=7)
+    return figure
