@@ -73,11 +73,22 @@ def train(
     metric = ready.task.main_metric
     return [
         Epoch(
-            task=name, method=method, seed=seed, epoch=number, epochs=epochs, metric=metric,
-            score=entry[f"eval_dev_{metric}"], dev_loss=entry["eval_dev_loss"], train_loss=loss,
-            steps=int(entry["step"]), seconds=seconds, batch=ready.training.batch, learning_rate=how.learning_rate, fitted_loss=of_rows,
+            task=name,
+            method=method,
+            seed=seed,
+            epoch=number,
+            epochs=epochs,
+            metric=metric,
+            score=entry[f"eval_dev_{metric}"],
+            dev_loss=entry["eval_dev_loss"],
+            train_loss=loss,
+            steps=int(entry["step"]),
+            seconds=seconds,
+            batch=ready.training.batch,
+            learning_rate=how.learning_rate,
+            fitted_loss=of_rows,
         )
         for number, (loss, entry, of_rows) in enumerate(
             zip(losses, scores, fitted or [None] * epochs, strict=True), start=1
         )
-    ]  # fmt: skip
+    ]
