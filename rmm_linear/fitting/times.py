@@ -19,7 +19,7 @@ from rmm_linear.planning.blocks import alike
 from rmm_linear.planning.step import as_in_training, copied
 from rmm_linear.planning.surroundings import Surroundings
 
-_ROUNDS = 3
+_ROUNDS, _MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
 _REPEATS, _LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often
 
 Make = Callable[[PlannedBlock], BlockPlan]
@@ -42,7 +42,8 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
     """Time the forward and backward pass of one block of each kind, with each of its options in turn.
 
     Blocks are alike that have one class, one set of parameters' shapes, and inputs of one shape. All options of a block
-    run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little.
+    run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little;
+    where the rounds disagree, there are more of them.
 
     Args:
         model: The model.
@@ -126,19 +127,28 @@ def _rounds(model: nn.Module, call: _Call, options: Sequence[PlannedBlock], make
         once()  # what a conversion makes in its first call
         return min(once() for _ in range(repeats))
 
-    for _ in range(_ROUNDS):
+    for done in range(_ROUNDS + _MORE_ROUNDS):
+        if done >= _ROUNDS and all(_agree(seconds, found[""]) for seconds in found.values()):
+            break
         found[""].append(timed())
         for option in options:
             with make(option).applied():
                 found[option.option].append(timed())
     base = statistics.median(found[""])
-    by_plain = {
-        name: statistics.median(one / plain for one, plain in zip(seconds, found[""], strict=True))
-        for name, seconds in found.items()
-    }
+    by_plain = {name: statistics.median(_ratios(seconds, found[""])) for name, seconds in found.items()}
     # What does more than the exact block cannot be faster, whatever else the machine did meanwhile.
     known = {option.option for option in options if option.choice != CONVERT}
     return {name: base * (max(ratio, 1.0) if name in known else ratio) for name, ratio in by_plain.items()}
+
+
+def _ratios(seconds: Sequence[float], plain: Sequence[float]) -> list[float]:
+    return [one / exact for one, exact in zip(seconds, plain, strict=True)]
+
+
+def _agree(seconds: Sequence[float], plain: Sequence[float]) -> bool:
+    """Whether the rounds say the same of an option: nothing else took the machine's time in some of them."""
+    ratios = _ratios(seconds, plain)
+    return max(ratios) - min(ratios) <= _SPREAD * statistics.median(ratios)
 
 
 def _synchronize(device: torch.device) -> None:
