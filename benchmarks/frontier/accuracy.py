@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.frontier.cost import plan_path
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Epoch
-from benchmarks.frontier.runs import in_turn
+from benchmarks.frontier.runs import about_run, in_turn, last_line
 from benchmarks.frontier.tasks import TRAININGS
 from benchmarks.frontier.training import train
 from benchmarks.records import read_rows, write_rows
@@ -31,7 +31,7 @@ class Wanted:
         model_dir: Folder of the model.
         out: Folder of the csv file and of plans.
         jobs: Runs at a time.
-        minutes: After which no run begins; None has no end.
+        deadline: By ``time.monotonic``, after which no run begins; None has no end.
         tiny: Whether to take few rows.
     """
 
@@ -42,7 +42,7 @@ class Wanted:
     model_dir: str
     out: Path
     jobs: int = 1
-    minutes: float | None = None
+    deadline: float | None = None
     tiny: bool = False
 
 
@@ -77,12 +77,20 @@ def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
         plan = plan_path(wanted.out, task, method) if METHODS[method].budget else None
         return train, task, method, seed, wanted.data_dir, wanted.model_dir, plan, wanted.tiny
 
-    for run, found in in_turn(pending, arguments, wanted.jobs, wanted.minutes):
-        rows = [*rows, *(dataclasses.replace(row, **about) for row in found)]
+    failed = 0
+    for run, found in in_turn(pending, arguments, wanted.jobs, wanted.deadline):
+        title = ", ".join(map(str, run))
+        if isinstance(found, BaseException):
+            failed += 1
+            yield f"{title} failed: {last_line(found)}"
+            continue
+        rows = [*rows, *(dataclasses.replace(row, **about_run(about, wanted.jobs)) for row in found)]
         write_rows(path, rows)
         done += 1
-        title = ", ".join(map(str, run))
         yield f"[{done}/{len(able)}] {title}: {found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
     for task, method, seed in without:
         yield f"{task}, {method}, {seed}: no plan, see part cost"
-    yield "all runs are there" if done == len(able) else f"{len(able) - done} runs are left: the same command goes on"
+    if done < len(able):
+        yield f"{len(able) - done} runs are left, {failed} of which failed: the same command goes on"
+    elif not without:
+        yield "all runs are there"

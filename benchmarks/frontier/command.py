@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frontier.language import GLOSSES, check_glosses
 from benchmarks.frontier.methods import METHODS
-from benchmarks.records import origin, read_rows
+from benchmarks.records import RESULTS, origin, read_rows
 
 PARTS = ("cost", "shares", "accuracy", "curves")
 _STUDIES = ("images", "language")
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", choices=_TASKS, nargs="+", default=list(_TASKS[:4]), help="the first four by default"
     )
     parser.add_argument("--studies", choices=_STUDIES, nargs="+", default=list(_STUDIES), help="of part curves")
-    parser.add_argument("--wordnet", default="/usr/share/wordnet", help="folder with data.noun, as in wordnet-base")
+    parser.add_argument("--wordnet", default=GLOSSES, help="folder with data.noun, as in wordnet-base")
     parser.add_argument("--methods", choices=tuple(METHODS), nargs="+", default=list(METHODS), help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the threads")
@@ -49,25 +52,36 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     """
     from benchmarks.frontier import accuracy, cost, curves, shares  # they import transformers
 
+    _check(arguments)
     about: dict[str, Any] = origin("cpu", arguments.commit)
-    where = (arguments.data_dir, arguments.model_dir)
+    deadline = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    where, out, tiny = (arguments.data_dir, arguments.model_dir), arguments.out, arguments.tiny
     if "cost" in arguments.parts:
-        yield from cost.cost(arguments.tasks, arguments.methods, arguments.out, *where, about, tiny=arguments.tiny)
+        yield from cost.cost(arguments.tasks, arguments.methods, out, *where, about, tiny=tiny)
     if "shares" in arguments.parts:
-        yield from shares.shares(arguments.out, about, tiny=arguments.tiny)
+        yield from shares.shares(out, about, tiny=tiny)
+    asked = (arguments.methods, arguments.seeds)
     if "accuracy" in arguments.parts:
-        wanted = accuracy.Wanted(
-            arguments.tasks, arguments.methods, arguments.seeds, *where, arguments.out, arguments.jobs,
-            arguments.minutes, arguments.tiny,
-        )  # fmt: skip
+        wanted = accuracy.Wanted(arguments.tasks, *asked, *where, out, arguments.jobs, deadline, tiny)
         yield from accuracy.accuracy(wanted, about)
     if "curves" in arguments.parts:
-        sought = curves.Curves(
-            arguments.studies, arguments.methods, arguments.seeds, arguments.out, arguments.wordnet, arguments.jobs,
-            arguments.minutes, arguments.tiny,
-        )  # fmt: skip
+        sought = curves.Curves(arguments.studies, *asked, out, arguments.wordnet, arguments.jobs, deadline, tiny)
         yield from curves.curves(sought, about)
-    yield from draw(arguments.out)
+    yield from draw(out)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise a ValueError for what would be found after hours."""
+    if arguments.tiny and arguments.out == RESULTS:
+        raise ValueError("--tiny needs --out FOLDER: runs that are there are not run again, and these are no results.")
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}.")
+    if {"cost", "accuracy"} & {*arguments.parts} and not Path(arguments.data_dir).is_dir():
+        raise ValueError(f"--data_dir must be a folder in the official GLUE layout; there is no {arguments.data_dir}.")
+    if "curves" in arguments.parts and "language" in arguments.studies:
+        check_glosses(Path(arguments.wordnet))
+    if "curves" in arguments.parts and "images" in arguments.studies and importlib.util.find_spec("sklearn") is None:
+        raise ImportError("The digits come from scikit-learn. pip install scikit-learn, or --studies language.")
 
 
 def draw(out: Path) -> Iterator[str]:
@@ -85,8 +99,10 @@ def draw(out: Path) -> Iterator[str]:
 
     epochs, costs, points = (out / f"frontier-{part}.csv" for part in ("accuracy", "cost", "curves"))
     if epochs.is_file() and costs.is_file():
-        plots.plot_frontier(read_rows(epochs, Epoch), read_rows(costs, Cost)).savefig(out / "frontier.png", dpi=150)
-        yield str(out / "frontier.png")
+        figure = plots.plot_frontier(read_rows(epochs, Epoch), read_rows(costs, Cost))
+        if figure is not None:
+            figure.savefig(out / "frontier.png", dpi=150)
+            yield str(out / "frontier.png")
     if points.is_file():
         plots.plot_curves(read_rows(points, Point), BATCHES).savefig(out / "frontier-curves.png", dpi=150)
         yield str(out / "frontier-curves.png")

@@ -13,14 +13,16 @@ from torch import nn
 from benchmarks.fit_steps import counts, fitted, live_peak, medians, options_of
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost
+from benchmarks.frontier.runs import last_line
 from benchmarks.frontier.tasks import Prepared, prepare
 from benchmarks.peaks import rss_of
-from benchmarks.processes import call
+from benchmarks.processes import ProcessError, call
 from benchmarks.records import read_rows, write_rows
 from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.memory import track_saved
 from rmm_linear.memory.peak import LiveTensors, Peak
-from rmm_linear.planning import load_plan
+from rmm_linear.planning import BlockPlan, load_plan
+from rmm_linear.planning.block_plan import CONVERT, KEEP
 
 ROUNDS = 9
 # Their hooks store elsewhere what autograd would save.
@@ -53,8 +55,10 @@ def cost(
 ) -> Iterator[str]:
     """Measure every method on one batch of every task, and make the plans of those with a budget.
 
+    A task whose methods are all there is not measured again. Otherwise they all are: times are those of one run.
+
     Args:
-        tasks: Of :data:`benchmarks.frontier.tasks.TRAININGS`; all of the file's rows of these are replaced.
+        tasks: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
         methods: Of :data:`benchmarks.frontier.methods.METHODS`, "exact" among them.
         out: Folder of the csv file and of plans.
         data_dir: Folder in the official GLUE layout.
@@ -68,25 +72,36 @@ def cost(
     path = out / "frontier-cost.csv"
     methods = [EXACT, *(method for method in methods if method != EXACT)]
     for task in tasks:
+        before = read_rows(path, Cost) if path.is_file() else []
+        if {*methods} <= {row.method for row in before if row.task == task}:
+            yield f"{task}: all costs are there"
+            continue
         failed = _plan(task, methods, out, data_dir, model_dir, tiny)
         rows = dict[str, Cost]()
         for method in methods:
             row = Cost(task=task, method=method, status=failed.get(method, "ok"), **about)
             if method not in failed:
-                found = call(_bytes, task, method, out, data_dir, model_dir, tiny)
-                row = dataclasses.replace(row, **found)
+                row = dataclasses.replace(row, **_measured(task, method, out, data_dir, model_dir, tiny))
             rows[method] = row
             kept = row.status if row.kept is None else f"{row.kept / 1e6:.1f} MB kept"
             yield f"{task}, {METHODS[method].title}: {kept}"
-        able = [method for method in methods if method not in failed]
+        able = [method for method, row in rows.items() if row.status == "ok"]
         seconds = call(_seconds, task, able, out, data_dir, model_dir, tiny, timeout=3600.0)
         timed = [
             dataclasses.replace(row, seconds=seconds.get(row.method), time=_by(seconds.get(row.method), seconds[EXACT]))
             for row in rows.values()
         ]
-        before = read_rows(path, Cost) if path.is_file() else []
-        write_rows(path, [row for row in before if row.task != task] + timed)
+        write_rows(path, [row for row in before if row.task != task or row.method not in rows] + timed)
         yield f"{task}: {len(able)} methods timed"
+
+
+def _measured(task: str, method: str, *where: Any) -> dict[str, Any]:
+    """The bytes of a method, or why there are none."""
+    try:
+        found = call(_bytes, task, method, *where)
+        return found | {"rss": call(_rss, task, method, *where) if sys.platform == "linux" else None}
+    except ProcessError as error:
+        return {"status": last_line(error)}
 
 
 def _by(seconds: float | None, exact: float) -> float | None:
@@ -94,10 +109,9 @@ def _by(seconds: float | None, exact: float) -> float | None:
 
 
 def _plan(task: str, methods: Sequence[str], out: Path, data_dir: str, model_dir: str, tiny: bool) -> dict[str, str]:
-    """Make the plans that are missing; return why there is none, by method."""
-    budgets = {name: METHODS[name].budget for name in methods}
-    missing = {name: share for name, share in budgets.items() if share and not plan_path(out, task, name).is_file()}
-    return call(_plans, task, missing, out, data_dir, model_dir, tiny, timeout=3600.0) if missing else {}
+    """Make the plans of methods with a budget; return why there is none, by method."""
+    budgets = {name: share for name in methods if (share := METHODS[name].budget)}
+    return call(_plans, task, budgets, out, data_dir, model_dir, tiny, timeout=3600.0) if budgets else {}
 
 
 def _plans(
@@ -109,17 +123,20 @@ def _plans(
     failed = dict[str, str]()
     least = fitting.static.before_step + fitting.proposals.smallest().predicted
     for name, share in budgets.items():
+        path = plan_path(out, task, name)
+        path.unlink(missing_ok=True)
         report = fitted(fitting, least + int(share * (fitting.exact_peak - least)))
         if isinstance(report, str):
             failed[name] = report
             continue
-        path = plan_path(out, task, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         report.plan.save(path)
     return failed
 
 
-def _ready(ready: Prepared, method: str, out: Path) -> tuple[nn.Module, dict[str, Any], str]:
+def _ready(
+    ready: Prepared, method: str, out: Path, rows: int | None = None
+) -> tuple[nn.Module, dict[str, Any], BlockPlan | None]:
     """A model that has made a few steps, so that buffers are there and widths are chosen; its batch, and its plan."""
     how = METHODS[method]
     model = ready.model(0)
@@ -128,32 +145,37 @@ def _ready(ready: Prepared, method: str, out: Path) -> tuple[nn.Module, dict[str
     prepared = how.planned(path)(model)
     plan: Any = None if path is None else load_plan(path)
     for _ in range(STEPS + 1):
-        prepared(**batch).loss.backward()
-    prepared.zero_grad(set_to_none=True)
-    return prepared, batch, "" if plan is None else counts(plan.blocks)
+        prepared(**{name: tensor[:rows] for name, tensor in batch.items()}).loss.backward()
+    return prepared, batch, plan
 
 
 def _bytes(task: str, method: str, out: Path, data_dir: str, model_dir: str, tiny: bool) -> dict[str, Any]:
     ready = prepare(task, data_dir, model_dir, tiny=tiny)
     model, batch, plan = _ready(ready, method, out)
-
-    def step() -> None:
-        model(**batch).loss.backward()
-
-    found: dict[str, Any] = {"batch": " × ".join(map(str, batch["input_ids"].shape)), "plan": plan}
-    if method not in _OWN_HOOKS:
+    step = _step(model, batch)
+    found: dict[str, Any] = {"batch": " × ".join(map(str, batch["input_ids"].shape))}
+    blocks = [] if plan is None else plan.blocks
+    found["plan"] = counts(blocks)
+    if method not in _OWN_HOOKS and {block.choice for block in blocks} <= {KEEP, CONVERT}:
         with track_saved(model) as ledger:
             loss = model(**batch).loss
         found["saved"] = ledger.total
         loss.backward()
-        model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     with LiveTensors(Peak()) as live:
         loss = model(**batch).loss
         found["kept"] = live.now
         loss.backward()
     found["peak"] = live_peak(model, step)
-    found["rss"] = rss_of(step) if sys.platform == "linux" else None
     return found
+
+
+def _rss(task: str, method: str, out: Path, data_dir: str, model_dir: str, tiny: bool) -> int:
+    """In a process of its own, after small steps: what larger ones leave to the allocator would not count again."""
+    ready = prepare(task, data_dir, model_dir, tiny=tiny)
+    model, batch, _ = _ready(ready, method, out, rows=4)
+    model.zero_grad(set_to_none=True)
+    return rss_of(_step(model, batch))
 
 
 def _seconds(

@@ -78,23 +78,24 @@ def through_training(noises: Sequence[Noisy]) -> str:
         noises: All measurements.
 
     Returns:
-        A line per study, method, operation and block.
+        A line per study, operation and block, and the minibatch's own variance of every block.
     """
-    lines = list[tuple[str, ...]]()
-    shares = list[list[str]]()
+    lines, moments = list[tuple[str, ...]](), list[list[str]]()
     for study in (name for name in _TITLES if any(row.study == name for row in noises)):
         here = [row for row in noises if row.study == study and row.method == "tenth"]
-        steps = sorted({row.step for row in here})
-        shares.append([str(step) for step in steps])
+        steps, blocks = sorted({row.step for row in here}), _numbered(here)
+        moments.append([str(step) for step in steps])
         for operation in dict.fromkeys(row.operation for row in here):
-            for block in _ends(here):
-                cells = [
-                    _ratio([row for row in here if (row.operation, row.block, row.step) == (operation, block, step)])
-                    for step in steps
-                ]
+            for block in blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]:
+                chosen = [row for row in here if (row.operation, row.block) == (operation, block)]
+                cells = [_ratio([row for row in chosen if row.step == step]) for step in steps]
                 lines.append((_TITLES[study], operation, block, *cells))
-    width = max((len(one) for one in shares), default=0)
-    names = [" / ".join(dict.fromkeys(one[place] for one in shares if place < len(one))) for place in range(width)]
+        for block in blocks:
+            chosen = [row for row in here if (row.operation, row.block) == ("all", block)]
+            means = [statistics.mean(row.sgd for row in chosen if row.step == step) for step in steps]
+            lines.append((_TITLES[study], "D²_SGD", block, *(f"{mean:.2g}" for mean in means)))
+    width = max((len(one) for one in moments), default=0)
+    names = [" / ".join(dict.fromkeys(one[place] for one in moments if place < len(one))) for place in range(width)]
     return table(["study", "operation", "block", *(f"step {name}" for name in names)], lines)
 
 
@@ -106,34 +107,30 @@ def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> str:
         noises: All measurements.
 
     Returns:
-        A line per study and noisy method.
+        A line per study and noisy method; none for studies whose smaller batches were not run.
     """
     lines = list[tuple[str, ...]]()
     for study, batch in BATCHES.items():
-        exact = _exact_losses(points, study)
+        here = [row for row in points if row.study == study]
+        step = max((row.step for row in here if row.batch == batch and row.epoch <= 1), default=0)
+        exact = {
+            size: [row.dev_loss for row in here if (row.method, row.batch, row.step) == (EXACT, size, step)]
+            for size in sorted({row.batch for row in here if row.method == EXACT})
+        }
+        exact = {size: losses for size, losses in exact.items() if losses}
         for method in dict.fromkeys(row.method for row in noises if row.study == study):
-            last = _last(points, study, method, batch)
-            if len(exact) < 2 or not last:
+            losses = [row.dev_loss for row in here if (row.method, row.batch, row.step) == (method, batch, step)]
+            ratios = _whole([row for row in noises if (row.study, row.method) == (study, method) and row.step <= step])
+            if len(exact) < 2 or not losses or not ratios:
                 continue
-            ratio = _whole([row for row in noises if (row.study, row.method) == (study, method)])
-            loss = statistics.mean(row.train_loss for row in last.values())
-            found = _batch_of(loss, exact)
-            lines.append(
-                (
-                    _TITLES[study], METHODS[method].title, f"{ratio:.2g}", f"{effective_batch(batch, ratio):.1f}",
-                    found, f"{loss:.4f}", f"{exact[batch]:.4f}",
-                )
-            )  # fmt: skip
-    names = ("study", "method", "noise", "batch predicted", "batch found", "training loss", "exact's")
-    return table(names, lines)
-
-
-def _exact_losses(points: Sequence[Point], study: str) -> dict[int, float]:
-    """The last training loss of exact runs, by batch, mean over seeds."""
-    sizes = sorted({row.batch for row in points if (row.study, row.method) == (study, EXACT)})
-    return {
-        size: statistics.mean(row.train_loss for row in _last(points, study, EXACT, size).values()) for size in sizes
-    }
+            ratio = statistics.mean(ratios)
+            found = _batch_of(statistics.mean(losses), {size: statistics.mean(each) for size, each in exact.items()})
+            known = [_mean(losses, 4), *(_mean(each, 4) for each in exact.values())]
+            predicted = f"{effective_batch(batch, ratio):.1f}"
+            lines.append((_TITLES[study], METHODS[method].title, str(step), f"{ratio:.2g}", predicted, found, *known))
+    sizes = sorted({row.batch for row in points if row.method == EXACT and row.study == "language"})
+    names = ("study", "method", "step", "noise", "batch predicted", "batch found", "loss")
+    return table((*names, *(f"exact, {size}" for size in sizes)), lines)
 
 
 def _batch_of(loss: float, exact: dict[int, float]) -> str:
@@ -154,20 +151,18 @@ def _last(points: Sequence[Point], study: str, method: str, batch: int) -> dict[
     return {row.seed: row for row in points if (row.study, row.method, row.batch) == here and row.step == row.steps}
 
 
-def _ends(rows: Sequence[Noisy]) -> list[str]:
-    """The first and the last of the blocks that are numbered."""
-    numbered = [block for block in dict.fromkeys(row.block for row in rows) if block.rpartition(".")[2].isdigit()]
-    return [numbered[0], numbered[-1]] if numbered else []
+def _numbered(rows: Sequence[Noisy]) -> list[str]:
+    """The blocks that are numbered, in the model's order."""
+    return [block for block in dict.fromkeys(row.block for row in rows) if block.rpartition(".")[2].isdigit()]
 
 
-def _whole(rows: Sequence[Noisy]) -> float:
-    """The noise of the whole gradient by SGD's, mean over the moments that were measured."""
-    moments = dict.fromkeys((row.seed, row.step) for row in rows)
-    return statistics.mean(
-        sum(row.noise for row in rows if (row.seed, row.step, row.operation) == (*moment, "all"))
-        / sum(row.sgd for row in rows if (row.seed, row.step, row.operation) == (*moment, "all"))
-        for moment in moments
-    )
+def _whole(rows: Sequence[Noisy]) -> list[float]:
+    """The noise of the whole gradient by SGD's, at every moment of every seed."""
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for row in (row for row in rows if row.operation == "all"):
+        noise, sgd = found.get((row.seed, row.step), (0.0, 0.0))
+        found[row.seed, row.step] = noise + row.noise, sgd + row.sgd
+    return [noise / sgd for noise, sgd in found.values() if sgd]
 
 
 def _ratio(rows: Sequence[Noisy]) -> str:
@@ -189,15 +184,17 @@ _SCRATCH = (
     "A LLaMA of 4 layers, 256 wide, with a byte-level vocabulary of 4,096 trained beside it, 3,000 steps of 8 × 128 "
     "tokens of the glosses of WordNet; and a vision transformer of 4 layers, 128 wide, 1,500 steps of 64 of the "
     "handwritten digits that scikit-learn carries. Mean ± standard error over seeds after the last step; the "
-    "difference to the exact run of the same seed, which sees the same rows in the same order. The score is the share"
-    " of next tokens, and of images that are wrong:"
+    "difference is that to the exact run of the same seed, which sees the same rows in the same order. The score is "
+    "the share of next tokens that are right, and that of images that are wrong:"
 )
 _NOISE = (
-    "The default's D² by D²_SGD of the first and the last block, on the batch of that step, all operations and each "
-    "one alone, mean over seeds (Σ D² by Σ D²_SGD):"
+    "The default's D² by D²_SGD in every block, on the batch of that step: of all operations, of each one alone in "
+    "the first and the last block, and beside them D²_SGD itself; over seeds, Σ D² by Σ D²_SGD:"
 )
 _PREDICTED = (
-    "`effective_batch` says which batch has as much noise without stand-ins. Found is the batch with which exact "
-    "training, with the same number of steps and the same learning rate, has the same training loss at the end:"
+    "`effective_batch` says which batch has as much noise without stand-ins. It is compared with exact training in "
+    "smaller batches, by the held-out loss after as many steps, with the same learning rate: at the last evaluation "
+    "before the first row comes again, up to which the noise is averaged too. Found is the batch whose exact loss it "
+    "is, between those that were run on a logarithmic scale; mean ± standard error over seeds:"
 )
 _PICTURE = "![Held-out loss, mean over seeds, with bands over them](../benchmarks/results/frontier-curves.png)"

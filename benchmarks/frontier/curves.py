@@ -17,15 +17,16 @@ from benchmarks.frontier.images import images
 from benchmarks.frontier.language import GLOSSES, language
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
-from benchmarks.frontier.runs import in_turn
+from benchmarks.frontier.runs import about_run, in_turn, last_line
 from benchmarks.frontier.study import Study
 from benchmarks.records import read_rows, write_rows
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.variance import gradient_noise
 
 STUDIES = ("images", "language")
-# Exact runs with smaller batches, by which the noise of methods is judged.
-SMALLER = {"images": (32, 16, 8, 4), "language": (4, 2)}
+# Exact runs with smaller batches, by which the noise of methods is judged; only where a step sees rows for the first
+# time is a smaller batch nothing but noisier.
+SMALLER = {"images": (), "language": (4, 2, 1)}
 _MEASURED = (0.02, 0.1, 0.5, 1.0)  # shares of the steps, after which the noise is measured
 _WARM_UP, _LEAST = 0.05, 0.1
 
@@ -84,8 +85,9 @@ def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: boo
             dev_loss, score = study.evaluate(model)
             points.append(
                 Point(
-                    **here, step=step, steps=study.steps, train_loss=sum(losses) / len(losses), dev_loss=dev_loss,
-                    metric=study.metric, score=score, seconds=0.0, learning_rate=study.learning_rate,
+                    **here, step=step, steps=study.steps, epoch=step * batch / study.rows,
+                    train_loss=sum(losses) / len(losses), dev_loss=dev_loss, metric=study.metric, score=score,
+                    seconds=0.0, learning_rate=study.learning_rate,
                 )
             )  # fmt: skip
             losses.clear()
@@ -122,7 +124,7 @@ class Curves:
         out: Folder of the csv files.
         glosses: Folder of WordNet.
         jobs: Runs at a time.
-        minutes: After which no run begins; None has no end.
+        deadline: By ``time.monotonic``, after which no run begins; None has no end.
         tiny: Whether all is small.
     """
 
@@ -132,7 +134,7 @@ class Curves:
     out: Path
     glosses: str = GLOSSES
     jobs: int = 1
-    minutes: float | None = None
+    deadline: float | None = None
     tiny: bool = False
 
 
@@ -165,15 +167,26 @@ def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
     def arguments(run: tuple[str, str, int, int]) -> tuple[Any, ...]:
         return curve, *run, wanted.glosses, wanted.tiny
 
-    for run, (found, noisy) in in_turn(pending, arguments, wanted.jobs, wanted.minutes):
+    failed = 0
+    for run, result in in_turn(pending, arguments, wanted.jobs, wanted.deadline):
+        title = ", ".join(map(str, run))
+        if isinstance(result, BaseException):
+            failed += 1
+            yield f"{title} failed: {last_line(result)}"
+            continue
+        found, noisy = result
+        here = about_run(about, wanted.jobs)
         # Of a run that was interrupted between the two files, there may be rows already.
         noises = [row for row in noises if (row.study, row.method, row.seed, row.batch) != run]
-        noises += [dataclasses.replace(row, **about) for row in noisy]
+        noises += [dataclasses.replace(row, **here) for row in noisy]
         if noises:
             write_rows(beside, noises)
-        points = [*points, *(dataclasses.replace(row, **about) for row in found)]
+        points = [*points, *(dataclasses.replace(row, **here) for row in found)]
         write_rows(path, points)
         done += 1
-        last, title = found[-1], ", ".join(map(str, run))
+        last = found[-1]
         yield f"[{done}/{len(every)}] {title}: {last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
-    yield "all runs are there" if done == len(every) else f"{len(every) - done} runs are left: the same command goes on"
+    if done == len(every):
+        yield "all runs are there"
+    else:
+        yield f"{len(every) - done} runs are left, {failed} of which failed: the same command goes on"

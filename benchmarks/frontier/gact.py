@@ -3,8 +3,8 @@
 Source: Liu et al. 2022 (arXiv 2206.11357), level L1 of their code: whatever operations save is packed when it is saved,
 4 bits per element with a scale and an offset per group, rounded without bias. Tensors are floating point, have two to
 four dimensions and a gradient; parameters stay; masks of dropout take a bit. What is theirs is the rule: groups are
-ours, 64 columns that are rotated before rounding, where theirs are 256 elements. A tensor that several operations save
-is packed once, which their code leaves off unless it is asked for.
+ours, 64 elements that are rotated before rounding, where theirs are 256. A tensor that several operations save is
+packed once, which their code leaves off unless it is asked for.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.ops.masks import APPLY_MASK, PACK_MASK
 from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.packing import GROUP
 from rmm_linear.sketches.seeds import draw_seed
 
 _DIMENSIONS = (2, 3, 4)
@@ -58,7 +60,8 @@ class PackedSaves:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
         if key not in self._packed:
             seed = torch.tensor([draw_seed()], device=tensor.device)
-            rows = tensor.detach().reshape(-1, tensor.shape[-1])
+            flat = tensor.detach().reshape(-1)
+            rows = F.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
             self._packed[key] = (*PACK(rows, self._bits, seed), seed, tensor.shape, tensor.dtype)
             # Its address may be another tensor's after that.
             weakref.finalize(storage, self._packed.pop, key, None).atexit = False
@@ -71,7 +74,7 @@ class PackedSaves:
             bits, scale, shape = saved
             return APPLY_MASK(scale.expand(shape).reshape(-1, shape[-1]), bits, 1.0).view(shape)
         codes, qparams, seed, shape, dtype = saved
-        return UNPACK(codes, qparams, seed, self._bits, shape[-1], dtype).view(shape)
+        return UNPACK(codes, qparams, seed, self._bits, GROUP, dtype).flatten()[: shape.numel()].view(shape)
 
 
 def _packed_mask(tensor: Tensor) -> Any:

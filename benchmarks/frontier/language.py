@@ -14,6 +14,24 @@ from benchmarks.frontier.study import Study
 GLOSSES = "/usr/share/wordnet"  # where Debian's wordnet-base has them
 _LENGTH, _HELD_OUT = 128, 0.01
 _END = "<end>"
+_PARTS = ("data.noun", "data.verb", "data.adj", "data.adv")
+
+
+def check_glosses(folder: Path) -> None:
+    """Look for the files of WordNet.
+
+    Args:
+        folder: Where they should be.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    for part in _PARTS:
+        if not (folder / part).is_file():
+            raise ValueError(
+                f"The language model is trained on WordNet's glosses, and there is no {folder / part}. On Debian and "
+                "Ubuntu: apt-get install wordnet-base; or --wordnet FOLDER."
+            )
 
 
 def read_glosses(folder: Path) -> list[str]:
@@ -28,15 +46,10 @@ def read_glosses(folder: Path) -> list[str]:
     Raises:
         ValueError: If a file is missing.
     """
+    check_glosses(folder)
     texts = list[str]()
-    for part in ("noun", "verb", "adj", "adv"):
-        path = folder / f"data.{part}"
-        if not path.is_file():
-            raise ValueError(
-                f"The language model is trained on WordNet's glosses, and there is no {path}. On Debian and Ubuntu: "
-                "apt-get install wordnet-base; or --wordnet FOLDER."
-            )
-        lines = path.read_text(encoding="utf-8").splitlines()
+    for part in _PARTS:
+        lines = (folder / part).read_text(encoding="utf-8").splitlines()
         texts += [line.partition(" | ")[2].strip() for line in lines if " | " in line]
     random.Random(0).shuffle(texts)
     return texts

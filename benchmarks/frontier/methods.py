@@ -116,7 +116,9 @@ def _lora(**fields: Any) -> Callable[[nn.Module], nn.Module]:
     return prepare
 
 
-_PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None}
+# All linear layers but those of the head, which see one row per sequence.
+_PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "min_rows": 1}
+_PUBLISHED |= {"exclude_modules": r"(.*\.)?classifier(\..*)?"}
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
 
@@ -134,7 +136,7 @@ METHODS: dict[str, Method] = {
         f"wta-{share}": Method(
             f"WTA-CRS, {share} %",
             "published",
-            _converted(kind="wta", ratio=share / 100, norm_estimator="sample_cache", **_PUBLISHED),
+            _converted(kind="wta", ratio=share / 100, norm_estimator="sample_cache", uniform_mix=1e-6, **_PUBLISHED),
             is_indexed=True,
         )
         for share in (30, 10)

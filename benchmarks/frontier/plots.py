@@ -29,9 +29,11 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
         costs: All measurements of steps.
 
     Returns:
-        The figure.
+        The figure; None if no task was measured that has a panel.
     """
     tasks = [task for task in _TITLES if any(row.task == task for row in costs)]
+    if not tasks:
+        return None
     figure, axes = figure_of(-(-(len(tasks) + 1) // 3), 3)
     for task, axis in zip(tasks, axes, strict=False):
         for row in (row for row in costs if row.task == task and row.kept is not None):
@@ -76,9 +78,11 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
     """
     studies = [study for study in batches if any(row.study == study for row in points)]
     figure, axes = figure_of(1, len(studies))
+    every = list(dict.fromkeys(row.method for row in points))
     for study, axis in zip(studies, axes, strict=False):
         here = [row for row in points if row.study == study and row.batch == batches[study]]
-        for color, method in zip(_COLORS, dict.fromkeys(row.method for row in here), strict=False):
+        for method in dict.fromkeys(row.method for row in here):
+            color = _COLORS[every.index(method) % len(_COLORS)]
             by_step: dict[int, list[float]] = {}
             for row in here:
                 if row.method == method:

@@ -88,6 +88,7 @@ class Point(Origin):
         batch: Rows per step.
         step: So far.
         steps: Of the run.
+        epoch: How often the training set was seen so far.
         train_loss: Mean over the steps since the last evaluation.
         dev_loss: On held-out rows.
         metric: Name of the score.
@@ -102,6 +103,7 @@ class Point(Origin):
     batch: int
     step: int
     steps: int
+    epoch: float
     train_loss: float
     dev_loss: float
     metric: str

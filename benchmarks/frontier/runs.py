@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ Run = TypeVar("Run")
 
 
 def in_turn(
-    pending: Sequence[Run], arguments: Callable[[Run], tuple[Any, ...]], jobs: int, minutes: float | None
+    pending: Sequence[Run], arguments: Callable[[Run], tuple[Any, ...]], jobs: int, deadline: float | None
 ) -> Iterator[tuple[Run, Any]]:
     """Run what is pending.
 
@@ -25,23 +26,50 @@ def in_turn(
         pending: The runs.
         arguments: Of a run: a function of a module, and its arguments.
         jobs: Runs at a time; they share the threads.
-        minutes: After which none begins; None has no end.
+        deadline: By ``time.monotonic``, after which none begins; None has no end.
 
     Yields:
-        Every run with its result, as soon as it is there.
+        Every run with its result as soon as it is there, or with the error that ended it.
     """
-    begin, waiting = time.monotonic(), list(pending)
+    waiting = list(pending)
     running: dict[Future[Any], Run] = {}
     with _shared_threads(jobs), ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
-            is_time_left = minutes is None or time.monotonic() - begin < 60 * minutes
+            is_time_left = deadline is None or time.monotonic() < deadline
             while waiting and is_time_left and len(running) < jobs:
                 run = waiting.pop(0)
                 running[pool.submit(_called, arguments(run))] = run
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+                error = future.exception()
+                yield running.pop(future), future.result() if error is None else error
+
+
+def about_run(about: dict[str, Any], jobs: int) -> dict[str, Any]:
+    """Return where a run comes from that has just ended.
+
+    Args:
+        about: Where those of the command come from.
+        jobs: Runs at a time.
+
+    Returns:
+        The same with the threads of a run, and the time.
+    """
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return about | {"threads": max(about["threads"] // jobs, 1), "date": date}
+
+
+def last_line(error: BaseException) -> str:
+    """Return what an error says in one line.
+
+    Args:
+        error: The error; of a process of its own, the traceback is in its text.
+
+    Returns:
+        The last line of its text.
+    """
+    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
 
 
 def _called(arguments: tuple[Any, ...]) -> Any:

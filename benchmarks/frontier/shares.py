@@ -20,12 +20,13 @@ from rmm_linear import convert
 from rmm_linear._support.tables import table
 from rmm_linear.context.auto_bits import STEPS
 
-FORWARD, BACKWARD, REST = "forward", "backward", "PyTorch's own"
+FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
 _PREFIX, _ROUNDS = "rmm_linear::", 5
 # What operators do, in the words of the documentation.
 _WORDS = {
     "keep": "sketch and pack inputs of linear layers",
-    "stored_product": "unpack sketches, dW",
+    "unpacked_product": "unpack sketches, dW",
+    "stored_product": "dW from sketches",
     "pack_derivative": "pack derivatives",
     "apply_derivative": "apply derivatives",
     "pack_norm": "pack inputs of norms",
@@ -46,8 +47,8 @@ class Share(Origin):
 
     Attributes:
         case: Title.
-        phase: "forward" or "backward"; empty for what is PyTorch's own.
-        operator: Name; "PyTorch's own" for the rest of the step.
+        phase: "forward" or "backward"; empty for the rest.
+        operator: Name; "the rest" is PyTorch's operators, and this package's Python around its own.
         calls: Per step.
         seconds: Per step, median over steps, the profiler's own time among them.
         share: Of the step.

@@ -42,6 +42,11 @@ class Study:
     learning_rate: float
     methods: tuple[str, ...]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the training set."""
+        return len(self.train["labels"])
+
     def batches(self, seed: int, size: int) -> Iterator[Batch]:
         """Draw batches for ever; every row comes once before one comes twice.
 
@@ -53,10 +58,9 @@ class Study:
             Arguments of the model.
         """
         generator = torch.Generator().manual_seed(seed)
-        count = len(next(iter(self.train.values())))
         while True:
-            order = torch.randperm(count, generator=generator)
-            for begin in range(0, count - size + 1, size):
+            order = torch.randperm(self.rows, generator=generator)
+            for begin in range(0, self.rows - size + 1, size):
                 yield {name: rows[order[begin : begin + size]] for name, rows in self.train.items()}
 
     def evaluate(self, model: Any) -> tuple[float, float]:

@@ -86,11 +86,9 @@ def fit(
         (True, True)
     """
     check_arguments(model, memory, allow, time, objective, max_noise)
-    if memory == LEAST:
-        memory, time = None, time or float("inf")
     with quiet():
         work = Fitting(
-            model, example, memory,
+            model, example, None if memory == LEAST else memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards, accumulate=accumulate,
         )  # fmt: skip
         is_first = work.total is not None and time is None and KEEP in allow
@@ -98,7 +96,10 @@ def fit(
         if report is None:
             work.check_floor()
             work.candidates.add(max_noise)
-            report = work.solved() if time is None else work.within_time(time)
+            if time is not None:
+                report = work.within_time(time)
+            else:
+                report = work.least() if work.total is None else work.solved()
     logger.info(report.summary())
     return report
 

@@ -45,6 +45,7 @@ class Fitting:
         accumulate: bool = False,
     ) -> None:
         """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
+        allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
         self.accumulate, self.is_real = accumulate, shards is None and has_memory(model)
         self.over: list[int] = []  # measured peaks of plans that were simulated to fit
@@ -54,7 +55,7 @@ class Fitting:
         self.before = self.static.before_step + (self.static.gradients if accumulate else 0)
         held = _held(shards, accumulate=accumulate)
         self.costs = measure(model, example, held=held)
-        self.exact_peak = self.before + self.costs.peak.bytes
+        self.exact_peak = max(self.before + self.costs.peak.bytes, self.static.in_optimizer_step)
         self.total = None if memory is None else read_budget(memory, self.exact_peak)
         names = [block.name for block in self.costs.blocks]
         conversions = Conversions(model, names)
@@ -105,6 +106,12 @@ class Fitting:
         report = self._checked(best) if fits else None
         if report is None:
             raise ValueError(self._cannot_fit(best))
+        return report
+
+    def least(self) -> FitReport:
+        """Apply the plan with the lowest peak that is known."""
+        report = self._checked(self.proposals.smallest())
+        assert report is not None  # noqa: S101 without a budget, none is exceeded
         return report
 
     def _checked(self, plan: BlockPlan) -> FitReport | None:

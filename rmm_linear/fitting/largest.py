@@ -20,6 +20,7 @@ from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import sequences_in
 from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.budget import LEAST
 from rmm_linear.planning.measure import Costs, measure
 from rmm_linear.planning.proposals import Proposals
 from rmm_linear.planning.simulate import watch
@@ -106,8 +107,10 @@ def max_batch(
         >>> found.exact < found.checkpointed <= found.batch
         True
     """
-    if memory is None or isinstance(memory, float):
-        raise TypeError(f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here.')
+    if memory is None or isinstance(memory, float) or memory == LEAST:
+        raise TypeError(
+            f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here, nor "least".'
+        )
     check_arguments(model, memory, allow, max_noise=max_noise)
     with quiet():
         count = _sequences(example)
@@ -137,7 +140,7 @@ def max_batch(
         except RuntimeError as error:
             checkpointed = 0
             work.candidates.notes.append(f"Not every block can be recomputed. {error}")
-        work.candidates.add(max_noise)
+        work.candidates.add(max_noise, example)  # of which `large` may be two copies, whose gradients are alike
         lines = _Lines(work.proposals, _measured_at(small, work.proposals), size // 2, size)
         plans: dict[int, BlockPlan] = {}
 
@@ -151,7 +154,7 @@ def max_batch(
         found = _largest(fitted, budget, lines.solvable(budget), tries=_TRIES)
         plan = plans.get(found)
         for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
-            if known > found and option in allow:
+            if known > found and option in work.allow:
                 found, plan = known, other
         peak = 0 if plan is None else simulated(plan, found)
     return LargestBatch(

@@ -144,9 +144,9 @@ class _WithLoss(nn.Module):
 
     @property
     def batch(self) -> dict[str, Any]:
-        """The tensors of the batch, by key or by place."""
+        """The tensors of the batch, by key or by place, and the number that a loss is divided by."""
         items = self.leaves.items() if isinstance(self.leaves, dict) else enumerate(self.leaves)
-        return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor)}
+        return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor) or key == _IS_SUM}
 
     def call(self, **given: Any) -> Any:
         """Run the model on copies, as it may change what it is given."""

@@ -60,11 +60,12 @@ class Candidates:
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
         self.is_meta = not has_memory(self.model)
 
-    def add(self, max_noise: float) -> None:
+    def add(self, max_noise: float, sampled: Any = None) -> None:
         """Measure everything that is allowed.
 
         Args:
             max_noise: The most noise that a layer may have, by the minibatch's.
+            sampled: The batch whose noise it is; None for the example.
         """
         if RECOMPUTE in self.allow:
             self._add_recomputation()
@@ -77,7 +78,7 @@ class Candidates:
             self._add_offloading()
         self._add_times()
         if settings:
-            self._add_noise(settings, max_noise)
+            self._add_noise(settings, max_noise, self.example if sampled is None else sampled)
         if KEEP not in self.allow:
             self.proposals.rows = [rows[1:] or rows for rows in self.proposals.rows]
 
@@ -146,8 +147,8 @@ class Candidates:
 
         return time_options(self.model, self.example, rows, make)
 
-    def _add_noise(self, settings: Sequence[Setting], max_noise: float) -> None:
-        noise = self._noise([one for one in settings if not self._adds_none(one)])
+    def _add_noise(self, settings: Sequence[Setting], max_noise: float, batch: Any) -> None:
+        noise = self._noise([one for one in settings if not self._adds_none(one)], batch)
         self.is_noise_unknown = bool(noise.unknown)
         if noise.unknown:
             self.notes.append(
@@ -183,11 +184,11 @@ class Candidates:
             for rows in self.proposals.rows
         ]
 
-    def _noise(self, settings: Sequence[Setting]) -> Noise:
+    def _noise(self, settings: Sequence[Setting], batch: Any) -> Noise:
         if self.is_meta:
             return Noise(unknown="a model on the meta device has no gradient")
         plans = {one.name: self.proposals.plan_of(_filled(self._converting(one), self.proposals)) for one in settings}
-        return measure_noise(self.model, self.example, self.costs.blocks, plans) if plans else Noise()
+        return measure_noise(self.model, batch, self.costs.blocks, plans) if plans else Noise()
 
     def _adds_none(self, setting: Setting) -> bool:
         names = [row.name for row in self._converting(setting) if row is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 from rmm_linear._support.sizes import read_bytes
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.budget import LEAST
 
 SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder")
 
@@ -43,7 +44,7 @@ def read_fit(fit: object) -> dict[str, Any]:
         raise ValueError(f'fit must have "memory" or "time", got {fit!r}. Use fit="8GB".')
     if isinstance(memory, float) and not 0 < memory <= 1:
         raise ValueError(f'memory as a share must be in (0, 1], got {memory}. Use a text such as "8GB" for bytes.')
-    if memory is not None and not isinstance(memory, float):
+    if memory is not None and memory != LEAST and not isinstance(memory, float):
         read_bytes("memory", memory)
     return settings
 

@@ -27,6 +27,7 @@ from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import arguments_of_step, around_next_step, calling_trainer, loss_call
 from rmm_linear.memory.inputs import call_with, restored
 from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.budget import LEAST
 from rmm_linear.planning.step import loss_of
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ class FitCallback(TrainerCallback):
     def _settings(self) -> dict[str, Any]:
         """The settings, with the budget of a step."""
         memory, buckets = self.settings.get("memory"), self._buckets()
-        if memory is None or isinstance(memory, float) or not buckets:
+        if memory in (None, LEAST) or isinstance(memory, float) or not buckets:
             return self.settings
         left = read_bytes("memory", memory) - buckets
         if left < 1:

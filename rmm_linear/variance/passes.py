@@ -118,7 +118,7 @@ class Passes:
             raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {count}.")
         self._rewind()
         size = 1 if at_most is None else -(-count // at_most)
-        parts = list(_parts(self.batch, size))
+        parts = list(_parts(self.model, self.batch, size))
         # A loss that is divided by a given number of tokens is a sum over the sequences.
         is_sum = self.batch.get("num_items_in_batch") is not None
         total = 1.0 if is_sum else sum(weight for _, weight in parts)
@@ -160,9 +160,14 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _parts(batch: Mapping[str, Any], size: int) -> Iterator[tuple[dict[str, Any], float]]:
+def _parts(model: nn.Module, batch: Mapping[str, Any], size: int) -> Iterator[tuple[dict[str, Any], float]]:
     """So many sequences of the batch at a time, without columns that are padding only, and their weight in the mean."""
     count = sequences_in(dict(batch))
+    # The mask of a model with a decoder is that of its encoder.
+    has_decoder = any(getattr(getattr(m, "config", None), "is_encoder_decoder", False) for m in model.modules())
+    # Without a name for its loss, transformers takes that of causal models, where the first label has no part in it.
+    loss_type = next((m.loss_type for m in model.modules() if hasattr(m, "loss_type")), "")
+    is_shifted = loss_type in (None, "ForCausalLM") and not has_decoder
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     is_tokenwise = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     for begin in range(0, count, size):
@@ -175,7 +180,12 @@ def _parts(batch: Mapping[str, Any], size: int) -> Iterator[tuple[dict[str, Any]
         if isinstance(mask, Tensor) and mask.dim() == 2:
             kept = mask[rows].bool().any(dim=0)
             one = {
-                key: value[:, kept] if isinstance(value, Tensor) and value.shape[:2] == (here, len(kept)) else value
+                key: value[:, kept]
+                if isinstance(value, Tensor)
+                and value.shape[:2] == (here, len(kept))
+                and not (has_decoder and (key == "labels" or key.startswith("decoder_")))
+                else value
                 for key, value in one.items()
             }
-        yield one, float((one["labels"] != _IGNORED).sum()) if is_tokenwise else float(here)
+        counted = one["labels"][:, 1:] if is_tokenwise and is_shifted else one.get("labels")
+        yield one, float((counted != _IGNORED).sum()) if is_tokenwise else float(here)

@@ -32,6 +32,14 @@ def test_a_run_whose_plan_keeps_everything_is_the_run_without_it(tmp_path, optio
     assert "training_step" not in vars(trainer)
 
 
+def test_the_least_memory_is_a_budget_too(tmp_path):
+    settings = {"memory": "least", "allow": ("keep", "recompute")}
+    trainer, callback, _ = fitting(tmp_path, settings, max_steps=1)
+    trainer.train()
+    assert callback.fit_report.memory is None
+    assert callback.fit_report.peak < callback.fit_report.exact_peak
+
+
 def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     """Recomputation draws the same dropout; evaluations in between and accumulated gradients change nothing."""
     options = {"max_steps": 2, "gradient_accumulation_steps": 2}

@@ -6,6 +6,8 @@ import logging
 
 import pytest
 import torch
+from fit_cases import tokens
+from helpers import tiny_model
 from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
@@ -122,6 +124,38 @@ def test_offloaded_blocks_write_files_and_change_no_bit(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     with pytest.raises(ValueError, match=r"folder=\.\.\. to offload"):
         fit(model, example, memory=0.3, allow=("keep", "offload"))
+
+
+def test_the_least_memory_is_no_more_than_a_budget_can_be_met_with():
+    model, example = encoder(), batch_of()
+    least = fit(model, example, "least", allow=("keep", "recompute"))
+    rmm_linear.revert(model)
+    assert least.time is None or least.time > 0
+    assert fit(model, example, least.peak, allow=("keep", "recompute")).peak == least.peak
+    rmm_linear.revert(model)
+    with pytest.raises(ValueError, match=f"the least is {least.peak} bytes"):
+        fit(model, example, least.peak - 1, allow=("keep", "recompute"))
+
+
+def test_one_thing_that_is_allowed_needs_no_list():
+    model, example = encoder(), batch_of()
+    alone = fit(model, example, "least", allow="pack", max_noise=1e9)
+    rmm_linear.revert(model)
+    listed = fit(model, example, "least", allow=["pack"], max_noise=1e9)
+    assert [block.option for block in alone.plan.blocks] == [block.option for block in listed.plan.blocks]
+    assert any(block.choice == "convert" for block in alone.plan.blocks)
+
+
+def test_a_number_of_items_divides_the_loss_whatever_its_type():
+    model, example = tiny_model("llama", dropout=0.0).train(), tokens("llama")
+    example["labels"] = example["labels"].where(torch.arange(20) < torch.tensor([[20], [11], [8], [15]]), -100)
+    count = int((example["labels"][:, 1:] != -100).sum())
+    noise = []
+    for number in (count, torch.tensor(count)):
+        report = fit(model, {**example, "num_items_in_batch": number}, "least", allow=("keep", "pack"), max_noise=1e9)
+        noise.append(report.noise)
+        rmm_linear.revert(model)
+    assert noise[0] == pytest.approx(noise[1], rel=1e-4)
 
 
 @pytest.fixture

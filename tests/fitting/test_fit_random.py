@@ -166,6 +166,14 @@ def test_the_largest_batch_fits_and_one_more_exact_row_does_not(make, memory, al
     assert static + real_peak(model, resized(example, found.batch)) == found.peak <= found.memory
 
 
+def test_the_noise_of_one_sequence_is_not_known_and_not_infinite():
+    """For the bytes of larger batches it is repeated; copies of a sequence have no variance."""
+    model, example = llama()
+    found = rmm_linear.max_batch(model, {name: tensor[:1] for name, tensor in example.items()}, "250KB")
+    assert any(note.startswith("Noise is not measured") for note in found.notes)
+    assert not any("exceeds max_noise" in note for note in found.notes)
+
+
 def test_a_budget_below_the_parameters_has_no_batch():
     found = rmm_linear.max_batch(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rows(), 300, allow=("keep", "recompute"))
     assert (found.batch, found.exact, found.checkpointed, found.plan) == (0, 0, 0, None)
@@ -176,6 +184,7 @@ def test_a_budget_below_the_parameters_has_no_batch():
     [
         (rows(), 0.5, TypeError, "A share has no meaning here"),
         (rows(), None, TypeError, "memory must be bytes or a text"),
+        (rows(), "least", TypeError, "memory must be bytes or a text"),
         (rows(), 0, ValueError, "at least one byte"),
         (rows(), "8 gigs", ValueError, "memory must be a size"),
         (lambda: 1, "1MB", ValueError, "a function as the example does not allow"),

@@ -1,0 +1,107 @@
+"""Tables of the comparison, of rows whose means are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.frontier import page
+from benchmarks.frontier.curve_tables import predictions, reached, through_training
+from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
+from benchmarks.records import write_rows
+from rmm_linear.variance import effective_batch
+
+LOSSES = {8: 2.0, 4: 3.0, 2: 4.0}
+
+
+def epoch(method: str, seed: int, score: float, task: str = "cola", number: int = 2, **more: float) -> Epoch:
+    return Epoch(
+        task=task, method=method, seed=seed, epoch=number, epochs=2, metric="m", score=score, dev_loss=1.0,
+        train_loss=1.0, steps=1, seconds=1.0, batch=32, learning_rate=1e-4, **more,
+    )  # fmt: skip
+
+
+def point(method: str, batch: int, loss: float, seed: int = 0, step: int = 100, epoch: float = 0.9) -> Point:
+    return Point(
+        study="language", method=method, seed=seed, batch=batch, step=step, steps=200, epoch=epoch, train_loss=loss,
+        dev_loss=loss, metric="m", score=0.5, seconds=1.0, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+def noisy(noise: float, step: int = 50, block: str = "layers.0", operation: str = "all") -> Noisy:
+    here = {"study": "language", "method": "tenth", "seed": 0, "batch": 8, "step": step}
+    return Noisy(**here, operation=operation, block=block, noise=noise, sgd=2.0)
+
+
+def cells(text: str, start: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> None:
+    costs = [
+        Cost(task="cola", method="exact", saved=100, kept=100, peak=200, rss=50, time=1.0),
+        Cost(task="cola", method="checkpoint", kept=10, peak=100, rss=25, time=1.5),
+        Cost(task="cola", method="tenth", saved=10, kept=12, peak=110, rss=30, time=1.1),
+    ]
+    epochs = [epoch("exact", 0, 0.2), epoch("exact", 1, 0.4), epoch("exact", 2, 0.9), epoch("exact", 0, 0.1, number=1)]
+    epochs += [epoch("tenth", 0, 0.3), epoch("tenth", 1, 0.4)]
+    text = page.comparison(epochs, costs)
+    # Standard errors: of 0.2, 0.4, 0.9 0.361 / sqrt 3; of 0.3, 0.4 and of 0.1, 0 0.0707 / sqrt 2.
+    assert cells(text, "exact") == ["exact", *4 * ["100 %"], "1.00", "50.0 ± 20.8", "", "3"]
+    assert cells(text, "ours, default")[1:] == ["10 %", "12 %", "55 %", "60 %", "1.10", "35.0 ± 5.0", "+5.0 ± 5.0", "2"]
+    # Gradients of checkpointing are the exact ones; what its hooks store, the ledger does not see.
+    assert cells(text, "checkpointing, all")[1:] == ["", "10 %", "50 %", "50 %", "1.50", "50.0 ± 20.8", "", "3"]
+    write_rows(tmp_path / "frontier-cost.csv", costs)
+    assert "35.0" not in page.page(tmp_path)
+    write_rows(tmp_path / "frontier-accuracy.csv", [*epochs, epoch("exact", 0, 0.925, "sst2-full")])
+    whole = page.page(tmp_path)
+    assert text in whole
+    assert "frontier.png" in whole
+    assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "92.5"]
+
+
+def test_long_runs_have_a_line_per_epoch(tmp_path: Path) -> None:
+    rows = [
+        epoch(method, seed, 0.1 * number + 0.2 * seed, "cola-long", number, fitted_loss=1.0 / number + seed)
+        for method in ("exact", "tenth")
+        for seed in (0, 1)
+        for number in (1, 2)
+    ]
+    write_rows(tmp_path / "frontier-accuracy.csv", rows)
+    text = page.page(tmp_path)
+    assert cells(text, "1 ") == ["1", *2 * ["1.5000 ± 0.5000", "20.0 ± 10.0"]]
+    assert cells(text, "2 ") == ["2", *2 * ["1.0000 ± 0.5000", "30.0 ± 10.0"]]
+
+
+def test_curves_end_in_means_and_differences_to_the_same_seed() -> None:
+    ends = [point("exact", 8, 2.0, 0, 200), point("exact", 8, 4.0, 1, 200), point("exact", 4, 9.0, 0, 200)]
+    ends += [point("tenth", 8, 2.5, 0, 200), point("tenth", 8, 4.7, 1, 200), point("tenth", 8, 9.9, 0, 100)]
+    text = reached(ends)
+    found = [line for line in text.splitlines() if "ours, default" in line]
+    assert len(found) == 1
+    assert [cell.strip() for cell in found[0].split("|")[3:-1]] == [
+        "3.6000 ± 1.1000", "3.6000 ± 1.1000", "+0.6000 ± 0.1000", "50.00 ± 0.00", "2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "found"), [(1.9, "≥ 8"), (2.5, "5.7"), (3.0, "4.0"), (3.5, "2.8"), (4.1, "< 2")])
+def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: str) -> None:
+    points = [point("exact", size, value) for size, value in LOSSES.items()] + [point("tenth", 8, loss)]
+    # Rows that were seen before make another comparison, and noise after that is none of it.
+    points += [point("exact", 8, 0.1, step=200, epoch=1.8), point("tenth", 8, 0.1, step=200, epoch=1.8)]
+    noises = [noisy(1.0), noisy(3.0, block="layers.1"), noisy(99.0, step=150)]
+    line = cells(predictions(points, noises), "LLaMA")
+    assert line[2:7] == ["100", "1", f"{effective_batch(8, 1.0):.1f}", found, f"{loss:.4f}"]
+    assert line[7:] == ["4.0000", "3.0000", "2.0000"] or line[7:] == ["4.0000", "3.0000", "2.0000"][::-1]
+
+
+def test_noise_is_by_depth_and_operation() -> None:
+    rows = [noisy(step / 100, step, f"layers.{depth}") for step in (10, 50) for depth in (0, 1, 2)]
+    rows += [noisy(0.5, step, f"layers.{depth}", "norm") for step in (10, 50) for depth in (0, 1, 2)]
+    lines = [line.split("|")[2:-1] for line in through_training(rows).splitlines()[2:]]
+    found = [tuple(cell.strip() for cell in line) for line in lines]
+    assert [line for line in found if line[0] == "all"] == [("all", f"layers.{d}", "0.05", "0.25") for d in (0, 1, 2)]
+    assert [line for line in found if line[0] == "norm"] == [("norm", f"layers.{d}", "0.25", "0.25") for d in (0, 2)]
+    assert [line for line in found if line[0] == "D²_SGD"] == [("D²_SGD", f"layers.{d}", "2", "2") for d in (0, 1, 2)]
