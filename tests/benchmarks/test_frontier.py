@@ -45,10 +45,18 @@ def run(places: list[str], out: Path, *arguments: str) -> None:
     assert main(["frontier", *places, "--out", str(out), "--tiny", "--commit", "abc", *arguments]) == 0
 
 
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["exact", "checkpoint", "gact", "tenth"],
+        pytest.param(
+            ["exact", "checkpoint", "gact", "wta-30", "lora", "tenth", "fit-50"], marks=pytest.mark.thorough, id="more"
+        ),
+    ],
+)
 def test_cost_and_accuracy_of_every_kind_of_method(
-    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    places: list[str], tmp_path: Path, methods: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    methods = ["exact", "checkpoint", "gact", "wta-30", "lora", "tenth", "fit-50"]
     run(places, tmp_path, "--parts", "cost", "accuracy", "--methods", *methods, "--seeds", "0")
     costs = {row.method: row for row in read_rows(tmp_path / "frontier-cost.csv", Cost)}
     assert list(costs) == methods
@@ -64,15 +72,15 @@ def test_cost_and_accuracy_of_every_kind_of_method(
     for method in ("checkpoint", "gact", "tenth"):
         assert (costs[method].kept or 0) < 0.6 * exact.kept
         assert (costs[method].peak or 0) < exact.peak
-    plan = costs["fit-50"]
-    assert plan.status == "ok"
-    assert plan_path(tmp_path, "cola", "fit-50").is_file()
-    assert plan.plan
+    if "fit-50" in methods:
+        assert costs["fit-50"].status == "ok"
+        assert plan_path(tmp_path, "cola", "fit-50").is_file()
+        assert costs["fit-50"].plan
     rows = read_rows(tmp_path / "frontier-accuracy.csv", Epoch)
     # Gradients of a checkpointed model are the exact ones: it is not trained again.
     assert [(row.method, row.epoch) for row in rows] == [(m, e) for m in methods if m != "checkpoint" for e in (1, 2)]
     assert all(row.commit == "abc" and row.steps == 3 * row.epoch and row.epochs == 2 for row in rows)
-    assert {row.learning_rate for row in rows if row.method == "lora"} == {METHODS["lora"].learning_rate}
+    assert all(row.learning_rate == METHODS[row.method].learning_rate for row in rows)
     assert "all runs are there" in capsys.readouterr().out
 
 

@@ -16,6 +16,11 @@ from benchmarks.chains_subsets import Subset
 from benchmarks.chains_sweep import Waits
 from benchmarks.chains_sweep_counts import Steps
 from benchmarks.compiled import CompiledRow
+from benchmarks.fit_paper import Paper
+from benchmarks.fit_rows import Fitted, Neighbour, Solved
+from benchmarks.frontier import rows as frontier
+from benchmarks.frontier.rows import Epoch
+from benchmarks.frontier.shares import Share
 from benchmarks.graphs import Planned
 from benchmarks.left import LeftRow
 from benchmarks.peaks import PeakRow
@@ -31,6 +36,15 @@ KINDS = {
     "chains-subsets": Subset,
     "chains-sweep-steps": Steps,
     "chains-sweep-waits": Waits,
+    "fit-frontier": Fitted,
+    "fit-neighbours": Neighbour,
+    "fit-paper": Paper,
+    "fit-solvers": Solved,
+    "frontier-accuracy": Epoch,
+    "frontier-cost": frontier.Cost,
+    "frontier-curves": frontier.Point,
+    "frontier-noise": frontier.Noisy,
+    "frontier-shares": Share,
     "graphs-order": Planned,
     "graphs-paper": Planned,
     "graphs-real": Planned,

@@ -56,16 +56,18 @@ def test_a_store_that_does_not_answer_is_not_called_by_a_second_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_thread, "_PATIENCE", 0.05)
-    gate = threading.Event()
+    gate, stuck = threading.Event(), threading.Event()
 
     class Stuck(Watched):
         def wait(self) -> None:
             if len(self.kept) == 6:
+                stuck.set()
                 gate.wait(20)
 
     store = Stuck()
     with caplog.at_level(logging.WARNING, logger="rmm_linear"):
         final = run(initial(), store)
+        assert stuck.wait(20)  # what has not begun to be stored when a sweep is closed never is
         del final
         gc.collect()
     assert "has not answered for 0.05 s" in caplog.text
@@ -88,6 +90,10 @@ def test_a_slow_store_is_waited_for_as_long_as_it_goes_on(monkeypatch: pytest.Mo
 
     store = Slow()
     final = run(initial(), store)
+    for _ in range(2000):  # what has not begun to be stored when a sweep is closed never is
+        if len(store.done) == 7:
+            break
+        time.sleep(0.01)
     del final
     gc.collect()
     assert store.kept == {}
