@@ -72,6 +72,7 @@ def test_plans_stand_beside_single_methods(tmp_path: Path, capsys: pytest.Captur
     assert f"{met.rival_time:.3f}" in printed
 
 
+@pytest.mark.thorough
 def test_plans_stand_beside_what_pytorch_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command(tmp_path, "neighbours")
     rows = read_rows(tmp_path / "fit-neighbours.csv", Neighbour)

@@ -21,6 +21,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = ["--parts", "real", "paper", "--tiny", "--out", str(tmp_path), "--commit", "abc"]
     assert main(["graphs", *parts]) == 0

@@ -68,7 +68,7 @@ def test_a_planned_graph_fits_and_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("method", ["chen", "kusumoto"])
-@pytest.mark.parametrize("name", ["mlp", "unet"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("unet", marks=pytest.mark.thorough)])
 def test_other_methods_change_no_bit_and_are_not_better(name, method):
     model, example = network(name)
     before = copy.deepcopy(model.state_dict())
