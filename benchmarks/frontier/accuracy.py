@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.frontier.cost import plan_path
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Epoch
-from benchmarks.frontier.runs import about_run, in_turn, last_line
+from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
 from benchmarks.frontier.tasks import TRAININGS
 from benchmarks.frontier.training import train
 from benchmarks.records import read_rows, write_rows
@@ -90,7 +90,5 @@ def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
         yield f"[{done}/{len(able)}] {title}: {found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
     for task, method, seed in without:
         yield f"{task}, {method}, {seed}: no plan, see part cost"
-    if done < len(able):
-        yield f"{len(able) - done} runs are left, {failed} of which failed: the same command goes on"
-    elif not without:
-        yield "all runs are there"
+    if done < len(able) or not without:
+        yield what_is_left(done, len(able), failed)

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
 from benchmarks.records import read_rows
@@ -60,10 +61,10 @@ def reached(points: Sequence[Point]) -> str:
             (
                 _TITLES[study],
                 METHODS[method].title,
-                _mean([row.train_loss for row in last.values()], 4),
-                _mean([row.dev_loss for row in last.values()], 4),
-                "" if method == EXACT else _mean(apart, 4, sign=True),
-                _mean([100 * row.score for row in last.values()], 2),
+                mean_text([row.train_loss for row in last.values()], 4),
+                mean_text([row.dev_loss for row in last.values()], 4),
+                "" if method == EXACT else mean_text(apart, 4, sign=True),
+                mean_text([100 * row.score for row in last.values()], 2),
                 str(len(last)),
             )
         )
@@ -125,7 +126,7 @@ def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> str:
                 continue
             ratio = statistics.mean(ratios)
             found = _batch_of(statistics.mean(losses), {size: statistics.mean(each) for size, each in exact.items()})
-            known = [_mean(losses, 4), *(_mean(each, 4) for each in exact.values())]
+            known = [mean_text(losses, 4), *(mean_text(each, 4) for each in exact.values())]
             predicted = f"{effective_batch(batch, ratio):.1f}"
             lines.append((_TITLES[study], METHODS[method].title, str(step), f"{ratio:.2g}", predicted, found, *known))
     sizes = sorted({row.batch for row in points if row.method == EXACT and row.study == "language"})
@@ -168,16 +169,6 @@ def _whole(rows: Sequence[Noisy]) -> list[float]:
 def _ratio(rows: Sequence[Noisy]) -> str:
     sgd = sum(row.sgd for row in rows)
     return f"{sum(row.noise for row in rows) / sgd:.2g}" if sgd else ""
-
-
-def _mean(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
-    if not values:
-        return ""
-    form = f"{'+' if sign else ''}.{digits}f"
-    text = format(statistics.mean(values), form).replace("-", "−")
-    if len(values) < 2:
-        return text
-    return f"{text} ± {statistics.stdev(values) / math.sqrt(len(values)):.{digits}f}"
 
 
 _SCRATCH = (

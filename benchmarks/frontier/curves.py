@@ -17,7 +17,7 @@ from benchmarks.frontier.images import images
 from benchmarks.frontier.language import GLOSSES, language
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
-from benchmarks.frontier.runs import about_run, in_turn, last_line
+from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
 from benchmarks.frontier.study import Study
 from benchmarks.records import read_rows, write_rows
 from rmm_linear.conversion.exact import converted_modules
@@ -186,7 +186,4 @@ def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
         done += 1
         last = found[-1]
         yield f"[{done}/{len(every)}] {title}: {last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
-    if done == len(every):
-        yield "all runs are there"
-    else:
-        yield f"{len(every) - done} runs are left, {failed} of which failed: the same command goes on"
+    yield what_is_left(done, len(every), failed)

@@ -79,13 +79,14 @@ def _converted(**fields: Any) -> Callable[[nn.Module], nn.Module]:
 
 def _checkpointed(step: int) -> Callable[[nn.Module], nn.Module]:
     def prepare(model: nn.Module) -> nn.Module:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         newer = getattr(model, "activation_checkpointing_enable", None)
         enable: Any = newer or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        blocks = [one for one in model.modules() if getattr(one, "gradient_checkpointing", None) is True]
-        blocks = [block for block in blocks if "Layer" in type(block).__name__]
+        blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
         for place, block in enumerate(blocks):
-            block.gradient_checkpointing = place % step == 0  # pyright: ignore[reportAttributeAccessIssue]
+            block.gradient_checkpointing = place % step == 0
         return model
 
     return prepare

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frontier.curve_tables import curve_sections
+from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.frontier.shares import Share, share_table
@@ -68,10 +68,10 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         share = [_share(costs, tasks, method, field) for field in ("saved", "kept", "peak", "rss", "time")]
         if not any(scores) and not any(share):
             continue
-        apart = "" if how.is_exact else _mean(_apart(epochs, tasks, method), 100, 1, sign=True)
+        apart = "" if how.is_exact else mean_text(_apart(epochs, tasks, method), 1, factor=100, sign=True)
         counts = [str(len(score)) for score in scores]
         seeds = counts[0] if len({*counts}) == 1 else " / ".join(counts)
-        lines.append((how.title, *share, *(_mean(score, 100, 1) for score in scores), apart, seeds))
+        lines.append((how.title, *share, *(mean_text(score, 1, factor=100) for score in scores), apart, seeds))
     return table(header, lines)
 
 
@@ -103,21 +103,6 @@ def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
     return [row.score for row in epochs if (row.task, row.method, row.epoch) == (task, method, row.epochs)]
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float, int] | None:
-    """Return the mean of values and its standard error.
-
-    Args:
-        values: One per seed.
-
-    Returns:
-        Both, NaN for the error of one value, and how many there are; None if there is none.
-    """
-    if not values:
-        return None
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error, len(values)
-
-
 def _share(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> str:
     """The mean over tasks of a method's bytes or seconds by the exact step's; empty where a task has none."""
     found = list[float]()
@@ -134,7 +119,7 @@ def _share(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str)
 
 def _full(epochs: Sequence[Epoch]) -> list[str]:
     found = {method: scores_of(epochs, "sst2-full", method) for method in METHODS}
-    there = [(METHODS[method].title, _mean(scores, 100, 1)) for method, scores in found.items() if scores]
+    there = [(METHODS[method].title, mean_text(scores, 1, factor=100)) for method, scores in found.items() if scores]
     if not there:
         return []
     return ["One epoch on all 67,349 sentences of SST-2:", table(("method", "accuracy"), there)]
@@ -152,18 +137,10 @@ def _long(epochs: Sequence[Epoch]) -> list[str]:
         for method in methods:
             rows = [row for row in here if (row.method, row.epoch) == (method, number)]
             losses, scores = ([row.fitted_loss or 0.0 for row in rows], [row.score for row in rows])
-            cells += [_mean(losses, 1, 4), _mean(scores, 100, 1)]
+            cells += [mean_text(losses, 4), mean_text(scores, 1, factor=100)]
         lines.append((str(number), *cells))
     names = [f"{METHODS[method].title}: {what}" for method in methods for what in ("loss", "score")]
     return ["### Ten epochs", _LONG, table(("epoch", *names), lines), origins(here)]
-
-
-def _mean(values: Sequence[float], factor: float, digits: int, *, sign: bool = False) -> str:
-    found = mean_and_error(values)
-    if found is None:
-        return ""
-    error = f" ± {factor * found[1]:.{digits}f}" if found[2] > 1 else ""
-    return format(factor * found[0], f"{'+' if sign else ''}.{digits}f").replace("-", "−") + error
 
 
 def origins(rows: Sequence[Origin]) -> str:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.frontier.means import mean_and_error
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import mean_and_error, scores_of
+from benchmarks.frontier.page import scores_of
 from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.plots import figure_of
 

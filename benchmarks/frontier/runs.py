@@ -60,6 +60,22 @@ def about_run(about: dict[str, Any], jobs: int) -> dict[str, Any]:
     return about | {"threads": max(about["threads"] // jobs, 1), "date": date}
 
 
+def what_is_left(done: int, every: int, failed: int) -> str:
+    """Say whether all runs are there.
+
+    Args:
+        done: Runs that are.
+        every: Runs that were asked for.
+        failed: Runs that ended in an error.
+
+    Returns:
+        A line.
+    """
+    if done == every:
+        return "all runs are there"
+    return f"{every - done} runs are left, {failed} of which failed: the same command goes on"
+
+
 def last_line(error: BaseException) -> str:
     """Return what an error says in one line.
 

@@ -151,7 +151,6 @@ def test_nothing_is_on_the_page_before_it_is_measured(tmp_path: Path) -> None:
     assert set(fit.PARTS) == {"frontier", "neighbours", "solvers", "paper"}
 
 
-@pytest.mark.skipif(not (RESULTS / "fit-frontier.csv").is_file(), reason="not measured yet")
 def test_plans_that_are_published_fit_and_were_predicted() -> None:
     rows = read_rows(RESULTS / "fit-frontier.csv", Fitted)
     assert {row.model for row in rows} == {title for title, _ in MODELS.values()}

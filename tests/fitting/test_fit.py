@@ -130,7 +130,6 @@ def test_the_least_memory_is_no_more_than_a_budget_can_be_met_with():
     model, example = stack(3).train(), rows()
     least = fit(model, example, "least", allow=("keep", "recompute"))
     rmm_linear.revert(model)
-    assert least.time is None or least.time > 0
     assert fit(model, example, least.peak, allow=("keep", "recompute")).peak == least.peak
     rmm_linear.revert(model)
     with pytest.raises(ValueError, match=f"the least is {least.peak} bytes"):
