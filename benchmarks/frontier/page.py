@@ -161,16 +161,16 @@ def origins(rows: Sequence[Origin]) -> str:
 
 
 _FINE_TUNING = (
-    "MiniLM in RoBERTa's classes, batches of 32, learning rate 1e-4 (LoRA: 1e-3), the published optimizer and "
-    "schedule; 6,000 sentences of SST-2 once, CoLA and STS-B twice, RTE three times. Accuracy, Matthews' and "
-    "Pearson's correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds; beside them "
-    "the mean over tasks of the difference to the exact run of the same seed. Bytes and times are means over the four"
-    " tasks, by the exact step's, on one batch of 64 each: saved by the ledger, kept alive between the two passes, "
-    "live at the peak of a whole step with its gradients, added to the process's resident set (RSS), and the time of "
-    "a step, all methods in turns. The ledger does not see what hooks of checkpointing, of GACT's rule and of some "
-    "plans store. Checkpointing has the scores of the exact model, whose gradients it has to the bit. WTA-CRS knows "
-    "gradient norms from an example's second epoch on, so not on SST-2. Published sketches leave the head exact. "
-    "Budgets of fit are shares of what lies between the least peak of any plan and the exact one:"
+    "MiniLM in RoBERTa's classes, batches of 32 of like length, learning rate 1e-4 (LoRA: 1e-3), the published "
+    "optimizer and schedule; 6,000 sentences of SST-2 once, CoLA and STS-B twice, RTE three times. Accuracy, "
+    "Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds;"
+    " beside them the mean over tasks of the difference to the exact run of the same seed. Bytes and times are means "
+    "over the four tasks, by the exact step's, on one batch of 64 each: saved by the ledger, kept alive between the "
+    "two passes, live at the peak of a whole step with its gradients, added to the process's resident set (RSS), and "
+    "the time of a step, all methods in turns. The ledger does not see what hooks of checkpointing, of GACT's rule "
+    "and of some plans store. Checkpointing has the scores of the exact model, whose gradients it has to the bit. "
+    "WTA-CRS knows gradient norms from an example's second epoch on, so not on SST-2. Published sketches leave the "
+    "head exact. Budgets of fit are shares of what lies between the least peak of any plan and the exact one:"
 )
 _PICTURE = "![Scores and times of all methods against what they keep](../benchmarks/results/frontier.png)"
 _SHARES = (
