@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, not installed")
     all_of_it.set_defaults(command=_gpu)
     all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
+    all_of_it.add_argument(
+        "--sections", choices=tuple(gpu.SHARES), nargs="+", default=list(gpu.SHARES), help="all by default"
+    )
     all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
 
     compiling = commands.add_parser("compile", help="what compilers say of the Triton kernels; needs no accelerator")
@@ -184,7 +187,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
 
 def _gpu(arguments: argparse.Namespace) -> int:
     options = {"device": arguments.device, "tiny": arguments.tiny, "seconds": arguments.seconds}
-    return gpu.gpu(arguments.out, commit=arguments.commit, **options)
+    return gpu.gpu(arguments.out, arguments.sections, commit=arguments.commit, **options)
 
 
 if __name__ == "__main__":

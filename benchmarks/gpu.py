@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.case import Case
+from benchmarks.largest import Largest, largest_table, run_largest
 from benchmarks.parity import run_parity
 from benchmarks.processes import call
 from benchmarks.records import RATIO, Parity, Row, read_rows
@@ -34,15 +35,27 @@ from benchmarks.tables import measured
 from rmm_linear._support.files import write_text
 
 SECONDS = 500.0  # and what the last processes need to end: under nine minutes
-SHARES = {"parity": 3, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1}
+SHARES = {
+    "parity": 3, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1,
+    "largest": 6,
+}  # fmt: skip
 _MAIN = "16384 x 4096"  # the size that a GPU is judged by
 
 
-def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float = SECONDS, commit: str = "") -> int:
-    """Run all sections.
+def gpu(
+    out: Path,
+    sections: Sequence[str] = tuple(SHARES),
+    *,
+    device: str = "cuda",
+    tiny: bool = False,
+    seconds: float = SECONDS,
+    commit: str = "",
+) -> int:
+    """Run sections.
 
     Args:
-        out: Folder for the csv files: parity and one per suite.
+        out: Folder for the csv files, one per section.
+        sections: Of :data:`SHARES`.
         device: "cuda"; "cpu" runs the kernels in Triton's interpreter, to try the command.
         tiny: Small sizes.
         seconds: Time for all of it.
@@ -56,8 +69,8 @@ def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float =
         os.environ.setdefault("TRITON_INTERPRET", "1")  # for the sections' processes
     end = time.monotonic() + seconds
     failures: list[str] = []
-    waiting = dict(SHARES)
-    for name in SHARES:
+    waiting = {name: share for name, share in SHARES.items() if name in sections}
+    for name in list(waiting):
         left = max(1.0, end - time.monotonic())
         timeout = left * waiting[name] / sum(waiting.values())
         del waiting[name]
@@ -72,6 +85,9 @@ def gpu(out: Path, *, device: str = "cuda", tiny: bool = False, seconds: float =
                     for r in rows
                     if r.status != "ok"
                 ]
+            elif name == "largest":
+                found = run_largest(path, device, tiny=tiny, timeout=timeout, commit=commit)
+                failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if r.status != "ok"]
             else:
                 failures += call(suite_section, name, path, device, tiny, commit, timeout=timeout)
         except Exception as error:
@@ -112,17 +128,20 @@ def measures_memory(case: Case) -> bool:
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:
     """A short table of all sections; those without a csv are among the failures."""
-    parity, rows = [], []
+    parity, rows, batches = [], [], []
     for name in SHARES:
         path = out / f"{name}-{device}.csv"
         if path.is_file() and name == "parity":
             parity = [row.status for row in read_rows(path, Parity)]
+        elif path.is_file() and name == "largest":
+            batches = read_rows(path, Largest)
         elif path.is_file():
             rows += read_rows(path, Row)
     lines = [f"parity: {parity.count('ok')} of {len(parity)} within their limits"] if parity else []
     shown = [r for r in rows if r.ratio == RATIO and (r.suite != "kernels" or device == "cpu" or _MAIN in r.case)]
-    lines += [measured([row for row in shown if row.median is not None])]
-    last = rows[-1] if rows else None
+    lines += [measured([row for row in shown if row.median is not None])] if shown else []
+    lines += [largest_table(batches)] if batches else []
+    last = [*rows, *batches][-1] if rows or batches else None
     lines += [
         f"{last.machine}, torch {last.torch}, triton {last.triton}, commit {last.commit}" if last else torch.__version__
     ]

@@ -1,4 +1,4 @@
-"""The generated tables in docs/, from the csv files: ``python -m benchmarks table``, or ``--check``."""
+"""The generated tables in README and docs/, from the csv files: ``python -m benchmarks table``, or ``--check``."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from pathlib import Path
 
 from benchmarks import chains_bptt, compiled, fit_page, fit_paper_page, graphs_page, roofline, tables
 from benchmarks.frontier import page as frontier_page
+from benchmarks.frontier import summary as frontier_summary
 from benchmarks.records import RESULTS, ROOT
 
-DOCS = ROOT / "docs"
 # Page, the command that its markers name, and what makes the text between them of a folder of results.
 GENERATED = (
-    ("benchmarks.md", "python -m benchmarks table", tables.performance),
-    ("estimators.md", "python -m benchmarks.sampling", tables.sampling),
-    ("comparison.md", "python -m benchmarks frontier", frontier_page.page),
-    ("compiled.md", "python -m benchmarks compile", compiled.tables),
-    ("gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
-    ("planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
-    ("planning/graphs.md", "python -m benchmarks graphs", graphs_page.page),
-    ("planning/fit.md", "python -m benchmarks fit", fit_page.page),
-    ("planning/paper-sizes.md", "python -m benchmarks fit --parts paper", fit_paper_page.page),
+    ("README.md", "python -m benchmarks frontier", frontier_summary.summary),
+    ("docs/benchmarks.md", "python -m benchmarks table", tables.performance),
+    ("docs/estimators.md", "python -m benchmarks.sampling", tables.sampling),
+    ("docs/comparison.md", "python -m benchmarks frontier", frontier_page.page),
+    ("docs/compiled.md", "python -m benchmarks compile", compiled.tables),
+    ("docs/gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
+    ("docs/planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
+    ("docs/planning/graphs.md", "python -m benchmarks graphs", graphs_page.page),
+    ("docs/planning/fit.md", "python -m benchmarks fit", fit_page.page),
+    ("docs/planning/paper-sizes.md", "python -m benchmarks fit --parts paper", fit_paper_page.page),
 )
 
 
-def update(*, check: bool = False, docs: Path = DOCS, results: Path = RESULTS) -> bool:
+def update(*, check: bool = False, root: Path = ROOT, results: Path = RESULTS) -> bool:
     """Write the tables into their pages.
 
     Args:
         check: Only say whether they are there already.
-        docs: Folder of the pages.
+        root: Folder of README and docs/.
         results: Folder of the csv files.
 
     Returns:
@@ -37,7 +38,7 @@ def update(*, check: bool = False, docs: Path = DOCS, results: Path = RESULTS) -
     Raises:
         ValueError: If a page or its markers are not there.
     """
-    texts = {docs / name: inserted(docs / name, make(results), command) for name, command, make in GENERATED}
+    texts = {root / name: inserted(root / name, make(results), command) for name, command, make in GENERATED}
     stale = [page for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
     for page in () if check else stale:
         page.write_text(texts[page], encoding="utf-8")

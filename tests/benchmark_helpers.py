@@ -15,7 +15,7 @@ BLOCKS = block_steps.cases("cpu", tiny=True)
 
 
 def empty_pages(folder: Path) -> Path:
-    """A folder for docs/ whose pages have markers and nothing between them."""
+    """A folder with README and docs/ whose pages have markers and nothing between them."""
     for name, command, _ in pages.GENERATED:
         lines = ("before", f"<!-- {command}: begin -->", f"<!-- {command}: end -->", "after")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

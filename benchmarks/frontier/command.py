@@ -98,8 +98,8 @@ def draw(out: Path) -> Iterator[str]:
     from benchmarks.frontier.rows import Cost, Epoch, Point
 
     epochs, costs, points = (out / f"frontier-{part}.csv" for part in ("accuracy", "cost", "curves"))
-    if epochs.is_file() and costs.is_file():
-        figure = plots.plot_frontier(read_rows(epochs, Epoch), read_rows(costs, Cost))
+    if costs.is_file():
+        figure = plots.plot_frontier(read_rows(epochs, Epoch) if epochs.is_file() else [], read_rows(costs, Cost))
         if figure is not None:
             figure.savefig(out / "frontier.png", dpi=150)
             yield str(out / "frontier.png")

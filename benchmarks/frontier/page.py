@@ -15,7 +15,7 @@ from benchmarks.records import Origin, read_rows
 from rmm_linear._support.tables import table
 
 _TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE", "sst2-full": "SST-2, all of it"}
-_IN_TABLE, _LONG_TASK = ("sst2", "cola", "stsb", "rte"), "cola-long"
+IN_TABLE, _LONG_TASK = ("sst2", "cola", "stsb", "rte"), "cola-long"
 
 
 def page(results: Path) -> str:
@@ -59,24 +59,33 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
     Returns:
         A line per method.
     """
-    tasks = [task for task in _IN_TABLE if any(row.task == task for row in costs)]
+    tasks = [task for task in IN_TABLE if any(row.task == task for row in costs)]
     header = ["method", "saved", "kept", "peak", "RSS", "time", *(_TITLES[task] for task in tasks), "to exact", "seeds"]
     lines = list[tuple[str, ...]]()
     for method, how in METHODS.items():
         shown = EXACT if how.is_exact else method
         scores = [scores_of(epochs, task, shown) for task in tasks]
-        share = [_share(costs, tasks, method, field) for field in ("saved", "kept", "peak", "rss", "time")]
+        share = [share_text(costs, tasks, method, field) for field in ("saved", "kept", "peak", "rss", "time")]
         if not any(scores) and not any(share):
             continue
-        apart = "" if how.is_exact else mean_text(_apart(epochs, tasks, method), 1, factor=100, sign=True)
+        apart = "" if how.is_exact else mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
         counts = [str(len(score)) for score in scores]
         seeds = counts[0] if len({*counts}) == 1 else " / ".join(counts)
         lines.append((how.title, *share, *(mean_text(score, 1, factor=100) for score in scores), apart, seeds))
     return table(header, lines)
 
 
-def _apart(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[float]:
-    """Of every seed that all tasks have: the mean over tasks of the score less the exact one's of the same seed."""
+def apart_of(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[float]:
+    """Return by how much a method's scores are above the exact ones.
+
+    Args:
+        epochs: All runs.
+        tasks: Over which scores are averaged.
+        method: The method.
+
+    Returns:
+        Of every seed that all tasks have: the mean of the score less the exact one's of the same seed.
+    """
     last = {(row.task, row.method, row.seed): row.score for row in epochs if row.epoch == row.epochs}
     pairs = [
         [(last.get((task, method, seed)), last.get((task, EXACT, seed))) for task in tasks]
@@ -103,18 +112,43 @@ def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
     return [row.score for row in epochs if (row.task, row.method, row.epoch) == (task, method, row.epochs)]
 
 
-def _share(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> str:
-    """The mean over tasks of a method's bytes or seconds by the exact step's; empty where a task has none."""
+def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> float | None:
+    """Return a method's bytes or seconds by the exact step's.
+
+    Args:
+        costs: All measurements of steps.
+        tasks: Over which shares are averaged.
+        method: The method.
+        field: Of :class:`benchmarks.frontier.rows.Cost`.
+
+    Returns:
+        The mean; None if no task has it.
+    """
     found = list[float]()
     for task in tasks:
         rows = {row.method: getattr(row, field) for row in costs if row.task == task}
         value, exact = rows.get(method), rows.get(EXACT)
         if value is not None and exact:
             found.append(value / exact)
-    if not found:
+    return statistics.mean(found) if found else None
+
+
+def share_text(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> str:
+    """Write a method's bytes or seconds by the exact step's.
+
+    Args:
+        costs: All measurements of steps.
+        tasks: Over which shares are averaged.
+        method: The method.
+        field: Of :class:`benchmarks.frontier.rows.Cost`.
+
+    Returns:
+        The time as "1.05", bytes as "12 %"; empty if no task has it.
+    """
+    share = share_of(costs, tasks, method, field)
+    if share is None:
         return ""
-    mean = statistics.mean(found)
-    return f"{mean:.2f}" if field == "time" else f"{100 * mean:.0f} %"
+    return f"{share:.2f}" if field == "time" else f"{100 * share:.0f} %"
 
 
 def _full(epochs: Sequence[Epoch]) -> list[str]:
@@ -162,15 +196,15 @@ def origins(rows: Sequence[Origin]) -> str:
 
 _FINE_TUNING = (
     "MiniLM in RoBERTa's classes, batches of 32 of like length, learning rate 1e-4 (LoRA: 1e-3), the published "
-    "optimizer and schedule; 6,000 sentences of SST-2 once, CoLA and STS-B twice, RTE three times. Accuracy, "
-    "Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds;"
-    " beside them the mean over tasks of the difference to the exact run of the same seed. Bytes and times are means "
-    "over the four tasks, by the exact step's, on one batch of 64 each: saved by the ledger, kept alive between the "
-    "two passes, live at the peak of a whole step with its gradients, added to the process's resident set (RSS), and "
-    "the time of a step, all methods in turns. The ledger does not see what hooks of checkpointing, of GACT's rule "
-    "and of some plans store. Checkpointing has the scores of the exact model, whose gradients it has to the bit. "
-    "WTA-CRS knows gradient norms from an example's second epoch on, so not on SST-2. Published sketches leave the "
-    "head exact. Budgets of fit are shares of what lies between the least peak of any plan and the exact one:"
+    "optimizer and schedule; 6,000 sentences of SST-2 once, the others twice. Accuracy, Matthews' and Pearson's "
+    "correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds; beside them the mean "
+    "over tasks of the difference to the exact run of the same seed. Bytes and times are means over the four tasks, "
+    "by the exact step's, on one batch of 64 each: saved by the ledger, kept alive between the two passes, live at "
+    "the peak of a whole step with its gradients, added to the process's resident set (RSS), and the time of a step, "
+    "all methods in turns. The ledger does not see what hooks of checkpointing, of GACT's rule and of some plans "
+    "store. Checkpointing has the scores of the exact model, whose gradients it has to the bit. WTA-CRS knows "
+    "gradient norms from an example's second epoch on, so not on SST-2. Published sketches leave the head exact. "
+    "Budgets of fit are shares of what lies between the least peak of any plan and the exact one:"
 )
 _PICTURE = "![Scores and times of all methods against what they keep](../benchmarks/results/frontier.png)"
 _SHARES = (

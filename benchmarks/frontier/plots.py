@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.frontier.means import mean_and_error
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import scores_of
+from benchmarks.frontier.page import apart_of, scores_of, share_of
 from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.plots import figure_of
 
@@ -23,7 +24,7 @@ _COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#c
 
 
 def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot the score of every task, and the time of a step, against what lives between the two passes.
+    """Plot scores, over all tasks and of every one, and the time of a step, against what lives between the two passes.
 
     Args:
         epochs: All runs.
@@ -35,35 +36,36 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     tasks = [task for task in _TITLES if any(row.task == task for row in costs)]
     if not tasks:
         return None
-    figure, axes = figure_of(-(-(len(tasks) + 1) // 3), 3)
-    for task, axis in zip(tasks, axes, strict=False):
+    figure, axes = figure_of(-(-(len(tasks) + 2) // 3), 3)
+    for method, how in METHODS.items():
+        kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
+        apart = mean_and_error([0.0] if how.is_exact else apart_of(epochs, tasks, method))
+        if kept is not None and apart is not None:
+            _mark(axes[0], method, 100 * kept, 100 * apart[0], 100 * apart[1])
+        if kept is not None and time is not None:
+            _mark(axes[1], method, 100 * kept, time)
+    share = "kept for the backward pass, % of exact"
+    axes[0].set(title="score, mean over tasks", xlabel=share, ylabel="by exact's, × 100")
+    axes[1].set(title="time of a step, mean over tasks", xlabel=share, ylabel="by exact's")
+    for task, axis in zip(tasks, axes[2:], strict=False):
         for row in (row for row in costs if row.task == task and row.kept is not None):
-            scores = scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method)
-            found = mean_and_error(scores)
+            found = mean_and_error(scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method))
             if found is not None:
-                mean, error, count = found
-                _mark(axis, row, 100 * mean, 100 * error if count > 1 else None)
+                _mark(axis, row.method, (row.kept or 0) / 1e6, 100 * found[0], 100 * found[1])
         axis.set(title=_TITLES[task], xlabel="kept for the backward pass, MB", ylabel="× 100")
-    for row in (row for row in costs if row.kept is not None and row.time is not None and row.task == tasks[0]):
-        _mark(axes[len(tasks)], row, row.time or 0.0, None)
-    axes[len(tasks)].set(
-        title=f"{_TITLES[tasks[0]].partition(',')[0]}, time of a step",
-        xlabel="kept for the backward pass, MB",
-        ylabel="by the exact step's",
-    )
-    for axis in axes[len(tasks) + 1 :]:
+    for axis in axes[len(tasks) + 2 :]:
         axis.set_axis_off()
     labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
-def _mark(axis: Any, row: Cost, value: float, error: float | None) -> None:
-    how = METHODS[row.method]
+def _mark(axis: Any, method: str, kept: float, value: float, error: float = math.nan) -> None:
+    how = METHODS[method]
     marker, color = _GROUPS[how.group]
-    kept = (row.kept or 0) / 1e6
-    axis.errorbar(kept, value, yerr=error, marker=marker, color=color, capsize=2, linestyle="", label=how.group)
-    axis.annotate(row.method, (kept, value), xytext=(4, 3), textcoords="offset points", fontsize=6, color=color)
+    bar = None if math.isnan(error) else error
+    axis.errorbar(kept, value, yerr=bar, marker=marker, color=color, capsize=2, linestyle="", label=how.group)
+    axis.annotate(method, (kept, value), xytext=(4, 3), textcoords="offset points", fontsize=6, color=color)
     axis.grid(color="0.9", linewidth=0.6)
 
 

@@ -46,7 +46,7 @@ TRAININGS: dict[str, Training] = {
     "sst2": Training("sst2", 1, 6000),
     "cola": Training("cola", 2),
     "stsb": Training("stsb", 2),
-    "rte": Training("rte", 3),
+    "rte": Training("rte", 2),
     "sst2-full": Training("sst2", 1, methods=("exact", "tenth")),
     "cola-long": Training("cola", 10, batch=16, methods=("exact", "gaussian-10", "tenth"), is_watched=True),
 }

@@ -30,9 +30,11 @@ def test_pages_have_the_tables_of_the_results() -> None:
 
 
 def test_pages_take_the_committed_results_and_nothing_else_of_them_changes(tmp_path: Path) -> None:
-    docs = empty_pages(tmp_path)
-    assert pages.update(docs=docs)
-    performance, sampling = ((docs / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "estimators.md"))
+    root = empty_pages(tmp_path)
+    assert pages.update(root=root)
+    performance, sampling = (
+        (root / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "estimators.md")
+    )
     assert all(text.startswith("before\n<!-- ") and text.endswith(" -->\nafter\n") for text in (performance, sampling))
     cells = {tuple(cell.strip() for cell in line.split("|")) for line in (performance + sampling).splitlines()}
     exact = ("", "roberta-base 8 x 128, fp32: exact", "3.87 s", "1.00", "582.8 MiB (100%)", "")

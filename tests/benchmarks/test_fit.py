@@ -121,7 +121,7 @@ def test_segments_recompute_the_same_gradients_in_less_memory(name: str) -> None
 
 
 def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
-    docs = empty_pages(tmp_path / "docs")
+    root = empty_pages(tmp_path)
     rows = [
         fitted(method="exact", share=None, memory=None, measured=200, time=1.0),
         fitted(method="sketch all", share=None, memory=None, measured=80, time=1.1, within="no"),
@@ -132,7 +132,7 @@ def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
         fitted(share=0.1, memory=20, status="cannot fit: the least is 30 bytes"),
     ]  # fmt: skip
     write_rows(tmp_path / "fit-frontier.csv", rows)
-    assert not pages.update(check=True, docs=docs, results=tmp_path)
+    assert not pages.update(check=True, root=root, results=tmp_path)
     text = fit_page.page(tmp_path)
     assert "1 of 2 plans are within their budget, 1 were predicted within 3 % (at most 3.1 %)" in text
     assert (
@@ -142,8 +142,8 @@ def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
     assert "1 budgets cannot be met; in 0 of them" in text
     assert re.search(r"\| 0\.1 .*cannot fit: the least is 30 bytes", text)
     assert text.count("sketch all †, 1.100") == 2
-    pages.update(docs=docs, results=tmp_path)
-    assert text in (docs / "planning/fit.md").read_text(encoding="utf-8")
+    pages.update(root=root, results=tmp_path)
+    assert text in (root / "docs/planning/fit.md").read_text(encoding="utf-8")
 
 
 def test_nothing_is_on_the_page_before_it_is_measured(tmp_path: Path) -> None:

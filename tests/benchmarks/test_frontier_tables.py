@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier import page
+from benchmarks.frontier import page, summary
 from benchmarks.frontier.curve_tables import predictions, reached, through_training
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.records import write_rows
@@ -59,6 +59,11 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     whole = page.page(tmp_path)
     assert text in whole
     assert "frontier.png" in whole
+    first = summary.summary(tmp_path)
+    assert cells(first, "exact") == ["exact", "100 %", "100 %", "1.00", "0"]
+    assert cells(first, "checkpointing, all") == ["checkpointing, all blocks", "10 %", "50 %", "1.50", "0"]
+    assert cells(first, "**ours, default") == ["**ours, default**", "12 %", "55 %", "1.10", "+5.0 ± 5.0"]
+    assert cells(first, "ours, narrow") == ["ours, narrow", "", "", "", ""]
     assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "92.5"]
 
 

@@ -43,7 +43,8 @@ def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
         return ["16 x 4, rows, float32, 0.1: output is off"] if arguments[0] == "model" else []
 
     monkeypatch.setattr(gpu, "call", crash)
-    monkeypatch.setattr(gpu, "run_parity", lambda *arguments, **options: [])
+    for section in ("run_parity", "run_largest"):
+        monkeypatch.setattr(gpu, section, lambda *arguments, **options: [])
     assert gpu.gpu(tmp_path, device="cpu", tiny=True) == 1
     expected = "linear: suite_section ended its process with status -6\n16 x 4, rows, float32, 0.1: output is off\n"
     assert (tmp_path / "failures-cpu.txt").read_text() == expected
@@ -70,7 +71,7 @@ def test_a_process_of_comparisons_that_ends_is_a_row_for_each(
 
     monkeypatch.setattr(parity, "call", crash)
     monkeypatch.setattr(gpu, "call", lambda *arguments, **options: [])
-    assert gpu.gpu(tmp_path, device="cpu", tiny=True, commit="abc") == 1
+    assert gpu.gpu(tmp_path, ["parity", "linear"], device="cpu", tiny=True, commit="abc") == 1
     rows = read_rows(tmp_path / "parity-cpu.csv", Parity)
     assert len(rows) == len(list(parity.rmm_kernels_parity.comparisons())[::16])
     assert {row.status for row in rows} == {"compare ended its process with status -6"}

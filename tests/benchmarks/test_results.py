@@ -176,11 +176,11 @@ def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
 
 
 def test_the_tables_follow_from_the_csv(results: Path, tmp_path: Path) -> None:
-    docs = empty_pages(tmp_path)
-    assert not pages.update(check=True, docs=docs, results=results)
-    pages.update(docs=docs, results=results)
-    assert pages.update(check=True, docs=docs, results=results)
-    text = (docs / "benchmarks.md").read_text()
+    root = empty_pages(tmp_path)
+    assert not pages.update(check=True, root=root, results=results)
+    pages.update(root=root, results=results)
+    assert pages.update(check=True, root=root, results=results)
+    text = (root / "docs/benchmarks.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     layer = {row.provider: row for row in run_rows(results)}
@@ -192,7 +192,7 @@ def test_the_tables_follow_from_the_csv(results: Path, tmp_path: Path) -> None:
     assert text.count("torch checkpoint") >= 2
     rows = run_rows(results)
     write_rows(tmp_path / "linear-cpu.csv", [dataclasses.replace(row, relative=0.123) for row in rows])
-    assert not pages.update(check=True, docs=docs, results=tmp_path)
+    assert not pages.update(check=True, root=root, results=tmp_path)
 
 
 def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +236,7 @@ def test_host_is_time_of_one_layer_in_one_thread(tmp_path: Path, monkeypatch: py
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {f"{name}-cpu.csv" for name in gpu.SHARES}
-    assert set(gpu.SHARES) == {"parity", *SUITES}
+    assert set(gpu.SHARES) == {"parity", "largest", *SUITES}
     assert {path.name for path in results.glob("*.csv")} == names
     assert (results / "failures-cpu.txt").read_text() == ""
     parity_rows = read_rows(results / "parity-cpu.csv", Parity)

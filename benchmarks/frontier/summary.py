@@ -1,0 +1,41 @@
+"""The first table of README, from the csv files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.page import IN_TABLE, apart_of, origins, share_text
+from benchmarks.frontier.rows import Cost, Epoch
+from benchmarks.records import read_rows
+from rmm_linear._support.tables import table
+
+_METHODS = (
+    EXACT, "checkpoint", "tenth", "narrow", "fit-25", "gact", "few-bits", "lora", "gaussian-50", "gaussian-10"
+)  # fmt: skip
+
+
+def summary(results: Path) -> str:
+    """Make the table.
+
+    Args:
+        results: Folder of the csv files.
+
+    Returns:
+        A line for each of the chosen methods, and where they come from.
+    """
+    accuracy, cost = results / "frontier-accuracy.csv", results / "frontier-cost.csv"
+    if not cost.is_file():
+        return "Nothing is measured yet: run `python -m benchmarks frontier`."
+    costs, epochs = read_rows(cost, Cost), read_rows(accuracy, Epoch) if accuracy.is_file() else []
+    tasks = [task for task in IN_TABLE if any(row.task == task for row in costs)]
+    lines = list[tuple[str, ...]]()
+    for method in _METHODS:
+        how = METHODS[method]
+        shares = [share_text(costs, tasks, method, field) for field in ("kept", "peak", "time")]
+        found = mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
+        title = f"**{how.title}**" if method == "tenth" else how.title
+        lines.append((title, *shares, "0" if how.is_exact else found))
+    names = ("", "kept for the backward pass", "peak of a step", "time of a step", "score by exact's")
+    return f"{table(names, lines)}\n\n{origins([*costs, *epochs])}"
