@@ -7,6 +7,7 @@ halve the distance. Each is also measured with the batch that is exact training'
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -159,9 +160,10 @@ def search_in(
         row = {"what": what, "batch": size, "length": trial.length, "memory": trial.memory}
         try:
             row |= trial.measured(size)
-        except torch.OutOfMemoryError:
-            status = "fitted once, and not when it was measured"
-        rows.append(row | {"status": status if what == "largest" else "ok"})
+            state = "ok"
+        except RuntimeError as error:
+            state = f"when it was measured: {str(error).strip().splitlines()[0]}"
+        rows.append(row | {"status": status if what == "largest" and status != "ok" else state})
     return rows
 
 
@@ -214,14 +216,13 @@ class _Trial:
         """Try a step."""
         if self.device != "cuda":
             return self._live(batch) <= self.memory
-        try:
+        does_fit = False
+        with contextlib.suppress(torch.OutOfMemoryError):
             self._step(batch)
             torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            self._clear()
-        return True
+            does_fit = True
+        self._clear()  # after the error is gone, whose frames hold tensors
+        return does_fit
 
     def measured(self, batch: int) -> dict[str, Any]:
         """Measure steps."""

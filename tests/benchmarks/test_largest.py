@@ -61,7 +61,7 @@ def test_a_batch_that_does_not_fit_again_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module._Trial, "measured", full)
     (row,) = search_in("roberta-base", EXACT, "cpu", True, 60.0, None)
     assert row["batch"] > 0
-    assert row["status"] == "fitted once, and not when it was measured"
+    assert row["status"] == "when it was measured: CUDA out of memory"
 
 
 def test_methods_that_fail_are_rows_and_failures(
