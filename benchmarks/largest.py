@@ -32,7 +32,7 @@ from rmm_linear.memory.peak import LiveTensors, Peak
 
 EXACT = "exact"
 _PRECISION = 16  # the next larger batch that does not fit is less than a 16th larger
-_ON_CPU, _FIRST_TINY = 24_000_000, 4  # bytes of a device that is none, to try the command; sequences of 32 tokens
+_ON_CPU, _FIRST_TINY = 10_000_000, 4  # bytes of a device that is none, to try the command; sequences of 32 tokens
 _CHECKPOINT, _CHUNKS, _DEFAULT = "torch checkpoint", "torch checkpoint, loss in chunks", "default"
 
 

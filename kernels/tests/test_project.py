@@ -49,7 +49,7 @@ def test_the_kernels_import_nothing_but_torch_triton_and_themselves() -> None:
                 assert name.split(".")[0] in {"torch", "triton", *sys.stdlib_module_names}, (path.name, name)
 
 
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_transformers_imports_from_the_repository_root(installed: bool) -> None:
     """With the package `kernels` installed and without: then Python finds the folder, as a namespace package."""
     assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -35,6 +35,7 @@ def fitted(**fields) -> Fitted:
     return Fitted(**{"model": "A", "method": FIT, "share": 0.5, "memory": 100, "commit": "abc"} | fields)
 
 
+@pytest.mark.thorough
 def test_plans_stand_beside_single_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     title = MODELS["roberta"][0]
     other = Fitted(model=MODELS["vit"][0], method="exact", measured=2, time=1.0)

@@ -13,7 +13,10 @@ import rmm_linear
 from rmm_linear.fitting.largest import resized
 from rmm_linear.fitting.static_memory import static_memory
 
-EVERY = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+FEW, MANY = (
+    settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+    for count in (3, 10)
+)
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "tanh": nn.Tanh}
 
 
@@ -97,15 +100,29 @@ def models(draw):
 PARTS = [("keep", "recompute"), ("keep", "sketch", "pack"), ("pack", "recompute"), ("keep", "pack", "recompute")]
 
 
-@EVERY
-@given(
+ANY = given(
     models(),
     st.sampled_from([0.5, 0.7, 0.85, 0.95, 1.0]),
     st.sampled_from(PARTS),
     st.sampled_from([0.5, 1e9]),
     st.sampled_from(["time", "noise"]),
 )
+
+
+@FEW
+@ANY
 def test_no_step_takes_more_than_the_budget(made, share, allow, max_noise, objective):
+    check_steps(made, share, allow, max_noise, objective)
+
+
+@pytest.mark.thorough
+@MANY
+@ANY
+def test_no_step_of_many_takes_more_than_the_budget(made, share, allow, max_noise, objective):
+    check_steps(made, share, allow, max_noise, objective)
+
+
+def check_steps(made, share, allow, max_noise, objective):
     model, example = made
     before = snapshot(model)
     try:

@@ -47,7 +47,9 @@ def real_peak(run, inputs):
     return measured.bytes
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("llama", "unet"))) for name in NETWORKS]
+)
 def test_a_planned_graph_fits_and_changes_no_bit(name):
     model, example = network(name)
     before = copy.deepcopy(model.state_dict())
