@@ -14,7 +14,7 @@ from benchmarks.frontier.shares import Share, share_table
 from benchmarks.records import Origin, read_rows
 from rmm_linear._support.tables import table
 
-_TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE", "sst2-full": "SST-2, all of it"}
+TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE", "sst2-full": "SST-2, all of it"}
 IN_TABLE, _LONG_TASK = ("sst2", "cola", "stsb", "rte"), "cola-long"
 
 
@@ -36,6 +36,7 @@ def page(results: Path) -> str:
             "### Fine-tuning",
             _FINE_TUNING,
             comparison(epochs, costs),
+            _HOW,
             _PICTURE,
             *_full(epochs),
             origins([*costs, *epochs]),
@@ -60,7 +61,7 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         A line per method.
     """
     tasks = [task for task in IN_TABLE if any(row.task == task for row in costs)]
-    header = ["method", "saved", "kept", "peak", "RSS", "time", *(_TITLES[task] for task in tasks), "to exact", "seeds"]
+    header = ["method", "saved", "kept", "peak", "RSS", "time", *(TITLES[task] for task in tasks), "to exact", "seeds"]
     lines = list[tuple[str, ...]]()
     for method, how in METHODS.items():
         shown = EXACT if how.is_exact else method
@@ -195,17 +196,20 @@ def origins(rows: Sequence[Origin]) -> str:
 
 
 _FINE_TUNING = (
-    "MiniLM in RoBERTa's classes, batches of 32 of like length, learning rate 1e-4 (LoRA: 1e-3), the published "
-    "optimizer and schedule; 6,000 sentences of SST-2 once, the others twice. Accuracy, Matthews' and Pearson's "
-    "correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds; beside them the mean "
-    "over tasks of the difference to the exact run of the same seed. Bytes and times are means over the four tasks, "
-    "by the exact step's, on one batch of 64 each: saved by the ledger, kept alive between the two passes, live at "
-    "the peak of a whole step with its gradients, added to the process's resident set (RSS), and the time of a step, "
-    "all methods in turns. The ledger does not see what hooks of checkpointing, of GACT's rule and of some plans "
-    "store. Checkpointing has the scores of the exact model, whose gradients it has to the bit. WTA-CRS knows "
-    "gradient norms from an example's second epoch on, so not on SST-2. Published sketches leave the head exact. "
-    "Budgets of fit are shares of what lies between the least peak of any plan and the exact one:"
+    "MiniLM in RoBERTa's classes, on 6,000 sentences of SST-2 once and on the other tasks twice. Scores are accuracy, "
+    "Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± standard error over seeds; "
+    "beside them the mean over tasks of the difference to the exact run of the same seed. Bytes and times are by the "
+    "exact step's, means over these tasks:"
 )
+_HOW = """\
+- *Saved*: by the ledger, which does not see what hooks of checkpointing, of GACT's rule and of some plans store.
+  *Kept*: alive between the two passes. *Peak*: live at the peak of a whole step, with its gradients. *RSS*: added to
+  the resident set of the process. *Time*: of a step, all methods in turns. All on one batch of 64 rows of each task.
+- Batches of 32 rows of like length, learning rate 1e-4 (LoRA: 1e-3), the published optimizer and schedule.
+- Checkpointing has the scores of the exact model, whose gradients it has to the bit.
+- Published sketches leave the head exact. WTA-CRS knows gradient norms from an example's second epoch on, so not on
+  SST-2.
+- Budgets of fit are shares of what lies between the least peak of any plan and the exact one."""
 _PICTURE = "![Scores and times of all methods against what they keep](../benchmarks/results/frontier.png)"
 _SHARES = (
     "A training step of a model that is converted by default, in PyTorch's profiler, whose own time is in it; what an"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import IN_TABLE, apart_of, origins, share_text
+from benchmarks.frontier.page import IN_TABLE, TITLES, apart_of, origins, share_text
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.records import read_rows
 from rmm_linear._support.tables import table
@@ -38,4 +38,7 @@ def summary(results: Path) -> str:
         title = f"**{how.title}**" if method == "tenth" else how.title
         lines.append((title, *shares, "0" if how.is_exact else found))
     names = ("", "kept for the backward pass", "peak of a step", "time of a step", "score by exact's")
-    return f"{table(names, lines)}\n\n{origins([*costs, *epochs])}"
+    counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
+    seeds = f"Seeds: {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
+    means = f"{seeds}. Means over {', '.join(TITLES[task] for task in tasks)}."
+    return f"{table(names, lines)}\n\n{means} {origins([*costs, *epochs])}"
