@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.case import Case
-from benchmarks.largest import Largest, largest_table, run_largest
+from benchmarks.largest import Largest, has_failed, largest_table, run_largest
 from benchmarks.parity import run_parity
 from benchmarks.processes import call
 from benchmarks.records import RATIO, Parity, Row, read_rows
@@ -87,7 +87,7 @@ def gpu(
                 ]
             elif name == "largest":
                 found = run_largest(path, device, tiny=tiny, timeout=timeout, commit=commit)
-                failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if r.status != "ok"]
+                failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if has_failed(r)]
             else:
                 failures += call(suite_section, name, path, device, tiny, commit, timeout=timeout)
         except Exception as error:

@@ -1,16 +1,17 @@
 """Section ``largest`` of ``python -m benchmarks gpu``: the largest batch that a device holds, found by trying.
 
 Whole models train in bfloat16 with AdamW: RoBERTa-base under autocast, and a LLaMA of a billion parameters that is
-bfloat16 itself. Every method runs in a process of its own, on batches that double until one does not fit, and then
-halve the distance. Each is also measured with the batch that is exact training's largest.
+bfloat16 itself. Attention has no dropout, as in current models: it is where the fast kernels of PyTorch and ours are.
+Every method runs in a process of its own. The bytes of two small batches say where the largest should lie; it is tried,
+and what is around it. Each is also measured with the batch that is exact training's largest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.fit_paper_models import MODELS
+from benchmarks.largest_search import NO_TIME, first_line, is_full, largest
 from benchmarks.models import checkpoint
 from benchmarks.processes import ProcessError, call
 from benchmarks.records import Origin, origin, write_rows
@@ -31,7 +33,6 @@ from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.memory.peak import LiveTensors, Peak
 
 EXACT = "exact"
-_PRECISION = 16  # the next larger batch that does not fit is less than a 16th larger
 _ON_CPU, _FIRST_TINY = 10_000_000, 4  # bytes of a device that is none, to try the command; sequences of 32 tokens
 _CHECKPOINT, _CHUNKS, _DEFAULT = "torch checkpoint", "torch checkpoint, loss in chunks", "default"
 
@@ -49,7 +50,7 @@ class Largest(Origin):
         memory: Bytes of the device.
         peak: Bytes at the peak of a step, parameters and optimizer among them, by
             ``torch.cuda.max_memory_allocated``; on a CPU those of live tensors.
-        seconds: Median of three steps.
+        seconds: Median of up to three steps.
         tokens_per_second: With this batch.
         status: "ok", or what ended the search.
         seed: Of the weights and the tokens.
@@ -83,7 +84,8 @@ def _roberta(tiny: bool) -> nn.Module:
     small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 100}
     small |= {"intermediate_size": 128}
     base: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514}
-    return RobertaForSequenceClassification(RobertaConfig(**(small if tiny else base), use_cache=False))
+    shape: Any = small if tiny else base
+    return RobertaForSequenceClassification(RobertaConfig(**shape, attention_probs_dropout_prob=0.0, use_cache=False))
 
 
 def _llama(tiny: bool) -> nn.Module:
@@ -96,8 +98,8 @@ def _llama(tiny: bool) -> nn.Module:
 
 
 CASES: dict[str, _Model] = {
-    "roberta-base": _Model(_roberta, 512, 8, (EXACT, _CHECKPOINT, _DEFAULT), False),
-    "llama, 1.1 billion": _Model(_llama, 2048, 1, (EXACT, _CHECKPOINT, _CHUNKS, _DEFAULT), True),
+    "roberta-base": _Model(_roberta, 512, 8, (EXACT, _DEFAULT, _CHECKPOINT), False),
+    "llama, 1.1 billion": _Model(_llama, 2048, 1, (EXACT, _DEFAULT, _CHECKPOINT, _CHUNKS), True),
 }
 
 
@@ -124,8 +126,10 @@ def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: 
         del waiting[0]
         row = Largest(case=case, provider=provider, **about)
         try:
-            # A search that ends in its time leaves half of it for the start of the process and the last steps.
-            found = call(search_in, case, provider, device, tiny, left / 2, exact.get(case), timeout=left)
+            # What a process reports must be there before it is ended.
+            found = call(
+                search_in, case, provider, device, tiny, time.time() + 0.9 * left, exact.get(case), timeout=left
+            )
             rows += [dataclasses.replace(row, **one) for one in found]
         except ProcessError as error:
             rows.append(dataclasses.replace(row, status=str(error).strip().splitlines()[-1]))
@@ -136,9 +140,7 @@ def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: 
     return rows
 
 
-def search_in(
-    case: str, provider: str, device: str, tiny: bool, seconds: float, exact: int | None
-) -> list[dict[str, Any]]:
+def search_in(case: str, provider: str, device: str, tiny: bool, end: float, exact: int | None) -> list[dict[str, Any]]:
     """Search for the largest batch of one method; meant for a process of its own.
 
     Args:
@@ -146,49 +148,26 @@ def search_in(
         provider: The method.
         device: "cpu" or "cuda".
         tiny: Toy models.
-        seconds: For the search.
+        end: By ``time.time``, when all must be done; the last sixth is for the steps that are measured.
         exact: The batch that is measured besides; None or 0 measures none.
 
     Returns:
         Fields of a :class:`Largest` for each batch that was measured, the largest last.
     """
+    begin = time.time()
     trial = _Trial(CASES[case], provider, device, tiny)
-    batch, status = largest(trial.fits, trial.first, seconds)
+    batch, status = largest(trial.peak, trial.memory, trial.first, end - (end - begin) / 6)
     chosen = {"exact's largest": exact} if exact and exact < batch else {}
     rows = list[dict[str, Any]]()
     for what, size in {**chosen, "largest": batch}.items():
         row = {"what": what, "batch": size, "length": trial.length, "memory": trial.memory}
         try:
-            row |= trial.measured(size)
+            row |= trial.measured(size, end)
             state = "ok"
         except RuntimeError as error:
-            state = f"when it was measured: {str(error).strip().splitlines()[0]}"
+            state = f"when it was measured: {first_line(error)}"
         rows.append(row | {"status": status if what == "largest" and status != "ok" else state})
     return rows
-
-
-def largest(fits: Callable[[int], bool], first: int, seconds: float) -> tuple[int, str]:
-    """Search for the largest number that fits: doubling, then halving the distance to the least that does not.
-
-    Args:
-        fits: Says whether a number fits; one that raises is as one that does not, and ends the search.
-        first: The first number; smaller ones are tried if it does not fit.
-        seconds: No number is tried after that.
-
-    Returns:
-        The number, 0 if none fits, and "ok" or why the search ended early. It is less than a 16th too small.
-    """
-    begin, low, high, size = time.monotonic(), 0, None, first
-    while high is None or high - low > max(1, low // _PRECISION):
-        if time.monotonic() - begin > seconds:
-            return low, f"no more time: at least {low}" + ("" if high is None else f", less than {high}")
-        try:
-            found = fits(size)
-        except RuntimeError as error:
-            return low, f"with {size}: {str(error).strip().splitlines()[0]}"
-        low, high = (size, high) if found else (low, size)
-        size = 2 * low if high is None else (low + high) // 2
-    return low, "ok"
 
 
 class _Trial:
@@ -212,33 +191,57 @@ class _Trial:
         for _ in range(STEPS + 1):  # until states are there and widths are chosen
             self._step(self.first)
 
-    def fits(self, batch: int) -> bool:
-        """Try a step."""
+    def peak(self, batch: int) -> int | None:
+        """Try two steps, the second of which finds what the first has left.
+
+        Args:
+            batch: Sequences.
+
+        Returns:
+            Bytes at the peak; None if they are too many.
+
+        Raises:
+            RuntimeError: If something else is wrong.
+        """
         if self.device != "cuda":
-            return self._live(batch) <= self.memory
-        does_fit = False
-        with contextlib.suppress(torch.OutOfMemoryError):
+            live = self._live(batch)
+            return live if live <= self.memory else None
+        self._clear()
+        torch.cuda.reset_peak_memory_stats()
+        full = False
+        try:
+            self._step(batch)
             self._step(batch)
             torch.cuda.synchronize()
-            does_fit = True
+        except RuntimeError as error:
+            if not is_full(error):
+                raise
+            full = True
         self._clear()  # after the error is gone, whose frames hold tensors
-        return does_fit
+        return None if full else torch.cuda.max_memory_allocated()
 
-    def measured(self, batch: int) -> dict[str, Any]:
-        """Measure steps."""
+    def measured(self, batch: int, end: float) -> dict[str, Any]:
+        """Measure up to three steps.
+
+        Args:
+            batch: Sequences; 0 measures nothing.
+            end: By ``time.time``; after the first, no step begins that would not be done by then.
+
+        Returns:
+            Fields of a :class:`Largest`.
+        """
         if not batch:
             return {}
         if self.device == "cuda":
-            self._clear()
             torch.cuda.reset_peak_memory_stats()
         seconds = list[float]()
-        for _ in range(3):
+        while len(seconds) < 3 and (not seconds or time.time() + seconds[-1] < end):
             begin = time.perf_counter()
             self._step(batch)
             if self.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
-        median = sorted(seconds)[1]
+        median = statistics.median(seconds)
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else self._live(batch)
         return {"peak": peak, "seconds": median, "tokens_per_second": batch * self.length / median}
 
@@ -267,6 +270,18 @@ class _Trial:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def has_failed(row: Largest) -> bool:
+    """Say whether a row is a failure: a search that only ran out of time has found something.
+
+    Args:
+        row: Of a method.
+
+    Returns:
+        Whether something went wrong.
+    """
+    return row.status != "ok" and not (row.status.startswith(NO_TIME) and row.batch)
 
 
 def largest_table(rows: Sequence[Largest]) -> str:

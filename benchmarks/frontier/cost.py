@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rmm_linear.planning import BlockPlan, load_plan
 from rmm_linear.planning.block_plan import CONVERT, KEEP
 
 ROUNDS = 9
+_M_MMAP_THRESHOLD = -3  # of glibc: larger tensors are pages of their own, which are given back
 # Their hooks store elsewhere what autograd would save.
 _OWN_HOOKS = ("checkpoint", "checkpoint-half", "gact")
 
@@ -86,9 +88,15 @@ def cost(
             kept = row.status if row.kept is None else f"{row.kept / 1e6:.1f} MB kept"
             yield f"{task}, {METHODS[method].title}: {kept}"
         able = [method for method, row in rows.items() if row.status == "ok"]
-        seconds = call(_seconds, task, able, out, data_dir, model_dir, tiny, timeout=3600.0)
+        whole, trained = call(_seconds, task, able, out, data_dir, model_dir, tiny, timeout=3600.0)
         timed = [
-            dataclasses.replace(row, seconds=seconds.get(row.method), time=_by(seconds.get(row.method), seconds[EXACT]))
+            dataclasses.replace(
+                row,
+                seconds=whole.get(row.method),
+                time=_by(row.method, whole),
+                trained_seconds=trained.get(row.method),
+                trained_time=_by(row.method, trained),
+            )
             for row in rows.values()
         ]
         write_rows(path, [row for row in before if row.task != task or row.method not in rows] + timed)
@@ -104,13 +112,15 @@ def _measured(task: str, method: str, *where: Any) -> dict[str, Any]:
         return {"status": last_line(error)}
 
 
-def _by(seconds: float | None, exact: float) -> float | None:
-    return None if seconds is None else seconds / exact
+def _by(method: str, seconds: Mapping[str, float]) -> float | None:
+    return seconds[method] / seconds[EXACT] if method in seconds else None
 
 
 def _plan(task: str, methods: Sequence[str], out: Path, data_dir: str, model_dir: str, tiny: bool) -> dict[str, str]:
-    """Make the plans of methods with a budget; return why there is none, by method."""
-    budgets = {name: share for name in methods if (share := METHODS[name].budget)}
+    """Make the plans that are not there; return why there is none, by method."""
+    # Runs were trained with those that are: a plan made again is another one, since it follows from measured times.
+    asked = {name: share for name in methods if (share := METHODS[name].budget)}
+    budgets = {name: share for name, share in asked.items() if not plan_path(out, task, name).is_file()}
     return call(_plans, task, budgets, out, data_dir, model_dir, tiny, timeout=3600.0) if budgets else {}
 
 
@@ -124,7 +134,6 @@ def _plans(
     least = fitting.static.before_step + fitting.proposals.smallest().predicted
     for name, share in budgets.items():
         path = plan_path(out, task, name)
-        path.unlink(missing_ok=True)
         report = fitted(fitting, least + int(share * (fitting.exact_peak - least)))
         if isinstance(report, str):
             failed[name] = report
@@ -135,17 +144,17 @@ def _plans(
 
 
 def _ready(
-    ready: Prepared, method: str, out: Path, rows: int | None = None
+    ready: Prepared, method: str, out: Path, count: int | None = None
 ) -> tuple[nn.Module, dict[str, Any], BlockPlan | None]:
     """A model that has made a few steps, so that buffers are there and widths are chosen; its batch, and its plan."""
     how = METHODS[method]
     model = ready.model(0)
-    batch = ready.batch(model, indexed=how.is_indexed)
+    batch = ready.batch(model, indexed=how.is_indexed, count=count)
     path = plan_path(out, ready.name, method) if how.budget else None
     prepared = how.planned(path)(model)
     plan: Any = None if path is None else load_plan(path)
     for _ in range(STEPS + 1):
-        prepared(**{name: tensor[:rows] for name, tensor in batch.items()}).loss.backward()
+        prepared(**batch).loss.backward()
     return prepared, batch, plan
 
 
@@ -153,7 +162,8 @@ def _bytes(task: str, method: str, out: Path, data_dir: str, model_dir: str, tin
     ready = prepare(task, data_dir, model_dir, tiny=tiny)
     model, batch, plan = _ready(ready, method, out)
     step = _step(model, batch)
-    found: dict[str, Any] = {"batch": " × ".join(map(str, batch["input_ids"].shape))}
+    small = ready.batch(ready.model(0), count=ready.training.batch)
+    found: dict[str, Any] = {"batch": _shape(batch), "trained_batch": _shape(small)}
     blocks = [] if plan is None else plan.blocks
     found["plan"] = counts(blocks)
     if method not in _OWN_HOOKS and {block.choice for block in blocks} <= {KEEP, CONVERT}:
@@ -171,22 +181,36 @@ def _bytes(task: str, method: str, out: Path, data_dir: str, model_dir: str, tin
 
 
 def _rss(task: str, method: str, out: Path, data_dir: str, model_dir: str, tiny: bool) -> int:
-    """In a process of its own, after small steps: what larger ones leave to the allocator would not count again."""
+    """In a process of its own whose allocator hands back what is freed: what it holds is what tensors need."""
+    give_back()
     ready = prepare(task, data_dir, model_dir, tiny=tiny)
-    model, batch, _ = _ready(ready, method, out, rows=4)
+    model, batch, _ = _ready(ready, method, out)
     model.zero_grad(set_to_none=True)
     return rss_of(_step(model, batch))
 
 
+def give_back() -> None:
+    """Make glibc's allocator hand back what is freed, in this process from now on."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+
+
 def _seconds(
     task: str, methods: Sequence[str], out: Path, data_dir: str, model_dir: str, tiny: bool
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of the batch whose bytes are counted, and of one as large as those that are trained on."""
     ready = prepare(task, data_dir, model_dir, tiny=tiny)
-    runs = dict[str, Any]()
+    runs, trained = dict[str, Any](), dict[str, Any]()
     for method in methods:
         model, batch, _ = _ready(ready, method, out)
         runs[method] = _step(model, batch)
-    return medians(nn.Module(), runs, 1 if tiny else ROUNDS)
+        small = ready.batch(ready.model(0), indexed=METHODS[method].is_indexed, count=ready.training.batch)
+        trained[method] = _step(model, small)
+    rounds = 1 if tiny else ROUNDS
+    return medians(nn.Module(), runs, rounds), medians(nn.Module(), trained, rounds)
+
+
+def _shape(batch: Mapping[str, Any]) -> str:
+    return " × ".join(map(str, batch["input_ids"].shape))
 
 
 def _step(model: nn.Module, batch: dict[str, Any]) -> Any:

@@ -114,24 +114,37 @@ def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> str:
     for study, batch in BATCHES.items():
         here = [row for row in points if row.study == study]
         step = max((row.step for row in here if row.batch == batch and row.epoch <= 1), default=0)
-        exact = {
-            size: [row.dev_loss for row in here if (row.method, row.batch, row.step) == (EXACT, size, step)]
-            for size in sorted({row.batch for row in here if row.method == EXACT})
-        }
+        sizes = sorted({row.batch for row in here if row.method == EXACT})
+        exact = {size: _losses(here, EXACT, size, step) for size in sizes}
         exact = {size: losses for size, losses in exact.items() if losses}
         for method in dict.fromkeys(row.method for row in noises if row.study == study):
-            losses = [row.dev_loss for row in here if (row.method, row.batch, row.step) == (method, batch, step)]
-            ratios = _whole([row for row in noises if (row.study, row.method) == (study, method) and row.step <= step])
-            if len(exact) < 2 or not losses or not ratios:
+            losses = _losses(here, method, batch, step)
+            known = [row for row in noises if (row.study, row.method) == (study, method) and row.step <= step]
+            ratios = [statistics.mean(found) for found in (_whole(known), _middle(known)) if found]
+            if len(exact) < 2 or not losses or len(ratios) < 2:
                 continue
-            ratio = statistics.mean(ratios)
-            found = _batch_of(statistics.mean(losses), {size: statistics.mean(each) for size, each in exact.items()})
-            known = [mean_text(losses, 4), *(mean_text(each, 4) for each in exact.values())]
-            predicted = f"{effective_batch(batch, ratio):.1f}"
-            lines.append((_TITLES[study], METHODS[method].title, str(step), f"{ratio:.2g}", predicted, found, *known))
+            of_seed = {seed: {size: each[seed] for size, each in exact.items() if seed in each} for seed in losses}
+            found = [_batch_of(loss, of_seed[seed]) for seed, loss in sorted(losses.items()) if len(of_seed[seed]) > 1]
+            lines.append(
+                (
+                    _TITLES[study],
+                    METHODS[method].title,
+                    str(step),
+                    " / ".join(f"{ratio:.2g}" for ratio in ratios),
+                    " / ".join(f"{effective_batch(batch, ratio):.1f}" for ratio in ratios),
+                    ", ".join(found),
+                    mean_text([*losses.values()], 4),
+                    *(mean_text([*each.values()], 4) for each in exact.values()),
+                )
+            )
     sizes = sorted({row.batch for row in points if row.method == EXACT and row.study == "language"})
     names = ("study", "method", "step", "noise", "batch predicted", "batch found", "loss")
     return table((*names, *(f"exact, {size}" for size in sizes)), lines)
+
+
+def _losses(rows: Sequence[Point], method: str, batch: int, step: int) -> dict[int, float]:
+    """The held-out loss of every seed after a step."""
+    return {row.seed: row.dev_loss for row in rows if (row.method, row.batch, row.step) == (method, batch, step)}
 
 
 def _batch_of(loss: float, exact: dict[int, float]) -> str:
@@ -166,6 +179,14 @@ def _whole(rows: Sequence[Noisy]) -> list[float]:
     return [noise / sgd for noise, sgd in found.values() if sgd]
 
 
+def _middle(rows: Sequence[Noisy]) -> list[float]:
+    """The median over blocks of the noise by SGD's, at every moment of every seed."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for row in (row for row in rows if row.operation == "all" and row.sgd):
+        found.setdefault((row.seed, row.step), []).append(row.noise / row.sgd)
+    return [statistics.median(each) for each in found.values()]
+
+
 def _ratio(rows: Sequence[Noisy]) -> str:
     sgd = sum(row.sgd for row in rows)
     return f"{sum(row.noise for row in rows) / sgd:.2g}" if sgd else ""
@@ -185,7 +206,9 @@ _NOISE = (
 _PREDICTED = (
     "`effective_batch` says which batch has as much noise without stand-ins. It is compared with exact training in "
     "smaller batches, by the held-out loss after as many steps, with the same learning rate: at the last evaluation "
-    "before the first row comes again, up to which the noise is averaged too. Found is the batch whose exact loss it "
-    "is, between those that were run on a logarithmic scale; mean ± standard error over seeds:"
+    "before the first row comes again, up to which the noise is averaged too: that of the whole gradient, and of the "
+    "median block. Found is, for every seed, the batch whose exact loss of the same seed it is, between those that "
+    "were run on a logarithmic scale; losses are mean ± standard error over seeds. AdamW divides by what it has seen "
+    "of each coordinate's size, so no one ratio need be the right one:"
 )
 _PICTURE = "![Held-out loss, mean over seeds, with bands over them](../benchmarks/results/frontier-curves.png)"

@@ -99,29 +99,35 @@ class _FewBits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, borders: Tensor, levels: Tensor, bits: int) -> Tensor:
         ctx.bits, ctx.shape = bits, input.shape
-        ctx.save_for_backward(pack_codes(torch.bucketize(input.reshape(-1), borders, out_int32=True), bits), levels)
+        codes = torch.zeros(input.numel(), dtype=torch.uint8, device=input.device)
+        for border in borders.tolist():
+            codes += input.reshape(-1) > border
+        ctx.save_for_backward(pack_codes(codes, bits), levels)
         return F.gelu(input)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        codes, levels = ctx.saved_tensors
-        found = levels[unpack_codes(codes, ctx.bits, ctx.shape.numel())].view(ctx.shape)
-        return grad_outputs[0] * found, None, None, None
+        stored, levels = ctx.saved_tensors
+        codes = unpack_codes(stored, ctx.bits, ctx.shape.numel())
+        return grad_outputs[0] * levels[codes.int()].view(ctx.shape), None, None, None
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Store small numbers, eight of them in ``bits`` bytes.
 
     Args:
-        codes: Integers below 2^bits, shape (n,).
+        codes: uint8, below 2^bits, shape (n,).
         bits: 1 to 4.
 
     Returns:
-        uint8, shape (⌈n / 8⌉ · bits,).
+        uint8, shape (bits, ⌈n / 8⌉): a byte of row b has bit b of eight numbers.
     """
-    eights = F.pad(codes, (0, -len(codes) % 8)).view(-1, 8).long()
-    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1, dtype=torch.int64)
-    return (words[:, None] >> torch.arange(0, 8 * bits, 8, device=codes.device)).to(torch.uint8).flatten()
+    lanes = F.pad(codes, (0, -len(codes) % 8)).view(-1, 8)
+    rows = torch.zeros(bits, len(lanes), dtype=torch.uint8, device=codes.device)
+    for bit, row in enumerate(rows):
+        for lane in range(8):
+            row |= ((lanes[:, lane] >> bit) & 1) << lane
+    return rows
 
 
 def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
@@ -133,11 +139,13 @@ def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
         count: How many numbers it holds.
 
     Returns:
-        int64, shape (count,).
+        uint8, shape (count,).
     """
-    words = (stored.view(-1, bits).long() << torch.arange(0, 8 * bits, 8, device=stored.device)).sum(1)
-    codes = (words[:, None] >> torch.arange(0, 8 * bits, bits, device=stored.device)) & (2**bits - 1)
-    return codes.flatten()[:count]
+    lanes = torch.zeros(stored.shape[1], 8, dtype=torch.uint8, device=stored.device)
+    for bit, row in enumerate(stored):
+        for lane in range(8):
+            lanes[:, lane] |= ((row >> lane) & 1) << bit
+    return lanes.flatten()[:count]
 
 
 def use_few_bits(model: nn.Module, bits: int) -> None:

@@ -151,7 +151,7 @@ METHODS: dict[str, Method] = {
     "tenth": Method("ours, default", "ours", _converted()),
     "narrow": Method("ours, narrow", "ours", _converted(**_NARROW)),
     **{
-        f"fit-{round(100 * share)}": Method(f"fit, {round(100 * share)} %", "ours", _unchanged, budget=share)
+        f"fit-{round(100 * share)}": Method(f"fit, least + {round(100 * share)} %", "ours", _unchanged, budget=share)
         for share in (0.5, 0.25, 0.1)
     },
 }

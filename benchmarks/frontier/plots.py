@@ -74,7 +74,7 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
 
     Args:
         points: All evaluations.
-        batches: Rows per step of every study; runs with others are left out.
+        batches: Rows per step of every study; exact runs with others are thinner and dashed, without bands.
 
     Returns:
         The figure.
@@ -96,6 +96,14 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
             )
             least, most = ([choose(by_step[step]) for step in steps] for choose in (min, max))
             axis.fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)
+        for size in sorted({row.batch for row in points if row.study == study} - {batches[study]}):
+            by_step = {}
+            for row in (row for row in points if (row.study, row.batch) == (study, size)):
+                by_step.setdefault(row.step, []).append(row.dev_loss)
+            steps = sorted(by_step)
+            means = [statistics.mean(by_step[step]) for step in steps]
+            axis.plot(steps, means, color="0.5", linewidth=0.8, linestyle="--")
+            axis.annotate(f"exact, batch of {size}", (steps[-1], means[-1]), ha="right", fontsize=6, color="0.4")
         axis.set(title=study, xlabel="step", ylabel="held-out loss", yscale="log")
         axis.grid(color="0.9", linewidth=0.6)
         axis.legend(fontsize=7)

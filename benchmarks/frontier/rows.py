@@ -51,13 +51,16 @@ class Cost(Origin):
     Attributes:
         task: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
         method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        batch: Its shape, rows × tokens.
+        batch: Its shape, rows × tokens, none of which is padding.
         saved: Bytes that autograd saves, by the ledger; empty where hooks of the method store them elsewhere.
         kept: Live bytes between forward and backward pass.
         peak: Live bytes that a step makes at its peak, gradients among them.
         rss: What a step adds to the peak of the resident set; empty where there is no /proc.
         seconds: Median of a step, steps of all methods in turns.
         time: The same by the exact step's.
+        trained_batch: Shape of a batch as large as those that are trained on.
+        trained_seconds: As ``seconds``, on that batch.
+        trained_time: The same by the exact step's.
         plan: For plans: how many blocks do what.
         status: "ok", or why there is nothing.
         seed: Of the model and the method.
@@ -72,6 +75,9 @@ class Cost(Origin):
     rss: int | None = None
     seconds: float | None = None
     time: float | None = None
+    trained_batch: str = ""
+    trained_seconds: float | None = None
+    trained_time: float | None = None
     plan: str = ""
     status: str = "ok"
     seed: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rmm_linear.context.auto_bits import STEPS
 
 FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
 _PREFIX, _ROUNDS = "rmm_linear::", 5
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 # What operators do, in the words of the documentation.
 _WORDS = {
     "keep": "sketch and pack inputs of linear layers",
@@ -38,6 +39,7 @@ _WORDS = {
     "pack_mask": "pack masks of dropout",
     "apply_mask": "apply masks of dropout",
     "dropped_attention": "attention with dropout",
+    "chunked_cross_entropy": "head and loss in chunks, with their gradients",
 }
 
 
@@ -52,6 +54,7 @@ class Share(Origin):
         calls: Per step.
         seconds: Per step, median over steps, the profiler's own time among them.
         share: Of the step.
+        products: The part of ``share`` that matrix products take, which exact training has too.
         seed: Of the weights and the batch.
     """
 
@@ -61,7 +64,23 @@ class Share(Origin):
     calls: int
     seconds: float
     share: float
+    products: float = 0.0
     seed: int = 0
+
+
+@dataclass
+class Spent:
+    """What an operator took in one step.
+
+    Attributes:
+        seconds: With all that it calls.
+        calls: How often it was called.
+        products: Seconds of the matrix products in it.
+    """
+
+    seconds: float = 0.0
+    calls: int = 0
+    products: float = 0.0
 
 
 def shares(out: Path, about: dict[str, Any], *, tiny: bool = False) -> Iterator[str]:
@@ -98,18 +117,38 @@ def _profiled(title: str, model: nn.Module, batch: dict[str, Any], tiny: bool) -
     for _ in range(STEPS + 1):
         model(**batch).loss.backward()
     rounds = [_one_step(model, batch) for _ in range(1 if tiny else _ROUNDS)]
-    keys = list(dict.fromkeys(key for one in rounds for key in one))
-    whole = statistics.median(sum(seconds for seconds, _ in one.values()) for one in rounds)
+    return shares_of(title, rounds)
+
+
+def shares_of(title: str, rounds: Sequence[Mapping[tuple[str, str], Spent]]) -> list[Share]:
+    """Take the medians over steps.
+
+    Args:
+        title: Of the case.
+        rounds: Of every step, what each phase and operator took; the rest among them.
+
+    Returns:
+        A row per operator, the longest first, and the rest, which is what the medians leave of the median step.
+    """
+    whole = statistics.median(sum(spent.seconds for spent in one.values()) for one in rounds)
     found = list[Share]()
-    for phase, name in keys:
-        seconds = statistics.median(one.get((phase, name), (0.0, 0))[0] for one in rounds)
-        calls = max(one.get((phase, name), (0.0, 0))[1] for one in rounds)
-        found.append(Share(case=title, phase=phase, operator=name, calls=calls, seconds=seconds, share=seconds / whole))
-    return sorted(found, key=lambda row: (row.operator == REST, -row.seconds))
+    for phase, name in dict.fromkeys(key for one in rounds for key in one if key[1] != REST):
+        here = [one.get((phase, name), Spent()) for one in rounds]
+        seconds, products = (statistics.median(getattr(one, what) for one in here) for what in ("seconds", "products"))
+        calls = max(one.calls for one in here)
+        found.append(
+            Share(
+                case=title, phase=phase, operator=name, calls=calls, seconds=seconds, share=seconds / whole,
+                products=products / whole,
+            )
+        )  # fmt: skip
+    rest = whole - sum(row.seconds for row in found)
+    found.sort(key=lambda row: -row.seconds)
+    return [*found, Share(case=title, phase="", operator=REST, calls=1, seconds=rest, share=rest / whole)]
 
 
-def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], tuple[float, int]]:
-    """Seconds and calls of every operator of ours in one step, and the seconds of the rest."""
+def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], Spent]:
+    """What every operator of ours takes in one step, and the rest."""
     model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         with record_function(FORWARD):
@@ -118,26 +157,31 @@ def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], 
             loss.backward()
     events: Any = profiled.events()
     phases = {event.name: event.time_range for event in events if event.name in (FORWARD, BACKWARD)}
-    found: dict[tuple[str, str], tuple[float, int]] = {}
+    found: dict[tuple[str, str], Spent] = {}
     for event in events:
-        if not event.name.startswith(_PREFIX) or _is_inside(event):
+        outer = _ours(event)
+        if outer is None or (outer is not event and event.name not in _PRODUCTS):
             continue
-        phase = FORWARD if event.time_range.start < phases[FORWARD].end else BACKWARD
-        seconds, calls = found.get((phase, event.name.removeprefix(_PREFIX)), (0.0, 0))
-        found[phase, event.name.removeprefix(_PREFIX)] = seconds + event.cpu_time_total / 1e6, calls + 1
+        phase = FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD
+        spent = found.setdefault((phase, outer.name.removeprefix(_PREFIX)), Spent())
+        if outer is event:
+            spent.seconds += event.cpu_time_total / 1e6
+            spent.calls += 1
+        else:
+            spent.products += event.cpu_time_total / 1e6
     whole = (phases[BACKWARD].end - phases[FORWARD].start) / 1e6
-    found["", REST] = whole - sum(seconds for seconds, _ in found.values()), 1
+    found["", REST] = Spent(whole - sum(spent.seconds for spent in found.values()), 1)
     return found
 
 
-def _is_inside(event: Any) -> bool:
-    """Whether an operator of ours runs it."""
-    parent = event.cpu_parent
-    while parent is not None:
-        if parent.name.startswith(_PREFIX):
-            return True
-        parent = parent.cpu_parent
-    return False
+def _ours(event: Any) -> Any:
+    """The outermost operator of ours that an event belongs to, or None."""
+    found = None
+    while event is not None:
+        if event.name.startswith(_PREFIX):
+            found = event
+        event = event.cpu_parent
+    return found
 
 
 def share_table(rows: Sequence[Share]) -> str:
@@ -150,10 +194,17 @@ def share_table(rows: Sequence[Share]) -> str:
         A line per operator.
     """
     lines = [
-        (row.case, row.phase, _WORDS.get(row.operator, row.operator), str(row.calls), f"{100 * row.share:.1f} %")
+        (
+            row.case,
+            row.phase,
+            _WORDS.get(row.operator, row.operator),
+            str(row.calls),
+            f"{100 * row.share:.1f} %",
+            "" if row.operator == REST else f"{100 * (row.share - row.products):.1f} %",
+        )
         for row in rows
     ]
-    return table(("case", "phase", "operator", "calls", "of the step"), lines)
+    return table(("case", "phase", "operator", "calls", "of the step", "without products"), lines)
 
 
 def plot_shares(rows: Sequence[Share]) -> Any:

@@ -39,6 +39,6 @@ def summary(results: Path) -> str:
         lines.append((title, *shares, "0" if how.is_exact else found))
     names = ("", "kept for the backward pass", "peak of a step", "time of a step", "score by exact's")
     counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
-    seeds = f"Seeds: {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
-    means = f"{seeds}. Means over {', '.join(TITLES[task] for task in tasks)}."
+    number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    means = f"Means over {', '.join(TITLES[task] for task in tasks)}; number of seeds: {number}."
     return f"{table(names, lines)}\n\n{means} {origins([*costs, *epochs])}"

@@ -18,7 +18,7 @@ from glue_finetune.modeling import limit_length, load_config, load_model, load_t
 from glue_finetune.tasks import Task, get_task
 from rmm_linear.estimators import IndexedDataset, with_sample_index
 
-BATCH, _LARGE, _MAX_LENGTH, _TINY_ROWS = 32, 64, 128, 96
+BATCH, _TOKENS, _MAX_LENGTH, _TINY_ROWS = 32, 2048, 128, 96
 
 
 @dataclass(frozen=True)
@@ -113,22 +113,26 @@ class Prepared:
         rows, dev = (take_columns(part, model) for part in (self.rows, self.dev))
         return IndexedDataset(rows) if indexed else rows, dev
 
-    def batch(self, model: torch.nn.Module, *, indexed: bool = False) -> dict[str, Any]:
-        """Return a batch whose costs are measured, the same for all methods.
+    def batch(self, model: torch.nn.Module, *, indexed: bool = False, count: int | None = None) -> dict[str, Any]:
+        """Return a batch whose costs are measured, the same for all methods: rows of the median length.
 
-        It is larger than those that are trained on, so that what is saved outweighs the gradient of the word
-        embeddings, which all methods have.
+        As those that are trained on it has hardly any padding, which some methods keep and others do not. It is larger
+        by default, so that what is saved outweighs the gradient of the word embeddings, which all methods have.
 
         Args:
             model: The model, not yet wrapped.
             indexed: Whether it has the numbers of its examples.
+            count: Rows; None takes as many as have about 2,048 tokens.
 
         Returns:
             Its arguments.
         """
         rows, _ = self.data(model, indexed=indexed)
-        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:_LARGE].tolist()
-        return dict(self.collator(indexed=indexed)([rows[place] for place in chosen]))
+        lengths = [len(ids) for ids in self.rows["input_ids"]]
+        ordered = sorted(range(len(lengths)), key=lambda place: lengths[place])
+        count = min(count or max(_TOKENS // lengths[ordered[len(ordered) // 2]], BATCH), len(ordered))
+        first = (len(ordered) - count) // 2
+        return dict(self.collator(indexed=indexed)([rows[place] for place in ordered[first : first + count]]))
 
 
 @functools.lru_cache(maxsize=2)

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.frontier.methods import METHODS
 from benchmarks.frontier.rows import Epoch
@@ -16,6 +18,16 @@ from benchmarks.frontier.tasks import prepare
 from glue_finetune.modeling import take_columns
 from glue_finetune.scoring import make_scorer
 from glue_finetune.tasks import PAPER
+
+
+class SameOrder(Trainer):
+    """Takes the order of rows from the seed alone: methods draw from PyTorch's own generator, and not alike."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        lengths = [len(rows[place]["input_ids"]) for place in range(len(rows))]
+        generator = torch.Generator().manual_seed(self.args.seed)
+        return LengthGroupedSampler(self.args.train_batch_size, lengths=lengths, generator=generator)
 
 
 def train(
@@ -55,7 +67,7 @@ def train(
             "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False, "label_names": ["labels"],
             "dataloader_pin_memory": False, "train_sampling_strategy": "group_by_length",
         }  # fmt: skip
-        trainer = Trainer(
+        trainer = SameOrder(
             model=prepared,  # pyright: ignore[reportArgumentType]
             args=TrainingArguments(folder, **settings),
             train_dataset=rows,

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from glue_helpers import write_cola
+from transformers import TrainingArguments
 
 from benchmarks.__main__ import main
-from benchmarks.frontier import command
+from benchmarks.frontier import command, cost
 from benchmarks.frontier.cost import plan_path
 from benchmarks.frontier.methods import METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.runs import in_turn
-from benchmarks.frontier.shares import Share
-from benchmarks.frontier.tasks import TRAININGS
-from benchmarks.frontier.training import train
+from benchmarks.frontier.shares import Share, Spent, shares_of
+from benchmarks.frontier.tasks import TRAININGS, prepare
+from benchmarks.frontier.training import SameOrder, train
 from benchmarks.records import read_rows
 from glue_finetune.acceptability import make_corpus
 from glue_finetune.scratch import save_scratch
@@ -39,6 +40,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of their own have tests of their own."""
     for module in ("cost", "runs"):
         monkeypatch.setattr(f"benchmarks.frontier.{module}.call", lambda run, *arguments, timeout=0.0: run(*arguments))
+    monkeypatch.setattr(cost, "give_back", lambda: None)  # it would slow all tests that follow
 
 
 def run(places: list[str], out: Path, *arguments: str) -> None:
@@ -148,16 +150,28 @@ def test_what_cannot_work_is_said_first(arguments: list[str], message: str, caps
     assert message in capsys.readouterr().err
 
 
-def test_shares_of_a_step_add_up(tmp_path: Path) -> None:
+def test_shares_of_a_step_and_products_in_them(tmp_path: Path) -> None:
     assert main(["frontier", "--parts", "shares", "--out", str(tmp_path), "--tiny", "--commit", "abc"]) == 0
     rows = read_rows(tmp_path / "frontier-shares.csv", Share)
     for case in {row.case for row in rows}:
-        here = [row for row in rows if row.case == case]
-        assert sum(row.share for row in here) == pytest.approx(1)
-        assert all(0 < row.share < 1 and row.calls > 0 for row in here)
-        operators = {(row.phase, row.operator) for row in here}
-        assert {("forward", "keep"), ("backward", "unpacked_product"), ("forward", "pack_norm")} <= operators
+        here = {(row.phase, row.operator): row for row in rows if row.case == case}
+        assert all(0 <= row.products < row.share < 1 and row.calls > 0 for row in here.values())
+        assert {("forward", "keep"), ("forward", "pack_norm")} <= here.keys()
+        assert here["backward", "unpacked_product"].products > 0  # dW itself
+        assert here["forward", "pack_norm"].products == 0
     assert (tmp_path / "frontier-shares.png").stat().st_size > 5_000
+
+
+def test_shares_are_medians_over_steps_by_the_median_step() -> None:
+    key, rest = ("forward", "keep"), ("", "the rest")
+    steps = [
+        {key: Spent(2.0, 4, 1.0), rest: Spent(6.0)},
+        {key: Spent(3.0, 4, 1.0), rest: Spent(7.0)},
+        {rest: Spent(99.0)},
+    ]
+    keep, left = shares_of("case", steps)
+    assert (keep.operator, keep.calls, keep.seconds, keep.share, keep.products) == ("keep", 4, 2.0, 0.2, 0.1)
+    assert (left.operator, left.seconds, left.share) == ("the rest", 8.0, 0.8)
 
 
 def test_plans_that_are_missing_are_named(
@@ -211,3 +225,40 @@ def test_curves_of_models_from_scratch(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == ["all runs are there", str(tmp_path / "frontier-curves.png")]
     assert main([*some, "--wordnet", str(tmp_path / "nowhere")]) == 2
     assert "apt-get install wordnet-base" in capsys.readouterr().err
+
+
+def test_the_order_of_rows_is_the_seeds_alone(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1] * (place % 7 + 1)} for place in range(64)]
+
+    def orders(seed: int, drawn: int) -> list[list[int]]:
+        settings = TrainingArguments(str(tmp_path), seed=seed, use_cpu=True, per_device_train_batch_size=4)
+        trainer = SameOrder(model=torch.nn.Linear(1, 1), args=settings, train_dataset=rows)  # pyright: ignore[reportArgumentType]
+        sampler = trainer._get_train_sampler()
+        first = list(sampler)
+        torch.rand(drawn)  # what methods draw in a step
+        return [first, list(sampler)]
+
+    assert orders(0, 1) == orders(0, 5)
+    assert sorted(orders(0, 1)[0]) == list(range(64))
+    assert orders(0, 1)[0] != orders(0, 1)[1]
+    assert orders(0, 1) != orders(1, 1)
+
+
+def test_batches_whose_costs_are_measured_have_no_padding(places: list[str]) -> None:
+    ready = prepare("cola", places[1], places[3], tiny=True)
+    lengths = sorted(len(ids) for ids in ready.rows["input_ids"])
+    batch = ready.batch(ready.model(0), count=16)
+    assert batch["input_ids"].shape[0] == 16
+    assert batch["input_ids"].shape[1] - lengths[len(lengths) // 2] <= 1
+    assert batch["attention_mask"].float().mean() > 0.9
+    tokens = ready.batch(ready.model(0))["input_ids"]
+    assert len(tokens) == min(2048 // lengths[len(lengths) // 2], len(lengths))
+
+
+def test_a_plan_that_is_there_is_kept(places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = plan_path(tmp_path, "cola", "fit-50")
+    path.parent.mkdir(parents=True)
+    path.write_text("a plan that runs were trained with")
+    monkeypatch.setattr(cost, "call", lambda *arguments, **options: pytest.fail("a plan was made again"))
+    assert cost._plan("cola", ["exact", "fit-50"], tmp_path, *places[1:4:2], tiny=True) == {}
+    assert path.read_text() == "a plan that runs were trained with"

@@ -41,18 +41,28 @@ def cells(text: str, start: str) -> list[str]:
 
 def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> None:
     costs = [
-        Cost(task="cola", method="exact", saved=100, kept=100, peak=200, rss=50, time=1.0),
+        Cost(task="cola", method="exact", saved=100, kept=100, peak=200, rss=50, time=1.0, trained_time=1.0),
         Cost(task="cola", method="checkpoint", kept=10, peak=100, rss=25, time=1.5),
-        Cost(task="cola", method="tenth", saved=10, kept=12, peak=110, rss=30, time=1.1),
+        Cost(task="cola", method="tenth", saved=10, kept=12, peak=110, rss=30, time=1.1, trained_time=1.2),
     ]
     epochs = [epoch("exact", 0, 0.2), epoch("exact", 1, 0.4), epoch("exact", 2, 0.9), epoch("exact", 0, 0.1, number=1)]
     epochs += [epoch("tenth", 0, 0.3), epoch("tenth", 1, 0.4)]
     text = page.comparison(epochs, costs)
     # Standard errors: of 0.2, 0.4, 0.9 0.361 / sqrt 3; of 0.3, 0.4 and of 0.1, 0 0.0707 / sqrt 2.
-    assert cells(text, "exact") == ["exact", *4 * ["100 %"], "1.00", "50.0 ± 20.8", "", "3"]
-    assert cells(text, "ours, default")[1:] == ["10 %", "12 %", "55 %", "60 %", "1.10", "35.0 ± 5.0", "+5.0 ± 5.0", "2"]
+    assert cells(text, "exact") == ["exact", *4 * ["100 %"], "1.00", "1.00", "50.0 ± 20.8", "", "3"]
+    assert cells(text, "ours, default")[1:] == [
+        "10 %",
+        "12 %",
+        "55 %",
+        "60 %",
+        "1.10",
+        "1.20",
+        "35.0 ± 5.0",
+        "+5.0 ± 5.0",
+        "2",
+    ]
     # Gradients of checkpointing are the exact ones; what its hooks store, the ledger does not see.
-    assert cells(text, "checkpointing, all")[1:] == ["", "10 %", "50 %", "50 %", "1.50", "50.0 ± 20.8", "", "3"]
+    assert cells(text, "checkpointing, all")[1:] == ["", "10 %", "50 %", "50 %", "1.50", "", "50.0 ± 20.8", "", "3"]
     write_rows(tmp_path / "frontier-cost.csv", costs)
     assert "35.0" not in page.page(tmp_path)
     write_rows(tmp_path / "frontier-accuracy.csv", [*epochs, epoch("exact", 0, 0.925, "sst2-full")])
@@ -96,10 +106,15 @@ def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: st
     points = [point("exact", size, value) for size, value in LOSSES.items()] + [point("tenth", 8, loss)]
     # Rows that were seen before make another comparison, and noise after that is none of it.
     points += [point("exact", 8, 0.1, step=200, epoch=1.8), point("tenth", 8, 0.1, step=200, epoch=1.8)]
-    noises = [noisy(1.0), noisy(3.0, block="layers.1"), noisy(99.0, step=150)]
+    # Another seed, whose exact runs are all lower by one.
+    points += [point("exact", size, value - 1, seed=1) for size, value in LOSSES.items()]
+    points += [point("tenth", 8, 2.0, seed=1)]
+    noises = [noisy(1.0), noisy(3.0, block="layers.1"), noisy(0.0, block="head"), noisy(99.0, step=150)]
     line = cells(predictions(points, noises), "LLaMA")
-    assert line[2:7] == ["100", "1", f"{effective_batch(8, 1.0):.1f}", found, f"{loss:.4f}"]
-    assert line[7:] == ["4.0000", "3.0000", "2.0000"]
+    # Of the whole (1 + 3 + 0) / 6, of the median block 1 / 2.
+    assert line[2:5] == ["100", "0.67 / 0.5", f"{effective_batch(8, 4 / 6):.1f} / {effective_batch(8, 0.5):.1f}"]
+    assert line[5] == f"{found}, 4.0"
+    assert line[7:] == [f"{mean:.4f} ± 0.5000" for mean in (3.5, 2.5, 1.5)]
 
 
 def test_noise_is_by_depth_and_operation() -> None:
