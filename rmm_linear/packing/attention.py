@@ -197,19 +197,28 @@ def dropped_attention(
     root = math.sqrt(abs(spec.scale))
     bias = _visible(query, mask, spec, wide)
     output = query.new_empty(batch, queries, heads, value.shape[-1])
-    step, group = max(1, block_size(query.device) // max(1, queries * spec.keys)), heads // spec.kv_heads
-    for b in range(batch):
+    scores_each, group = max(1, queries * spec.keys), heads // spec.kv_heads
+    step = max(1, block_size(query.device) // scores_each)  # heads at a time, of one sequence or of a few
+    together = max(1, step // heads)
+    for first in range(0, batch, together):
+        some = slice(first, min(first + together, batch))
         for begin in range(0, heads, step):
             head = slice(begin, min(begin + step, heads))
-            shared = torch.arange(heads, device=query.device)[head] // group
-            k, v = (tensor[b].index_select(0, shared).to(wide) for tensor in (key, value))
-            scores = (query[b, head].to(wide) * math.copysign(root, spec.scale)) @ (k * root).transpose(-1, -2)
-            own = None if bias is None else bias[min(b, len(bias) - 1)]
-            own = own if own is None or len(own) == 1 else own[head]
+            k, v = (_of_heads(tensor[some], head, group).to(wide) for tensor in (key, value))
+            scores = (query[some, head].to(wide) * math.copysign(root, spec.scale)) @ (k * root).transpose(-1, -2)
+            own = None if bias is None else bias if len(bias) == 1 else bias[some]
+            own = own if own is None or own.shape[1] == 1 else own[:, head]
             p = torch.ops.aten._safe_softmax(scores if own is None else scores.add_(own), -1)  # 0 where nothing is seen
-            p.mul_(kept[b, head].to(wide).div_(1 - spec.p))
-            output[b, :, head] = (p @ v).transpose(0, 1)
+            p.mul_(kept[some, head].to(wide).div_(1 - spec.p))
+            output[some, :, head] = (p @ v).transpose(1, 2)
     return output
+
+
+def _of_heads(tensor: Tensor, head: slice, group: int) -> Tensor:
+    """The keys or values that some heads of queries see, each once for every head: (B, hk, T, d) to (B, n, T, d)."""
+    if group == 1:
+        return tensor[:, head]
+    return tensor.index_select(1, torch.arange(head.start, head.stop, device=tensor.device) // group)
 
 
 def _visible(query: Tensor, mask: Tensor | None, spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:

@@ -6,6 +6,7 @@ from attention_helpers import exact_rows, formula, formula_gradients, packed_kep
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rmm_linear.packing import attention
 from rmm_linear.packing.attention import (
     attention_rows,
     check_attention_bits,
@@ -123,7 +124,9 @@ def test_keys_are_packed_less_their_mean():
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_dropout_with_a_known_mask(name, kv_heads):
+@pytest.mark.parametrize("heads", [1, 3, 4, 8, 100], ids="{} heads at a time".format)  # of 4 a sequence, of 3 sequences
+def test_dropout_with_a_known_mask(name, kv_heads, heads, monkeypatch):
+    monkeypatch.setattr(attention, "block_size", lambda device: heads * 9 * 9)
     q, k, v, _ = tensors(3, 4, kv_heads, 9, 9, 8, 6)
     spec, kept = spec_of(q, k, p=0.3), rand(3, 4, 9, 9) > 0.3
     found = dropped_attention(q, k, v, MASKS[name], kept, spec).transpose(1, 2)
