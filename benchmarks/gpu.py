@@ -70,7 +70,7 @@ def gpu(
     end = time.monotonic() + seconds
     failures: list[str] = []
     waiting = {name: share for name, share in SHARES.items() if name in sections}
-    for name in list(waiting):
+    for name in tuple(waiting):
         left = max(1.0, end - time.monotonic())
         timeout = left * waiting[name] / sum(waiting.values())
         del waiting[name]

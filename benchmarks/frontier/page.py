@@ -78,7 +78,7 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
     for method, how in METHODS.items():
         shown = EXACT if how.is_exact else method
         scores = [scores_of(epochs, task, shown) for task in tasks]
-        share = [share_text(costs, tasks, method, field) for field in _FIELDS]
+        share = [share_text(share_of(costs, tasks, method, field), field) for field in _FIELDS]
         if not any(scores) and not any(share):
             continue
         apart = "" if how.is_exact else mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
@@ -146,19 +146,16 @@ def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: st
     return statistics.mean(found) if found else None
 
 
-def share_text(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> str:
-    """Write a method's bytes or seconds by the exact step's.
+def share_text(share: float | None, field: str) -> str:
+    """Write a share.
 
     Args:
-        costs: All measurements of steps.
-        tasks: Over which shares are averaged.
-        method: The method.
-        field: Of :class:`benchmarks.frontier.rows.Cost`.
+        share: Of :func:`share_of`.
+        field: What it is a share of.
 
     Returns:
-        The time as "1.05", bytes as "12 %"; empty if no task has it.
+        Of times as "1.05", of bytes as "12 %"; empty if there is none.
     """
-    share = share_of(costs, tasks, method, field)
     if share is None:
         return ""
     return f"{share:.2f}" if field.endswith("time") else f"{100 * share:.0f} %"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import IN_TABLE, TITLES, apart_of, origins, share_text
+from benchmarks.frontier.page import IN_TABLE, TITLES, apart_of, origins, share_of, share_text
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.records import read_rows
 from rmm_linear._support.tables import table
@@ -33,7 +33,7 @@ def summary(results: Path) -> str:
     lines = list[tuple[str, ...]]()
     for method in _METHODS:
         how = METHODS[method]
-        shares = [share_text(costs, tasks, method, field) for field in ("kept", "peak", "time")]
+        shares = [share_text(share_of(costs, tasks, method, field), field) for field in ("kept", "peak", "time")]
         found = mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
         title = f"**{how.title}**" if method == "tenth" else how.title
         lines.append((title, *shares, "0" if how.is_exact else found))
