@@ -158,7 +158,7 @@ def test_shares_of_a_step_and_products_in_them(tmp_path: Path) -> None:
         assert all(0 <= row.products < row.share < 1 and row.calls > 0 for row in here.values())
         assert {("forward", "keep"), ("forward", "pack_norm")} <= here.keys()
         assert here["backward", "unpacked_product"].products > 0  # dW itself
-        assert here["forward", "pack_norm"].products == 0
+    assert {row.products for row in rows if row.operator == "pack_derivative"} == {0.0}
     assert (tmp_path / "frontier-shares.png").stat().st_size > 5_000
 
 

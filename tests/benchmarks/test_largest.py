@@ -10,8 +10,9 @@ import torch
 
 from benchmarks import gpu, largest_search
 from benchmarks import largest as module
-from benchmarks.largest import EXACT, Largest, run_largest, search_in
+from benchmarks.largest import Largest, run_largest, search_in
 from benchmarks.largest_search import is_full, largest
+from benchmarks.largest_trial import EXACT
 from benchmarks.processes import ProcessError
 from benchmarks.records import read_rows
 
@@ -100,7 +101,7 @@ def test_a_batch_that_does_not_fit_again_is_said(monkeypatch: pytest.MonkeyPatch
     def full(trial: object, batch: int, end: float) -> dict:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module._Trial, "measured", full)
+    monkeypatch.setattr(module.Trial, "measured", full)
     (row,) = search_in("roberta-base", EXACT, "cpu", True, NEVER, None)
     assert row["batch"] > 0
     assert row["status"] == "when it was measured: CUDA out of memory"
