@@ -17,6 +17,7 @@ GENERATED = (
     ("docs/comparison.md", "python -m benchmarks frontier", frontier_page.page),
     ("docs/compiled.md", "python -m benchmarks compile", compiled.tables),
     ("docs/gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
+    ("docs/noise.md", "python -m benchmarks.noise", tables.survey),
     ("docs/planning/chains.md", "python -m benchmarks chains", chains_bptt.page),
     ("docs/planning/graphs.md", "python -m benchmarks graphs", graphs_page.page),
     ("docs/planning/fit.md", "python -m benchmarks fit", fit_page.page),

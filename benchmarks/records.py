@@ -31,6 +31,7 @@ _GENERATED = (
     "docs/compiled.md",
     "docs/estimators.md",
     "docs/gpu.md",
+    "docs/noise.md",
     "docs/planning/chains.md",
     "docs/planning/fit.md",
     "docs/planning/graphs.md",
@@ -129,15 +130,13 @@ class Parity(Origin):
     status: str = "ok"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Noise(Origin):
-    """One kind of sketch with one norm estimator on one task.
+    """Noise of sketches on a GLUE task: the median over layers of D²_sketch / D²_SGD.
 
     Attributes:
         task: The GLUE task.
-        kind: Kind of sketch.
-        norm_estimator: Name of the estimator, "oracle", or empty where none applies.
-        noise: Median over layers of D²_sketch / D²_SGD, mean over seeds.
+        noise: Mean over seeds.
         least: Least of the seeds.
         most: Most of the seeds.
         seeds: Number of seeds.
@@ -147,8 +146,6 @@ class Noise(Origin):
     """
 
     task: str
-    kind: str
-    norm_estimator: str
     noise: float
     least: float
     most: float
@@ -156,6 +153,32 @@ class Noise(Origin):
     layers: int
     padding: float
     seed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Noise):
+    """Noise of one kind of sketch with one norm estimator.
+
+    Attributes:
+        kind: Kind of sketch.
+        norm_estimator: Name of the estimator, "oracle", or empty where none applies.
+    """
+
+    kind: str
+    norm_estimator: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed(Noise):
+    """Noise of one setting at one memory.
+
+    Attributes:
+        setting: Kind of sketch and bits, as :func:`rmm_linear.variance.survey.survey.medians` names them.
+        memory: Bytes kept by bytes of the input.
+    """
+
+    setting: str
+    memory: float
 
 
 Record = TypeVar("Record", bound=Origin)

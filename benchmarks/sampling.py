@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import pages
-from benchmarks.noise import load_glue
-from benchmarks.records import RATIO, RESULTS, Noise, origin, write_rows
+from benchmarks.noise import load_glue, spread
+from benchmarks.records import RATIO, RESULTS, Sampled, origin, write_rows
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator, norm_estimators
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, default=CSV, help="file to write; the table is made of the usual one")
     arguments = parser.parse_args(argv)
     about = {**origin("cpu"), "seed": " ".join(map(str, arguments.seeds))}
-    rows: list[Noise] = []
+    rows: list[Sampled] = []
     for task in arguments.tasks:
         runs, padding = [], []
         for seed in arguments.seeds:
@@ -156,9 +156,9 @@ def main(argv: list[str] | None = None) -> int:
             runs.append(measure(model, batches, uniform_mix=arguments.uniform_mix))
             padding.append(1 - float(batches[-1]["attention_mask"].double().mean()))
         for (kind, name), layers in runs[0].items():
-            values = [median(run[kind, name]) for run in runs]
-            shape = (len(runs), len(layers), mean(padding))
-            row = Noise(task, kind, name, mean(values), min(values), max(values), *shape, **about)
+            found = spread([median(run[kind, name]) for run in runs])
+            shape = {"layers": len(layers), "padding": mean(padding)}
+            row = Sampled(task=task, kind=kind, norm_estimator=name, **found, **shape, **about)
             rows.append(row)
             print(f"{task:6} {kind:12} {name:15} {row.noise:7.3f}  ({row.least:.3f} to {row.most:.3f})", flush=True)
     write_rows(arguments.csv, rows)

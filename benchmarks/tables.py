@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import growth, host, linear, models, operators
-from benchmarks.records import RATIO, Noise, Row, read_rows
+from benchmarks.records import RATIO, Noise, Row, Sampled, Surveyed, read_rows
 from rmm_linear._support.tables import table
 from rmm_linear.sketches import SAMPLERS
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+_FLOOR = 0.01
 _TITLES = {
     "paper": "the published dense Gaussian",
     "none": '"none": nothing else',
@@ -56,7 +57,7 @@ def performance(results: Path) -> str:
 def sampling(results: Path) -> str:
     """Return the table of the norm estimators' noise: settings down, tasks across."""
     path = results / "sampling.csv"
-    rows = read_rows(path, Noise) if path.is_file() else []
+    rows = read_rows(path, Sampled) if path.is_file() else []
     if not rows:
         return "Nothing is measured yet: run `python -m benchmarks.sampling`."
     tasks = dict.fromkeys(row.task for row in rows)
@@ -68,9 +69,35 @@ def sampling(results: Path) -> str:
         lines.append((title, *(cells[kind, name, task] for task in tasks for kind in SAMPLERS)))
     for kind in ("rows", "countsketch"):
         lines.append((f"for comparison, `{kind}`", *(cells[kind, "", task] for task in tasks for _ in SAMPLERS)))
-    first = rows[0]
-    seeds = "one seed" if first.seeds == 1 else f"mean of {first.seeds} seeds"
-    return f"{first.layers} layers, {seeds}, commit `{_short(first.commit)}`:\n\n{table(header, lines)}"
+    return f"{_of(rows[0])}:\n\n{table(header, lines)}"
+
+
+def survey(results: Path) -> str:
+    """Return the table of the sketches' noise at equal memory, and what seeds have: settings down, tasks across."""
+    path = results / "noise.csv"
+    rows = read_rows(path, Surveyed) if path.is_file() else []
+    if not rows:
+        return "Nothing is measured yet: run `python -m benchmarks.noise`."
+    cells = {(row.setting, row.task, row.memory): _digits(row.noise) for row in rows}
+    columns = dict.fromkeys((row.task, row.memory) for row in rows)
+    padding = {row.task: f"{100 * row.padding:.0f} % on {row.task}" for row in rows}
+    header = ("kept of the bytes", *(f"{task}: {100 * memory:g} %" for task, memory in columns))
+    settings = dict.fromkeys(row.setting for row in rows)
+    lines = [(name, *(cells[name, task, memory] for task, memory in columns)) for name in settings]
+    factors = [max(row.most / row.noise, row.noise / row.least) for row in rows if row.least > _FLOOR]
+    return (
+        f"{_of(rows[0])}; padding is {', '.join(padding.values())} of the tokens. Where the noise is above {_FLOOR}, "
+        f"every seed is within a factor of {max(factors, default=1.0):.1f}:\n\n{table(header, lines)}"
+    )
+
+
+def _of(row: Noise) -> str:
+    seeds = "one seed" if row.seeds == 1 else f"mean of {row.seeds} seeds"
+    return f"{row.layers} layers, {seeds}, commit `{_short(row.commit)}`"
+
+
+def _digits(noise: float) -> str:
+    return f"{noise:.{1 if noise >= 10 else 2 if noise >= 0.095 else 3}f}"
 
 
 def _source(row: Row) -> str:

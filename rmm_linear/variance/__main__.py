@@ -24,7 +24,14 @@ from rmm_linear.sketches import KINDS
 from rmm_linear.variance.plots import plot_noise_against_memory
 from rmm_linear.variance.survey.batches import load_tensors, load_texts
 from rmm_linear.variance.survey.recommendation import describe_layers
-from rmm_linear.variance.survey.survey import MEMORIES, describe, describe_batch, noise_at_memory, train_and_record
+from rmm_linear.variance.survey.survey import (
+    MEMORIES,
+    MemoryNoise,
+    describe,
+    describe_batch,
+    noise_at_memory,
+    train_and_record,
+)
 from rmm_linear.variance.whole_model import gradient_noise
 
 _DEFAULT = " (default: %(default)s)"
@@ -97,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
     parser.add_argument("--steps", type=count(0), default=25, help=f"exact training steps before{_DEFAULT}")
     parser.add_argument("--max_seq_length", type=count(1), default=128, help=f"tokens per text at most{_DEFAULT}")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help=f"of the training steps{_DEFAULT}")
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of everything{_DEFAULT}")
     help = "gradients of the converted model by which the noise of all parameters is measured; 0 measures none"
     parser.add_argument("--draws", type=count(0), default=2, help=f"{help}{_DEFAULT}")
 
@@ -127,7 +133,7 @@ def print_survey(
     *,
     source: str,
     title: str = "",
-) -> None:
+) -> list[MemoryNoise]:
     """Train on all batches but the last one, and print and plot the noise on that.
 
     Args:
@@ -137,6 +143,9 @@ def print_survey(
         picture: File of the picture.
         source: The model and the data, for the picture's title.
         title: Printed before the table, and before the name of the picture.
+
+    Returns:
+        The noise of every layer, setting and memory.
     """
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
     records, choices = train_and_record(
@@ -157,6 +166,7 @@ def print_survey(
     with replacing(picture) as file:
         cast(Any, axes.figure).savefig(file, dpi=150)
     print(f"\n{title}picture of noise against memory: {picture}", flush=True)
+    return noises
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -167,6 +177,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     file = "where to write the picture of noise against memory (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=file)
     parser.add_argument("--size", type=count(1), default=64, help=f"examples per batch of a text file{_DEFAULT}")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of everything{_DEFAULT}")
     add_arguments(parser)
     return parser
 

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import probe
 from benchmarks.noise import load_glue, main
+from benchmarks.records import Surveyed, read_rows, write_rows
+from benchmarks.tables import survey
 from rmm_linear.variance.survey.survey import AUTO, PAPER
 
 
@@ -17,18 +19,42 @@ def test_the_glue_command_prints_a_table_and_draws_it(
     cola: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--data_dir", str(cola), "--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16"]
-    assert main([*argv, "--memory", "0.2", "--model_name_or_path", str(model), "--plot", str(tmp_path)]) == 0
+    argv += ["--memory", "0.2", "--model_name_or_path", str(model), "--plot", str(tmp_path), "--seeds", "0", "1"]
+    assert main([*argv, "--csv", str(tmp_path / "noise.csv")]) == 0
     out = capsys.readouterr().out
-    assert "cola: 16 x " in out
+    assert "cola, seed 0: 16 x " in out
     assert "12 layers, 16-bit input" in out
     assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
-    assert f"cola: picture of noise against memory: {tmp_path / 'noise-cola.png'}" in out
-    assert (tmp_path / "noise-cola.png").read_bytes().startswith(b"\x89PNG")
+    assert f"cola, seed 1: picture of noise against memory: {tmp_path / 'noise-cola-1.png'}" in out
+    assert (tmp_path / "noise-cola-1.png").read_bytes().startswith(b"\x89PNG")
     pyplot = sys.modules["matplotlib.pyplot"]
     assert pyplot.gca().get_title().startswith(f"{model.name}, cola: median of 12 layers, 16 x ")
     pyplot.close("all")
     assert PAPER in out
     assert AUTO not in out  # it chooses on more batches
+    rows = read_rows(tmp_path / "noise.csv", Surveyed)
+    printed = [float(found) for found in re.findall(rf"{re.escape(PAPER)}, 16 bits +\| ([\d.]+)", out)]
+    (paper,) = (row for row in rows if row.setting.startswith(PAPER))
+    assert paper.least == pytest.approx(min(printed), abs=6e-4)
+    assert paper.noise == pytest.approx(sum(printed) / 2, abs=6e-4)
+    assert (paper.seeds, paper.seed, paper.layers, paper.memory, paper.task) == (2, "0 1", 12, 0.2, "cola")
+
+
+def test_the_table_has_settings_down_and_tasks_across(tmp_path: Path) -> None:
+    about = {"seeds": 2, "layers": 36, "padding": 0.5, "commit": "abc"}
+    rows = [
+        Surveyed(task=task, setting=setting, memory=memory, noise=noise, least=noise / 2, most=1.5 * noise, **about)
+        for task in ("cola", "sst2")
+        for memory, noise in ((0.05, 12.34), (0.1, 0.0012))
+        for setting in ("a", "b")
+    ]
+    write_rows(tmp_path / "noise.csv", rows)
+    lines = survey(tmp_path).splitlines()
+    assert lines[0].startswith("36 layers, mean of 2 seeds, commit `abc`; padding is 50 % on cola, 50 %")
+    assert "every seed is within a factor of 2.0:" in lines[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert cells[0] == ["kept of the bytes", "cola: 5 %", "cola: 10 %", "sst2: 5 %", "sst2: 10 %"]
+    assert cells[2:] == [[name, "12.3", "0.001", "12.3", "0.001"] for name in ("a", "b")]
 
 
 def test_a_short_file_is_read_again(cola: Path, model: Path) -> None:

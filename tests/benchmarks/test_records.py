@@ -24,10 +24,11 @@ from benchmarks.frontier.shares import Share
 from benchmarks.graphs import Planned
 from benchmarks.left import LeftRow
 from benchmarks.peaks import PeakRow
-from benchmarks.records import RESULTS, Noise, Origin, Parity, Row, origin, read_rows, write_rows
+from benchmarks.records import RESULTS, Origin, Parity, Row, Sampled, Surveyed, origin, read_rows, write_rows
 
 KINDS = {
-    "sampling": Noise,
+    "noise": Surveyed,
+    "sampling": Sampled,
     "blocks-left": LeftRow,
     "blocks-peaks": PeakRow,
     "kernels-compiled": CompiledRow,

@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_model, token_ids
 
 from benchmarks import sampling
-from benchmarks.records import Noise, write_rows
+from benchmarks.records import Sampled, write_rows
 from benchmarks.tables import sampling as table
 from rmm_linear.estimators import norm_estimators
 
@@ -41,8 +41,10 @@ def test_who_knows_the_norms_is_the_quietest_and_winners_help(found):
 
 @pytest.mark.parametrize(("seeds", "said"), [(3, "mean of 3 seeds"), (1, "one seed")])
 def test_a_file_and_a_table_for_a_small_run(tmp_path, seeds, said):
+    seed = {"least": 1.0, "most": 2.0, "seeds": seeds, "seed": "0 1 2"}
+    about = {"task": "cola", "noise": 1.5, "layers": 36, "padding": 0.5, "commit": "abc"}
     noises = [
-        Noise("cola", kind, name, 1.5, 1.0, 2.0, seeds, 36, 0.5, seed="0 1 2", commit="abc")
+        Sampled(kind=kind, norm_estimator=name, **about, **seed)
         for kind, name in [("rows", ""), ("countsketch", ""), ("wta", "none"), ("norm_rows", "none")]
     ]
     write_rows(tmp_path / "sampling.csv", noises)
