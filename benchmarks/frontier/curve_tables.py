@@ -36,8 +36,8 @@ def curve_sections(results: Path) -> list[str]:
         parts += ["### From scratch", _SCRATCH, reached(points), _PICTURE]
     if noises:
         parts += ["### Noise through training", _NOISE, through_training(noises)]
-    if points and noises:
-        parts += ["### Does the noise predict anything?", _PREDICTED, predictions(points, noises)]
+    if predicted := predictions(points, noises):
+        parts += ["### Does the noise predict anything?", _PREDICTED, predicted]
     return parts
 
 
@@ -108,7 +108,8 @@ def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> str:
         noises: All measurements.
 
     Returns:
-        A line per study and noisy method; none for studies whose smaller batches were not run.
+        A line per study and noisy method; none for studies whose smaller batches were not run, and no table if
+        there is no line.
     """
     lines = list[tuple[str, ...]]()
     for study, batch in BATCHES.items():
@@ -137,6 +138,8 @@ def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> str:
                     *(mean_text([*each.values()], 4) for each in exact.values()),
                 )
             )
+    if not lines:
+        return ""
     sizes = sorted({row.batch for row in points if row.method == EXACT and row.study == "language"})
     names = ("study", "method", "step", "noise", "batch predicted", "batch found", "loss")
     return table((*names, *(f"exact, {size}" for size in sizes)), lines)

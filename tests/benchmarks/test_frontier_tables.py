@@ -115,6 +115,7 @@ def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: st
     assert line[2:5] == ["100", "0.67 / 0.5", f"{effective_batch(8, 4 / 6):.1f} / {effective_batch(8, 0.5):.1f}"]
     assert line[5] == f"{found}, 4.0"
     assert line[7:] == [f"{mean:.4f} ± 0.5000" for mean in (3.5, 2.5, 1.5)]
+    assert predictions([one for one in points if one.batch == 8], noises) == ""
 
 
 def test_noise_is_by_depth_and_operation() -> None:
