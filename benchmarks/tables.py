@@ -86,7 +86,7 @@ def survey(results: Path) -> str:
     lines = [(name, *(cells[name, task, memory] for task, memory in columns)) for name in settings]
     factors = [max(row.most / row.noise, row.noise / row.least) for row in rows if row.least > _FLOOR]
     return (
-        f"{_of(rows[0])}; padding is {', '.join(padding.values())} of the tokens. Where the noise is above {_FLOOR}, "
+        f"{_of(rows[0])}; of the tokens, padding is {', '.join(padding.values())}. Where the noise is above {_FLOOR}, "
         f"every seed is within a factor of {max(factors, default=1.0):.1f}:\n\n{table(header, lines)}"
     )
 

@@ -50,7 +50,7 @@ def test_the_table_has_settings_down_and_tasks_across(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "noise.csv", rows)
     lines = survey(tmp_path).splitlines()
-    assert lines[0].startswith("36 layers, mean of 2 seeds, commit `abc`; padding is 50 % on cola, 50 %")
+    assert lines[0].startswith("36 layers, mean of 2 seeds, commit `abc`; of the tokens, padding is 50 % on cola, 50 %")
     assert "every seed is within a factor of 2.0:" in lines[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert cells[0] == ["kept of the bytes", "cola: 5 %", "cola: 10 %", "sst2: 5 %", "sst2: 10 %"]
