@@ -1,10 +1,10 @@
 """Suite ``blocks``: forward and backward pass of whole blocks, without embeddings, head and optimizer.
 
-Blocks of RoBERTa-base, with and without dropout, and of LLaMA-7B, in transformers' own classes with random weights. On
-cuda two blocks of each on 16,384 tokens: of LLaMA, 4e13 FLOPs of products both ways, 0.1 s at half of an H200's peak,
-which makes a case some twenty seconds; of RoBERTa, 1.6e12, a few milliseconds. All providers share one set of
-parameters. RoBERTa's blocks come with the norm and the dropout before the first. Where Triton's kernels run, all
-operations are there with ``fused=True``, too.
+Blocks of RoBERTa-base, with and without dropout, of LLaMA-7B and, on cuda, of a LLaMA of 1.1 billion parameters, in
+transformers' own classes with random weights. On cuda two blocks of each on 16,384 tokens: of LLaMA-7B, 4e13 FLOPs of
+products both ways, 0.1 s at half of an H200's peak, which makes a case some twenty seconds; of RoBERTa, 1.6e12, a few
+milliseconds. All providers share one set of parameters. RoBERTa's blocks come with the norm and the dropout before the
+first. Where Triton's kernels run, all operations are there with ``fused=True``, too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ _UNIT = 2.0**-24  # half a last bit of float32, relative
 _SIZES: dict[str, dict[str, Any]] = {
     "roberta": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
     "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
+    "llama-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
 }
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -55,7 +61,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     elif device == "cpu":
         runs = [("roberta", (8, 128, 2), p, single) for p in (0.1, 0.0)] + [("llama", (2, 256, 1), 0.0, single)]
     else:
-        runs = [("llama", (4, 4096, 2), 0.0, half)]
+        runs = [("llama", (4, 4096, 2), 0.0, half), ("llama-1b", (8, 2048, 2), 0.0, half)]
         runs += [("roberta", (32, 512, 2), p, dtype) for dtype in (half, single) for p in (0.1, 0.0)]
     return [
         Case(
@@ -155,7 +161,7 @@ def _roberta(case: Case) -> Any:
 def _llama(case: Case) -> Any:
     from transformers import LlamaConfig, LlamaModel
 
-    sizes = _TINY if case.tiny else models.HALF_OF_LLAMA if case.device == "cpu" else _SIZES["llama"]
+    sizes = _TINY if case.tiny else models.HALF_OF_LLAMA if case.device == "cpu" else _SIZES[case.name.split()[0]]
     return LlamaModel(LlamaConfig(**sizes, num_hidden_layers=case.sizes[2], vocab_size=32, use_cache=False))
 
 

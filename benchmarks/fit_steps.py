@@ -63,7 +63,7 @@ def live_peak(model: nn.Module, run: Run) -> int:
 
 
 def medians(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> dict[str, float]:
-    """Time steps in turns, every second round in reverse order, after one step of each.
+    """Time steps in turns.
 
     Args:
         model: Its parameters get the gradients.
@@ -72,6 +72,20 @@ def medians(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> 
 
     Returns:
         Title to the median of its seconds.
+    """
+    return {title: statistics.median(seconds) for title, seconds in timed(model, runs, rounds).items()}
+
+
+def timed(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """Time steps in turns, every second round in reverse order, after one step of each.
+
+    Args:
+        model: Its parameters get the gradients.
+        runs: Title to step.
+        rounds: How often every step's turn comes.
+
+    Returns:
+        Title to its seconds in every round.
     """
     found: dict[str, list[float]] = {title: [] for title in runs}
     for number in range(-1, rounds):
@@ -82,7 +96,7 @@ def medians(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> 
             if number >= 0:
                 found[title].append(time.perf_counter() - begin)
     clear(model)
-    return {title: statistics.median(seconds) for title, seconds in found.items()}
+    return found
 
 
 def options_of(model: nn.Module, batch: Any, folder: str | None = None) -> Fitting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import chains_bptt, compiled, fit_page, fit_paper_page, graphs_page, roofline, tables
+from benchmarks.frontier import noise_page
 from benchmarks.frontier import page as frontier_page
 from benchmarks.frontier import summary as frontier_summary
 from benchmarks.records import RESULTS, ROOT
@@ -15,6 +16,7 @@ GENERATED = (
     ("docs/benchmarks.md", "python -m benchmarks table", tables.performance),
     ("docs/estimators.md", "python -m benchmarks.sampling", tables.sampling),
     ("docs/comparison.md", "python -m benchmarks frontier", frontier_page.page),
+    ("docs/training-noise.md", "python -m benchmarks frontier", noise_page.noise_page),
     ("docs/compiled.md", "python -m benchmarks compile", compiled.tables),
     ("docs/gpu.md", "python -m benchmarks roofline", lambda results: roofline.tables()),
     ("docs/noise.md", "python -m benchmarks.noise", tables.survey),

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
+
+HEAD = "classifier"  # of models for classification
 
 
 class PaperLinear(nn.Linear):
-    """``nn.Linear`` that keeps Z = SᵀX and the state to draw S again."""
+    """``nn.Linear`` that keeps Z = SᵀX and the seed to draw S again."""
 
     def __init__(self, inputs: int, outputs: int, ratio: float, **options: Any) -> None:
         """Make the layer; ``ratio`` is K/N, and ``options`` are device and dtype."""
@@ -24,26 +27,54 @@ class PaperLinear(nn.Linear):
         self.ratio = ratio
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer to X, shape (N, I)."""
+        """Apply the layer to X, shape (..., I); N is the product of the others."""
+        if not torch.is_grad_enabled():
+            return super().forward(input)
+        x = input.reshape(-1, self.in_features)
         seed = int(torch.randint(2**62, ()))
-        return _PaperFunction.apply(input, self.weight, self.bias, max(1, round(self.ratio * len(input))), seed)
+        output = _PaperFunction.apply(x, self.weight, self.bias, max(1, round(self.ratio * len(x))), seed)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+def use_paper(model: nn.Module, ratio: float) -> None:
+    """Put the published layer in place of all linear layers but those of the head, which see one row per sequence.
+
+    Args:
+        model: Changed in place; the layers keep their parameters.
+        ratio: K/N.
+    """
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in parent.named_children():
+            if type(child) is not nn.Linear or HEAD in (*parent_name.split("."), name):
+                continue
+            layer = PaperLinear(child.in_features, child.out_features, ratio, device="meta")
+            layer.weight, layer.bias = child.weight, child.bias
+            setattr(parent, name, layer.train(child.training))
 
 
 class _PaperFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, seed: int) -> Tensor:
-        ctx.seed = seed
-        ctx.save_for_backward(weight, _matrix(seed, rows, x) @ x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, seed: int) -> Tensor:
+        ctx.seed, ctx.has_bias = seed, bias is not None
+        s = _matrix(seed, rows, x)
+        with record_function("paper::sketch_x"):
+            z = s @ x
+        ctx.save_for_backward(weight, z)
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = grad_outputs
         weight, z = ctx.saved_tensors
-        return y @ weight, (_matrix(ctx.seed, len(z), y) @ y).T @ z, y.sum(0), None, None
+        s = _matrix(ctx.seed, len(z), y)
+        with record_function("paper::weight_gradient"):
+            to_weight = (s @ y).T @ z
+        return y @ weight, to_weight, y.sum(0) if ctx.has_bias else None, None, None
 
 
 def _matrix(seed: int, rows: int, like: Tensor) -> Tensor:
     """Sᵀ, shape (K, N), of variance 1/K."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(rows, len(like), generator=generator, device=like.device, dtype=like.dtype).mul_(rows**-0.5)
+    with record_function("paper::draw_s"):
+        generator = torch.Generator(like.device).manual_seed(seed)
+        s = torch.randn(rows, len(like), generator=generator, device=like.device, dtype=like.dtype)
+        return s.mul_(rows**-0.5)

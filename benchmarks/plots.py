@@ -168,6 +168,20 @@ def figure_of(down: int, across: int, width: float = 4.6, height: float = 3.9) -
     return figure, list(figure.subplots(down, across, squeeze=False).flat)
 
 
+def distinct(count: int) -> list[Any]:
+    """Return as many colours, no two of them alike.
+
+    Raises:
+        ValueError: If there are not so many.
+    """
+    from matplotlib import colormaps
+
+    every = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors, *colormaps["Pastel1"].colors]  # pyright: ignore[reportAttributeAccessIssue]
+    if count > len(every):
+        raise ValueError(f"There are {len(every)} colours to tell apart, got {count} things to draw.")
+    return every[:count]
+
+
 def _style(number: int) -> tuple[str, str, str]:
     """Marker, line and colour; after the last marker the first comes again, with another line and colour."""
     marker, again = _STYLES[number % len(_STYLES)][0], 3 * (number // len(_STYLES))

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,6 +32,7 @@ _GENERATED = (
     "docs/estimators.md",
     "docs/gpu.md",
     "docs/noise.md",
+    "docs/training-noise.md",
     "docs/planning/chains.md",
     "docs/planning/fit.md",
     "docs/planning/graphs.md",
@@ -233,6 +234,34 @@ def read_rows(path: Path, kind: type[Record]) -> list[Record]:
             kind(**{name: columns[name](text) for name, text in row.items() if text or columns[name] is str})
             for row in reader
         ]
+
+
+def known_rows(path: Path, kind: type[Record]) -> list[Record]:
+    """Read what :func:`write_rows` wrote.
+
+    Args:
+        path: The csv file.
+        kind: Class of its rows.
+
+    Returns:
+        The rows; none if there is no file.
+
+    Raises:
+        ValueError: If the columns are others.
+    """
+    return read_rows(path, kind) if path.is_file() else []
+
+
+def put_rows(path: Path, rows: Sequence[Record], is_replaced: Callable[[Record], bool]) -> None:
+    """Put rows behind those of a csv file, which is read just before: another command may have written meanwhile.
+
+    Args:
+        path: The csv file; made if there is none.
+        rows: At least one.
+        is_replaced: Whether a row that is there goes.
+    """
+    there = known_rows(path, type(rows[0]))
+    write_rows(path, [*(row for row in there if not is_replaced(row)), *rows])
 
 
 def _columns(kind: type[Origin]) -> dict[str, type]:

@@ -78,7 +78,7 @@ def survey(results: Path) -> str:
     rows = read_rows(path, Surveyed) if path.is_file() else []
     if not rows:
         return "Nothing is measured yet: run `python -m benchmarks.noise`."
-    cells = {(row.setting, row.task, row.memory): _digits(row.noise) for row in rows}
+    cells = {(row.setting, row.task, row.memory): digits(row.noise) for row in rows}
     columns = dict.fromkeys((row.task, row.memory) for row in rows)
     padding = {row.task: f"{100 * row.padding:.0f} % on {row.task}" for row in rows}
     header = ("kept of the bytes", *(f"{task}: {100 * memory:g} %" for task, memory in columns))
@@ -96,7 +96,15 @@ def _of(row: Noise) -> str:
     return f"{row.layers} layers, {seeds}, commit `{_short(row.commit)}`"
 
 
-def _digits(noise: float) -> str:
+def digits(noise: float) -> str:
+    """Write a ratio of variances.
+
+    Args:
+        noise: The ratio.
+
+    Returns:
+        Two significant digits or so.
+    """
     return f"{noise:.{1 if noise >= 10 else 2 if noise >= 0.095 else 3}f}"
 
 
@@ -125,8 +133,8 @@ def _source(row: Row) -> str:
 
 
 def _short(commit: str) -> str:
-    digits, dirty, _ = commit.partition("-dirty")
-    return digits[:12] + dirty
+    known, dirty, _ = commit.partition("-dirty")
+    return known[:12] + dirty
 
 
 def _pivot(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:

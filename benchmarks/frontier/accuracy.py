@@ -14,7 +14,7 @@ from benchmarks.frontier.rows import Epoch
 from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
 from benchmarks.frontier.tasks import TRAININGS
 from benchmarks.frontier.training import train
-from benchmarks.records import read_rows, write_rows
+from benchmarks.records import known_rows, put_rows
 
 Run = tuple[str, str, int]
 
@@ -25,7 +25,8 @@ class Wanted:
 
     Attributes:
         tasks: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
-        methods: Of :data:`benchmarks.frontier.methods.METHODS`; those whose gradients are exact's are not run.
+        methods: Of :data:`benchmarks.frontier.methods.METHODS`; those whose gradients are exact's, or which are in
+            studies alone, are not run.
         seeds: Of every method.
         data_dir: Folder in the official GLUE layout.
         model_dir: Folder of the model.
@@ -47,7 +48,7 @@ class Wanted:
 
 
 def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
-    """Run what is not there yet; the file is whole after every run.
+    """Run what is not there yet, or was run with other settings; the file is whole after every run.
 
     Args:
         wanted: What to run. Seeds are the outer loop, so that all methods are there once before one is there twice.
@@ -57,19 +58,20 @@ def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
         A line per run, and what is left.
     """
     path = wanted.out / "frontier-accuracy.csv"
-    rows = read_rows(path, Epoch) if path.is_file() else []
-    there = {(row.task, row.method, row.seed) for row in rows}
-    trained = [method for method in wanted.methods if method == EXACT or not METHODS[method].is_exact]
+    trained = [
+        name for name in wanted.methods if name == EXACT or (not METHODS[name].is_exact and METHODS[name].is_tuned)
+    ]
     every: list[Run] = [
         (task, method, seed)
         for seed in wanted.seeds
         for task in wanted.tasks
         for method in trained
-        if method in (TRAININGS[task].methods or trained)
+        if method in (TRAININGS[task].methods or trained) and seed in (TRAININGS[task].seeds or wanted.seeds)
     ]
     without = [run for run in every if METHODS[run[1]].budget and not plan_path(wanted.out, run[0], run[1]).is_file()]
     able = [run for run in every if run not in without]
-    pending = [run for run in able if run not in there]
+    there = {_key(row): row for row in known_rows(path, Epoch)}
+    pending = [run for run in able if run not in there or not _is_as_wanted(there[run], wanted)]
     done = len(able) - len(pending)
 
     def arguments(run: Run) -> tuple[Any, ...]:
@@ -84,11 +86,24 @@ def accuracy(wanted: Wanted, about: dict[str, Any]) -> Iterator[str]:
             failed += 1
             yield f"{title} failed: {last_line(found)}"
             continue
-        rows = [*rows, *(dataclasses.replace(row, **about_run(about, wanted.jobs)) for row in found)]
-        write_rows(path, rows)
+        rows = [dataclasses.replace(row, **about_run(about, wanted.jobs)) for row in found]
+        put_rows(path, rows, lambda row, run=run: _key(row) == run)
         done += 1
         yield f"[{done}/{len(able)}] {title}: {found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
     for task, method, seed in without:
         yield f"{task}, {method}, {seed}: no plan, see part cost"
     if done < len(able) or not without:
         yield what_is_left(done, len(able), failed)
+
+
+def _key(row: Epoch) -> Run:
+    return row.task, row.method, row.seed
+
+
+def _is_as_wanted(row: Epoch, wanted: Wanted) -> bool:
+    """Whether a run that is there was trained as it would be now."""
+    how, training = METHODS[row.method], TRAININGS[row.task]
+    plan = plan_path(wanted.out, row.task, row.method) if how.budget else None
+    is_all = wanted.tiny or training.rows in (None, row.rows)
+    now = (training.epochs, training.batch, how.learning_rate / training.slower, how.settings(plan))
+    return is_all and now == (row.epochs, row.batch, row.learning_rate, row.settings)

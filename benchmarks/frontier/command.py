@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.frontier.language import GLOSSES, check_glosses
 from benchmarks.frontier.methods import METHODS
-from benchmarks.records import RESULTS, origin, read_rows
+from benchmarks.records import RESULTS, known_rows, origin
 
 PARTS = ("cost", "shares", "accuracy", "curves")
 _STUDIES = ("images", "language")
-_TASKS = ("sst2", "cola", "stsb", "rte", "cola-long", "sst2-full")
+_TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="all by default")
     parser.add_argument("--data_dir", default="data/glue", help="folder in the official GLUE layout")
     parser.add_argument("--model_dir", default="out/minilm", help="MiniLM in RoBERTa's classes; made if missing")
-    parser.add_argument(
-        "--tasks", choices=_TASKS, nargs="+", default=list(_TASKS[:4]), help="the first four by default"
-    )
+    parser.add_argument("--tasks", choices=_TASKS, nargs="+", default=list(_TASKS), help="all by default")
     parser.add_argument("--studies", choices=_STUDIES, nargs="+", default=list(_STUDIES), help="of part curves")
     parser.add_argument("--wordnet", default=GLOSSES, help="folder with data.noun, as in wordnet-base")
     parser.add_argument("--methods", choices=tuple(METHODS), nargs="+", default=list(METHODS), help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the threads")
-    parser.add_argument("--minutes", type=float, help="begin no run after that; the same command goes on later")
+    parser.add_argument("--minutes", type=float, help="begin nothing after that; the same command goes on later")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
@@ -57,7 +55,8 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     deadline = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
     where, out, tiny = (arguments.data_dir, arguments.model_dir), arguments.out, arguments.tiny
     if "cost" in arguments.parts:
-        yield from cost.cost(arguments.tasks, arguments.methods, out, *where, about, tiny=tiny)
+        sized = cost.Sized(arguments.tasks, arguments.methods, *where, out, deadline, tiny)
+        yield from cost.cost(sized, about)
     if "shares" in arguments.parts:
         yield from shares.shares(out, about, tiny=tiny)
     asked = (arguments.methods, arguments.seeds)
@@ -94,15 +93,20 @@ def draw(out: Path) -> Iterator[str]:
         The paths of the pictures.
     """
     from benchmarks.frontier import plots
-    from benchmarks.frontier.curve_tables import BATCHES
+    from benchmarks.frontier.long_tables import TASK
+    from benchmarks.frontier.predictions import BATCHES
     from benchmarks.frontier.rows import Cost, Epoch, Point
 
-    epochs, costs, points = (out / f"frontier-{part}.csv" for part in ("accuracy", "cost", "curves"))
-    if costs.is_file():
-        figure = plots.plot_frontier(read_rows(epochs, Epoch) if epochs.is_file() else [], read_rows(costs, Cost))
+    epochs = known_rows(out / "frontier-accuracy.csv", Epoch)
+    costs, points = known_rows(out / "frontier-cost.csv", Cost), known_rows(out / "frontier-curves.csv", Point)
+    long = [row for row in epochs if row.task == TASK]
+    figures = {
+        "frontier": plots.plot_frontier(epochs, costs),
+        "frontier-curves": plots.plot_curves(points, BATCHES) if points else None,
+        "frontier-long": plots.plot_long(long) if long else None,
+    }
+    for name, figure in figures.items():
         if figure is not None:
-            figure.savefig(out / "frontier.png", dpi=150)
-            yield str(out / "frontier.png")
-    if points.is_file():
-        plots.plot_curves(read_rows(points, Point), BATCHES).savefig(out / "frontier-curves.png", dpi=150)
-        yield str(out / "frontier-curves.png")
+            path = out / f"{name}.png"
+            figure.savefig(path, dpi=150)
+            yield str(path)

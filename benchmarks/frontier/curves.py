@@ -19,10 +19,11 @@ from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
 from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
 from benchmarks.frontier.study import Study
-from benchmarks.records import read_rows, write_rows
+from benchmarks.records import known_rows, put_rows
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.variance import gradient_noise
 
+Run = tuple[str, str, int, int]
 STUDIES = ("images", "language")
 # Exact runs with smaller batches, by which the noise of methods is judged; only where a step sees rows for the first
 # time is a smaller batch nothing but noisier.
@@ -87,7 +88,7 @@ def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: boo
                 Point(
                     **here, step=step, steps=study.steps, epoch=step * batch / study.rows,
                     train_loss=sum(losses) / len(losses), dev_loss=dev_loss, metric=study.metric, score=score,
-                    seconds=0.0, learning_rate=study.learning_rate,
+                    seconds=0.0, learning_rate=study.learning_rate, settings=how.settings(),
                 )
             )  # fmt: skip
             losses.clear()
@@ -139,7 +140,7 @@ class Curves:
 
 
 def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
-    """Run what is not there yet; the files are whole after every run.
+    """Run what is not there yet, or was run with other settings; the files are whole after every run.
 
     Args:
         wanted: What to run. Seeds are the outer loop.
@@ -149,9 +150,7 @@ def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
         A line per run, and what is left.
     """
     path, beside = wanted.out / "frontier-curves.csv", wanted.out / "frontier-noise.csv"
-    points = read_rows(path, Point) if path.is_file() else []
-    noises = read_rows(beside, Noisy) if beside.is_file() else []
-    there = {(row.study, row.method, row.seed, row.batch) for row in points}
+    there = {_key(row): row for row in known_rows(path, Point)}
     made = {name: make(name, wanted.glosses, tiny=wanted.tiny) for name in wanted.studies}
     every = [
         (name, method, seed, batch)
@@ -161,10 +160,10 @@ def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
         for batch in (study.batch, *(SMALLER[name] if method == EXACT else ()))
         if method in wanted.methods
     ]
-    pending = [run for run in every if run not in there]
+    pending = [run for run in every if run not in there or not _is_as_wanted(there[run], made[run[0]])]
     done = len(every) - len(pending)
 
-    def arguments(run: tuple[str, str, int, int]) -> tuple[Any, ...]:
+    def arguments(run: Run) -> tuple[Any, ...]:
         return curve, *run, wanted.glosses, wanted.tiny
 
     failed = 0
@@ -176,14 +175,23 @@ def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
             continue
         found, noisy = result
         here = about_run(about, wanted.jobs)
-        # Of a run that was interrupted between the two files, there may be rows already.
-        noises = [row for row in noises if (row.study, row.method, row.seed, row.batch) != run]
-        noises += [dataclasses.replace(row, **here) for row in noisy]
-        if noises:
-            write_rows(beside, noises)
-        points = [*points, *(dataclasses.replace(row, **here) for row in found)]
-        write_rows(path, points)
+        # First the noise: of a run that is interrupted between the two files, its rows are replaced.
+        for place, rows in ((beside, noisy), (path, found)):
+            if rows:
+                put_rows(
+                    place, [dataclasses.replace(row, **here) for row in rows], lambda row, run=run: _key(row) == run
+                )
         done += 1
         last = found[-1]
         yield f"[{done}/{len(every)}] {title}: {last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
     yield what_is_left(done, len(every), failed)
+
+
+def _key(row: Point | Noisy) -> Run:
+    return row.study, row.method, row.seed, row.batch
+
+
+def _is_as_wanted(row: Point, study: Study) -> bool:
+    """Whether a run that is there was trained as it would be now."""
+    now = (study.steps, study.learning_rate, METHODS[row.method].settings())
+    return now == (row.steps, row.learning_rate, row.settings)

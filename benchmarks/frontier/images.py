@@ -44,7 +44,7 @@ def images(*, tiny: bool = False) -> Study:
         sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
         return ViTForImageClassification(ViTConfig(**sizes))
 
-    methods = ("exact", "gaussian-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
+    methods = ("exact", "dense-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
     return Study(
         title="ViT on digits", train=train, dev=dev, model=model, score=_error, metric="error rate", batch=64,
         steps=12 if tiny else 1500, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,

@@ -83,7 +83,7 @@ def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
         sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": words}
         return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=_LENGTH, use_cache=False))
 
-    methods = ("exact", "gaussian-20", "gaussian-10", "wide", "tenth", "narrow")
+    methods = ("exact", "dense-20", "dense-10", "wide", "tenth", "narrow")
     return Study(
         title="LLaMA on glosses", train=train, dev=dev, model=model, score=_accuracy, metric="next-token accuracy",
         batch=8, steps=steps, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,

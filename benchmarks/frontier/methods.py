@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
-from rmm_linear import RMMConfig, convert
+from benchmarks.paper import HEAD, use_paper
+from rmm_linear import RMMConfig, RMMLinear, convert
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
@@ -26,132 +30,179 @@ class Method:
     Attributes:
         title: As tables show it.
         group: "exact", "published", "fewer parameters" or "ours".
-        prepare: Changes a model in place, or wraps it; returns what trains.
+        change: Changes a model in place, or wraps it; returns what trains.
+        fields: Its arguments besides the model.
         learning_rate: Of AdamW.
         is_exact: Whether gradients are the exact model's to the bit, so that nothing has to be trained again.
         is_indexed: Whether the model takes the numbers of the examples.
+        is_tuned: Whether it is fine-tuned on GLUE; otherwise it is in studies alone.
         budget: Of a plan: the share of what the exact step's peak has above the least of any plan.
     """
 
     title: str
     group: str
-    prepare: Callable[[nn.Module], nn.Module]
+    change: Callable[..., nn.Module]
+    fields: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = LEARNING_RATE
     is_exact: bool = False
     is_indexed: bool = False
+    is_tuned: bool = True
     budget: float | None = None
 
-    def planned(self, plan: Path | None) -> Callable[[nn.Module], nn.Module]:
-        """Return what prepares a model for this method.
+    def prepare(self, model: nn.Module, plan: Path | None = None) -> nn.Module:
+        """Prepare a model for this method.
 
         Args:
+            model: Changed in place, or wrapped.
             plan: The saved plan, where there is a budget.
 
         Returns:
-            A function that changes a model in place, or wraps it, and returns what trains.
+            What trains.
 
         Raises:
             ValueError: If the plan is missing.
         """
         if self.budget is None:
-            return self.prepare
+            return self.change(model, **self.fields)
+        load_plan(self._there(plan)).apply(model)
+        return model
+
+    def settings(self, plan: Path | None = None) -> str:
+        """Write what a run is trained with, besides the columns of its row: another text, another run.
+
+        Args:
+            plan: The saved plan, where there is a budget.
+
+        Returns:
+            The fields as JSON; of a plan, the beginning of its SHA-256.
+
+        Raises:
+            ValueError: If the plan is missing.
+        """
+        if self.budget is None:
+            return json.dumps(dict(self.fields), sort_keys=True)
+        return f"plan {hashlib.sha256(self._there(plan).read_bytes()).hexdigest()[:12]}"
+
+    def _there(self, plan: Path | None) -> Path:
         if plan is None or not plan.is_file():
             raise ValueError(f"{self.title} needs a plan, and there is no {plan}. Run part cost first, which makes it.")
-        return lambda model: _planned(model, plan)
-
-
-def _planned(model: nn.Module, path: Path) -> nn.Module:
-    load_plan(path).apply(model)
-    return model
+        return plan
 
 
 def _unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
-def _converted(**fields: Any) -> Callable[[nn.Module], nn.Module]:
-    def prepare(model: nn.Module) -> nn.Module:
-        convert(model, RMMConfig(**fields))
-        return model
-
-    return prepare
-
-
-def _checkpointed(step: int) -> Callable[[nn.Module], nn.Module]:
-    def prepare(model: nn.Module) -> nn.Module:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        newer = getattr(model, "activation_checkpointing_enable", None)
-        enable: Any = newer or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-        for place, block in enumerate(blocks):
-            block.gradient_checkpointing = place % step == 0
-        return model
-
-    return prepare
-
-
-def _few_bits(model: nn.Module) -> nn.Module:
-    use_few_bits(model, 3)
+def _converted(model: nn.Module, **fields: Any) -> nn.Module:
+    convert(model, RMMConfig(**fields))
     return model
 
 
-def _gact(model: nn.Module) -> nn.Module:
-    use_gact(model, 4)
+class _OwnSketches(SketchCache):
+    """Shares nothing: published layers that read the same input keep a sketch each."""
+
+    def find(self, *_: Any) -> tuple[Tensor, ...] | None:
+        """Find nothing."""
+
+
+def _wta(model: nn.Module, **fields: Any) -> nn.Module:
+    convert(model, RMMConfig(**fields))
+    context = next(one.rmm_context for one in model.modules() if isinstance(one, RMMLinear))
+    if context is not None:
+        context.sketch_cache = _OwnSketches()
     return model
 
 
-def _lora(**fields: Any) -> Callable[[nn.Module], nn.Module]:
-    def prepare(model: nn.Module) -> nn.Module:
-        from peft import LoraConfig, get_peft_model
+def _paper(model: nn.Module, *, ratio: float) -> nn.Module:
+    use_paper(model, ratio)
+    return model
 
-        settings: dict[str, Any] = {"r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": "all-linear"}
-        if fields:
-            from peft import VeloraConfig
 
-            settings["velora_config"] = VeloraConfig(**fields)
-        kind = "SEQ_CLS" if hasattr(model, "classifier") else None
-        return get_peft_model(model, LoraConfig(task_type=kind, **settings))  # pyright: ignore[reportArgumentType]
+def _checkpointed(model: nn.Module, *, every: int) -> nn.Module:
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return prepare
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    enable: Any = newer or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    for place, block in enumerate(blocks):
+        block.gradient_checkpointing = place % every == 0
+    return model
+
+
+def _few_bits(model: nn.Module, *, bits: int) -> nn.Module:
+    use_few_bits(model, bits)
+    return model
+
+
+def _gact(model: nn.Module, *, bits: int) -> nn.Module:
+    use_gact(model, bits)
+    return model
+
+
+def _lora(model: nn.Module, *, rank: int, groups: int | None = None) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    if groups is not None:
+        from peft import VeloraConfig
+
+        settings["velora_config"] = VeloraConfig(num_groups=groups)
+    kind = "SEQ_CLS" if hasattr(model, HEAD) else None
+    return get_peft_model(model, LoraConfig(task_type=kind, **settings))  # pyright: ignore[reportArgumentType]
+
+
+def _converted_lora(model: nn.Module, *, rank: int) -> nn.Module:
+    return _converted(_lora(model, rank=rank))
 
 
 # All linear layers but those of the head, which see one row per sequence.
 _PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "min_rows": 1}
-_PUBLISHED |= {"exclude_modules": r"(.*\.)?classifier(\..*)?"}
+_PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
+_WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
 
+
+def _published(share: int) -> Method:
+    return Method(f"Gaussian sketch, {share} %", "published", _paper, {"ratio": share / 100})
+
+
+def _dense(share: int) -> Method:
+    """The same sketch by our layers, whose noise can be measured."""
+    fields = {"kind": "gaussian", "ratio": share / 100, **_PUBLISHED}
+    return Method(f"Gaussian sketch by our layers, {share} %", "published", _converted, fields, is_tuned=False)
+
+
+def _adapters(title: str, change: Callable[..., nn.Module], **fields: Any) -> Method:
+    return Method(title, "fewer parameters", change, {"rank": _RANK, **fields}, LORA_LEARNING_RATE)
+
+
+def _fit(share: int) -> Method:
+    return Method(f"fit, least + {share} %", "ours", _unchanged, budget=share / 100)
+
+
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", _unchanged, is_exact=True),
-    "checkpoint": Method("checkpointing, all blocks", "exact", _checkpointed(1), is_exact=True),
-    "checkpoint-half": Method("checkpointing, half", "exact", _checkpointed(2), is_exact=True),
-    **{
-        f"gaussian-{share}": Method(
-            f"Gaussian sketch, {share} %", "published", _converted(kind="gaussian", ratio=share / 100, **_PUBLISHED)
-        )
-        for share in (50, 20, 10)
-    },
+    "checkpoint": Method("checkpointing, all blocks", "exact", _checkpointed, {"every": 1}, is_exact=True),
+    "checkpoint-half": Method("checkpointing, half", "exact", _checkpointed, {"every": 2}, is_exact=True),
+    **{f"gaussian-{share}": _published(share) for share in (50, 20, 10)},
+    **{f"dense-{share}": _dense(share) for share in (20, 10)},
     **{
         f"wta-{share}": Method(
-            f"WTA-CRS, {share} %",
-            "published",
-            _converted(kind="wta", ratio=share / 100, norm_estimator="sample_cache", uniform_mix=1e-6, **_PUBLISHED),
-            is_indexed=True,
+            f"WTA-CRS, {share} %", "published", _wta, {"ratio": share / 100, **_WTA}, is_indexed=True
         )
         for share in (30, 10)
     },
-    "few-bits": Method("few-bit GELU, 3 bits", "published", _few_bits),
-    "gact": Method("GACT's rule, 4 bits", "published", _gact),
-    "lora": Method(f"LoRA, rank {_RANK}", "fewer parameters", _lora(), LORA_LEARNING_RATE),
-    "velora": Method(f"VeLoRA, rank {_RANK}", "fewer parameters", _lora(num_groups=64), LORA_LEARNING_RATE),
-    "linears": Method("ours, linears only", "ours", _converted(operations=("linear",))),
-    "wide": Method("ours, wide", "ours", _converted(**_WIDE)),
-    "tenth": Method("ours, default", "ours", _converted()),
-    "narrow": Method("ours, narrow", "ours", _converted(**_NARROW)),
-    **{
-        f"fit-{round(100 * share)}": Method(f"fit, least + {round(100 * share)} %", "ours", _unchanged, budget=share)
-        for share in (0.5, 0.25, 0.1)
-    },
+    "few-bits": Method("few-bit GELU, 3 bits", "published", _few_bits, {"bits": 3}),
+    "gact": Method("GACT's rule, 4 bits", "published", _gact, {"bits": 4}),
+    "lora": _adapters(f"LoRA, rank {_RANK}", _lora),
+    "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
+    "lora-tenth": _adapters("LoRA, and ours on it", _converted_lora),
+    "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
+    "wide": Method("ours, wide", "ours", _converted, _WIDE),
+    "tenth": Method("ours, default", "ours", _converted),
+    "narrow": Method("ours, narrow", "ours", _converted, _NARROW),
+    **{f"fit-{share}": _fit(share) for share in (50, 25, 10)},
 }
+TUNED = tuple(name for name, method in METHODS.items() if method.is_tuned)

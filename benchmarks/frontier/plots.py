@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.frontier.means import mean_and_error
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.page import apart_of, scores_of, share_of
+from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Cost, Epoch, Point
-from benchmarks.plots import figure_of
+from benchmarks.plots import distinct, figure_of
 
 _TITLES = {"sst2": "SST-2, accuracy", "cola": "CoLA, Matthews", "stsb": "STS-B, Pearson", "rte": "RTE, accuracy"}
 _GROUPS = {
@@ -20,7 +21,8 @@ _GROUPS = {
     "fewer parameters": ("D", "#0072b2"),
     "ours": ("o", "#009e73"),
 }
-_COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#555555")
+_SIZE = 6  # of names, in points
+_PLACES = ((4, 3), (4, -8), (-4, 3), (-4, -8), (4, 10), (4, -15), (-4, 10), (-4, -15))  # of names, by their point
 
 
 def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
@@ -57,6 +59,9 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
         axis.set_axis_off()
     labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.draw_without_rendering()  # places are known from now on
+    for axis in axes:
+        _spread(axis)
     return figure
 
 
@@ -65,8 +70,28 @@ def _mark(axis: Any, method: str, kept: float, value: float, error: float = math
     marker, color = _GROUPS[how.group]
     bar = None if math.isnan(error) else error
     axis.errorbar(kept, value, yerr=bar, marker=marker, color=color, capsize=2, linestyle="", label=how.group)
-    axis.annotate(method, (kept, value), xytext=(4, 3), textcoords="offset points", fontsize=6, color=color)
+    axis.annotate(method, (kept, value), xytext=_PLACES[0], textcoords="offset points", fontsize=_SIZE, color=color)
     axis.grid(color="0.9", linewidth=0.6)
+
+
+def _spread(axis: Any) -> None:
+    """Put every name of an axis where it hides neither a point nor another name, or else where the first would go."""
+    from matplotlib.transforms import Bbox
+
+    points = [axis.transData.transform(name.xy) for name in axis.texts]
+    taken = [Bbox.from_bounds(x - _SIZE / 2, y - _SIZE / 2, _SIZE, _SIZE) for x, y in points]
+    for name in axis.texts:
+        found = [_at(name, place) for place in _PLACES]
+        free = [box for box in found if not any(box.overlaps(other) for other in taken)]
+        taken.append((free or found)[0])
+        _at(name, _PLACES[found.index(taken[-1])])
+
+
+def _at(name: Any, place: tuple[int, int]) -> Any:
+    """Put a name beside its point; return the box that it fills."""
+    name.set_position(place)
+    name.set_horizontalalignment("left" if place[0] > 0 else "right")
+    return name.get_window_extent()
 
 
 def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
@@ -81,21 +106,17 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
     """
     studies = [study for study in batches if any(row.study == study for row in points)]
     figure, axes = figure_of(1, len(studies))
-    every = list(dict.fromkeys(row.method for row in points))
+    every = [EXACT, *dict.fromkeys(row.method for row in points if row.method != EXACT)]
+    colors = ["black", *distinct(len(every) - 1)]
     for study, axis in zip(studies, axes, strict=False):
         here = [row for row in points if row.study == study and row.batch == batches[study]]
         for method in dict.fromkeys(row.method for row in here):
-            color = _COLORS[every.index(method) % len(_COLORS)]
+            color = colors[every.index(method)]
             by_step: dict[int, list[float]] = {}
             for row in here:
                 if row.method == method:
                     by_step.setdefault(row.step, []).append(row.dev_loss)
-            steps = sorted(by_step)
-            axis.plot(
-                steps, [statistics.mean(by_step[step]) for step in steps], color=color, label=METHODS[method].title
-            )
-            least, most = ([choose(by_step[step]) for step in steps] for choose in (min, max))
-            axis.fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)
+            _banded(axis, by_step, color, METHODS[method].title)
         for size in sorted({row.batch for row in points if row.study == study} - {batches[study]}):
             by_step = {}
             for row in (row for row in points if (row.study, row.batch) == (study, size)):
@@ -104,7 +125,43 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
             means = [statistics.mean(by_step[step]) for step in steps]
             axis.plot(steps, means, color="0.5", linewidth=0.8, linestyle="--")
             axis.annotate(f"exact, batch of {size}", (steps[-1], means[-1]), ha="right", fontsize=6, color="0.4")
-        axis.set(title=study, xlabel="step", ylabel="held-out loss", yscale="log")
+        axis.set(
+            title=f"{TITLES[study]}; bands: least to most of seeds", xlabel="step", ylabel="held-out loss", yscale="log"
+        )
         axis.grid(color="0.9", linewidth=0.6)
         axis.legend(fontsize=7)
     return figure
+
+
+def plot_long(epochs: Sequence[Epoch]) -> Any:
+    """Plot the loss on the training set and the score by epoch: means over seeds, with bands.
+
+    Args:
+        epochs: Of the long task.
+
+    Returns:
+        The figure.
+    """
+    figure, axes = figure_of(1, 2)
+    every = [method for method in METHODS if any(row.method == method for row in epochs)]
+    for method, color in zip(every, ["black", *distinct(len(every))], strict=False):
+        losses, scores = {}, {}
+        for row in (row for row in epochs if row.method == method):
+            losses.setdefault(row.epoch, []).append(row.fitted_loss or 0.0)
+            scores.setdefault(row.epoch, []).append(100 * row.score)
+        for axis, values in zip(axes, (losses, scores), strict=True):
+            _banded(axis, values, color, METHODS[method].title)
+    axes[0].set(title="bands: least to most of seeds", xlabel="epoch", ylabel="loss on the training set", yscale="log")
+    axes[1].set(title="dev set", xlabel="epoch", ylabel="Matthews' correlation × 100")
+    for axis in axes:
+        axis.grid(color="0.9", linewidth=0.6)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _banded(axis: Any, values: Mapping[int, Sequence[float]], color: Any, label: str) -> None:
+    """Draw the means over seeds, and a band from the least to the most."""
+    places = sorted(values)
+    axis.plot(places, [statistics.mean(values[place]) for place in places], color=color, label=label)
+    least, most = ([choose(values[place]) for place in places] for choose in (min, max))
+    axis.fill_between(places, least, most, color=color, alpha=0.15, linewidth=0)

@@ -26,6 +26,8 @@ class Epoch(Origin):
         seconds: Of the whole run, other runs beside it.
         batch: Rows per step.
         learning_rate: At its highest.
+        rows: Of the training set.
+        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
     """
 
     task: str
@@ -41,6 +43,8 @@ class Epoch(Origin):
     seconds: float
     batch: int
     learning_rate: float
+    rows: int
+    settings: str
     fitted_loss: float | None = None
 
 
@@ -57,10 +61,15 @@ class Cost(Origin):
         peak: Live bytes that a step makes at its peak, gradients among them.
         rss: What a step adds to the peak of the resident set; empty where there is no /proc.
         seconds: Median of a step, steps of all methods in turns.
-        time: The same by the exact step's.
+        lower: Lower quartile of the same.
+        upper: Upper quartile.
+        time: The median by the exact step's.
         trained_batch: Shape of a batch as large as those that are trained on.
         trained_seconds: As ``seconds``, on that batch.
-        trained_time: The same by the exact step's.
+        trained_lower: Lower quartile.
+        trained_upper: Upper quartile.
+        trained_time: The median by the exact step's.
+        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
         plan: For plans: how many blocks do what.
         status: "ok", or why there is nothing.
         seed: Of the model and the method.
@@ -74,10 +83,15 @@ class Cost(Origin):
     peak: int | None = None
     rss: int | None = None
     seconds: float | None = None
+    lower: float | None = None
+    upper: float | None = None
     time: float | None = None
     trained_batch: str = ""
     trained_seconds: float | None = None
+    trained_lower: float | None = None
+    trained_upper: float | None = None
     trained_time: float | None = None
+    settings: str = ""
     plan: str = ""
     status: str = "ok"
     seed: int = 0
@@ -101,6 +115,7 @@ class Point(Origin):
         score: On held-out rows.
         seconds: Of the whole run, other runs beside it.
         learning_rate: At its highest.
+        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
     """
 
     study: str
@@ -116,6 +131,7 @@ class Point(Origin):
     score: float
     seconds: float
     learning_rate: float
+    settings: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,21 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.block_cases import inputs, llama, roberta
-from benchmarks.plots import figure_of
+from benchmarks.paper import use_paper
+from benchmarks.plots import distinct, figure_of
 from benchmarks.records import Origin, write_rows
-from rmm_linear import convert
+from rmm_linear import RMMConfig, convert
 from rmm_linear._support.tables import table
 from rmm_linear.context.auto_bits import STEPS
 
 FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
-_PREFIX, _ROUNDS = "rmm_linear::", 5
+_PREFIXES, _ROUNDS = ("rmm_linear::", "paper::"), 5
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 # What operators do, in the words of the documentation.
 _WORDS = {
     "keep": "sketch and pack inputs of linear layers",
     "unpacked_product": "unpack sketches, dW",
-    "stored_product": "dW from sketches",
+    "stored_product": "sketch Y, dW",
     "pack_derivative": "pack derivatives",
     "apply_derivative": "apply derivatives",
     "pack_norm": "pack inputs of norms",
@@ -40,6 +42,10 @@ _WORDS = {
     "apply_mask": "apply masks of dropout",
     "dropped_attention": "attention with dropout",
     "chunked_cross_entropy": "head and loss in chunks, with their gradients",
+    "sketch": "sketch Y",
+    "draw_s": "draw S",
+    "sketch_x": "SᵀX",
+    "weight_gradient": "SᵀY, dW",
 }
 
 
@@ -50,7 +56,8 @@ class Share(Origin):
     Attributes:
         case: Title.
         phase: "forward" or "backward"; empty for the rest.
-        operator: Name; "the rest" is PyTorch's operators, and this package's Python around its own.
+        operator: Name, of this package or of the published layer; "the rest" is PyTorch's operators, and the Python
+            around.
         calls: Per step.
         seconds: Per step, median over steps, the profiler's own time among them.
         share: Of the step.
@@ -84,7 +91,7 @@ class Spent:
 
 
 def shares(out: Path, about: dict[str, Any], *, tiny: bool = False) -> Iterator[str]:
-    """Profile steps of two converted models.
+    """Profile steps of two converted models, and of the published sketch, unless they are there.
 
     Args:
         out: Folder of the csv file and the picture.
@@ -94,21 +101,30 @@ def shares(out: Path, about: dict[str, Any], *, tiny: bool = False) -> Iterator[
     Yields:
         A table per model, and the picture's path.
     """
+    path = out / "frontier-shares.csv"
+    if path.is_file():
+        yield "all shares are there"
+        return
     size: dict[str, Any] = {"layers": 2, "width": 128, "vocabulary": 1000} if tiny else {"layers": 4}
     batch = (2, 64) if tiny else (8, 128)
-    made = {
-        f"RoBERTa-base's blocks, {batch[0]} × {batch[1]}": lambda: roberta(0.1, **size),
-        f"LLaMA, {batch[0]} × {batch[1]}": lambda: llama(**size),
+    blocks, shape = partial(roberta, 0.1, **size), f"{batch[0]} × {batch[1]}"
+    unpacked = RMMConfig(operations=("linear",), kind="countsketch", ratio=0.1, bits=None)
+    made: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+        f"RoBERTa-base's blocks, {shape}": (blocks, convert),
+        f"LLaMA, {shape}": (partial(llama, **size), convert),
+        "RoBERTa-base's blocks, CountSketch of 10 %, not packed": (blocks, partial(convert, config=unpacked)),
+        "RoBERTa-base's blocks, Gaussian sketch of 10 %": (blocks, partial(use_paper, ratio=0.1)),
+        "RoBERTa-base's blocks, Gaussian sketch of 50 %": (blocks, partial(use_paper, ratio=0.5)),
     }
     rows = list[Share]()
-    for title, make in made.items():
+    for title, (make, change) in made.items():
         torch.manual_seed(0)
         model = make()
-        convert(model)
+        change(model)
         found = [dataclasses.replace(row, **about) for row in _profiled(title, model, inputs(model, *batch), tiny)]
         rows += found
         yield share_table(found)
-    write_rows(out / "frontier-shares.csv", rows)
+    write_rows(path, rows)
     plot_shares(rows).savefig(out / "frontier-shares.png", dpi=150)
     yield str(out / "frontier-shares.png")
 
@@ -163,7 +179,7 @@ def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], 
         if outer is None or (outer is not event and event.name not in _PRODUCTS):
             continue
         phase = FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD
-        spent = found.setdefault((phase, outer.name.removeprefix(_PREFIX)), Spent())
+        spent = found.setdefault((phase, outer.name.partition("::")[2]), Spent())
         if outer is event:
             spent.seconds += event.cpu_time_total / 1e6
             spent.calls += 1
@@ -178,7 +194,7 @@ def _ours(event: Any) -> Any:
     """The outermost operator of ours that an event belongs to, or None."""
     found = None
     while event is not None:
-        if event.name.startswith(_PREFIX):
+        if event.name.startswith(_PREFIXES):
             found = event
         event = event.cpu_parent
     return found
@@ -219,11 +235,12 @@ def plot_shares(rows: Sequence[Share]) -> Any:
     cases = list(dict.fromkeys(row.case for row in rows))
     figure, (axis,) = figure_of(1, 1, width=9.0, height=1.2 + 0.9 * len(cases))
     names = list(dict.fromkeys(row.operator for row in sorted(rows, key=lambda row: row.operator != REST)))
+    colors = distinct(len(names))
     for place, case in enumerate(cases):
         left = 0.0
         for name in names:
             share = sum(row.share for row in rows if (row.case, row.operator) == (case, name))
-            shade = "0.85" if name == REST else f"C{names.index(name) % 10}"
+            shade = "0.85" if name == REST else colors[names.index(name)]
             label = _WORDS.get(name, name) if place == 0 or name not in _known(rows, cases[:place]) else None
             axis.barh(case, share, left=left, color=shade, edgecolor="white", label=label if share else None)
             left += share

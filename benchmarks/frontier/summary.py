@@ -6,14 +6,15 @@ from pathlib import Path
 
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import IN_TABLE, TITLES, apart_of, origins, share_of, share_text
+from benchmarks.frontier.page import IN_TABLE, NOTHING, TITLES, apart_of, origins, share_of, share_text
 from benchmarks.frontier.rows import Cost, Epoch
-from benchmarks.records import read_rows
+from benchmarks.records import known_rows
 from rmm_linear._support.tables import table
 
 _METHODS = (
     EXACT, "checkpoint", "tenth", "narrow", "fit-25", "gact", "few-bits", "lora", "gaussian-50", "gaussian-10"
 )  # fmt: skip
+_FIELDS = ("kept", "peak", "time", "trained_time")
 
 
 def summary(results: Path) -> str:
@@ -25,20 +26,21 @@ def summary(results: Path) -> str:
     Returns:
         A line for each of the chosen methods, and where they come from.
     """
-    accuracy, cost = results / "frontier-accuracy.csv", results / "frontier-cost.csv"
-    if not cost.is_file():
-        return "Nothing is measured yet: run `python -m benchmarks frontier`."
-    costs, epochs = read_rows(cost, Cost), read_rows(accuracy, Epoch) if accuracy.is_file() else []
+    epochs = known_rows(results / "frontier-accuracy.csv", Epoch)
+    costs = known_rows(results / "frontier-cost.csv", Cost)
+    if not costs:
+        return NOTHING
     tasks = [task for task in IN_TABLE if any(row.task == task for row in costs)]
     lines = list[tuple[str, ...]]()
     for method in _METHODS:
         how = METHODS[method]
-        shares = [share_text(share_of(costs, tasks, method, field), field) for field in ("kept", "peak", "time")]
+        shares = [share_text(share_of(costs, tasks, method, field), field) for field in _FIELDS]
         found = mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
         title = f"**{how.title}**" if method == "tenth" else how.title
         lines.append((title, *shares, "0" if how.is_exact else found))
-    names = ("", "kept for the backward pass", "peak of a step", "time of a step", "score by exact's")
+    names = ("", "kept", "peak", "time", "time, 32 rows", "score by exact's")
     counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
-    number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    means = f"Means over {', '.join(TITLES[task] for task in tasks)}; number of seeds: {number}."
+    of = f"{counts[-1]} seed{'' if counts[-1] == 1 else 's'}"
+    scored = of if counts[0] == counts[-1] else f"up to {of}; without a score, runs are not there yet"
+    means = f"Means over {', '.join(TITLES[task] for task in tasks)}, of {scored}."
     return f"{table(names, lines)}\n\n{means} {origins([*costs, *epochs])}"

@@ -31,6 +31,8 @@ class Training:
         rows: Only the first rows of the training set.
         batch: Rows per step.
         methods: What is trained; None is everything.
+        seeds: What is trained of those that are asked for; None is all.
+        slower: By what learning rates are divided.
         is_watched: Whether the loss on the training set is evaluated after every epoch, as that on the dev set.
     """
 
@@ -39,16 +41,20 @@ class Training:
     rows: int | None = None
     batch: int = BATCH
     methods: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    slower: float = 1
     is_watched: bool = False
 
 
 TRAININGS: dict[str, Training] = {
-    "sst2": Training("sst2", 1, 6000),
+    "sst2": Training("sst2", 2, 6000),
     "cola": Training("cola", 2),
     "stsb": Training("stsb", 2),
     "rte": Training("rte", 2),
-    "sst2-full": Training("sst2", 1, methods=("exact", "tenth")),
+    "sst2-full": Training("sst2", 1, methods=("exact", "tenth"), seeds=(0,)),
     "cola-long": Training("cola", 10, batch=16, methods=("exact", "gaussian-10", "tenth"), is_watched=True),
+    # At the published learning rate, which is meant for a model of four times the parameters.
+    "cola-slow": Training("cola", 10, batch=16, methods=("exact", "tenth"), seeds=(0,), slower=10, is_watched=True),
 }
 
 

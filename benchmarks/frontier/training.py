@@ -57,11 +57,12 @@ def train(
     evaluated: dict[str, Any] = {"dev": dev} | (
         {"train": take_columns(ready.rows, model)} if ready.training.is_watched else {}
     )
-    prepared = how.planned(plan)(model)
+    prepared = how.prepare(model, plan)
+    rate = how.learning_rate / ready.training.slower
     epochs = ready.training.epochs
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, Any] = {
-            **PAPER, "num_train_epochs": epochs, "learning_rate": how.learning_rate,
+            **PAPER, "num_train_epochs": epochs, "learning_rate": rate,
             "per_device_train_batch_size": ready.training.batch, "per_device_eval_batch_size": 64, "seed": seed,
             "eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "no", "report_to": "none",
             "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False, "label_names": ["labels"],
@@ -97,7 +98,9 @@ def train(
             steps=int(entry["step"]),
             seconds=seconds,
             batch=ready.training.batch,
-            learning_rate=how.learning_rate,
+            learning_rate=rate,
+            rows=len(ready.rows),
+            settings=how.settings(plan),
             fitted_loss=of_rows,
         )
         for number, (loss, entry, of_rows) in enumerate(

@@ -50,13 +50,13 @@ def test_cases_of_the_full_run_are_those_that_are_promised() -> None:
     wanted |= {((4096, 768, 3072), "bfloat16", r) for r in every}
     assert {(case.sizes, case.dtype, case.ratio) for case in cpu} == wanted
     cuda = linear.cases("cuda", tiny=False)
-    assert {c.sizes for c in cuda} == shapes | {(16384, 4096, 4096)}
+    assert {c.sizes for c in cuda} == shapes | {(16384, 4096, 4096), (16384, 2048, 5632)}
     assert [case.sizes for case in models.cases("cuda", tiny=False)] == [(64, 128), (8, 2048)]
     assert (16384, 4096) in {c.sizes for c in bandwidth.cases("cuda", tiny=False) if c.dtype == "bfloat16"}
     blocks = {
         (case.name.split()[0], case.sizes, case.dropout, case.dtype) for case in block_steps.cases("cuda", tiny=False)
     }
     roberta = {("roberta", (32, 512, 2), p, dtype) for p in (0.1, 0.0) for dtype in ("bfloat16", "float32")}
-    assert blocks == roberta | {("llama", (4, 4096, 2), 0.0, "bfloat16")}
+    assert blocks == roberta | {("llama", (4, 4096, 2), 0.0, "bfloat16"), ("llama-1b", (8, 2048, 2), 0.0, "bfloat16")}
     named = {case.name.rstrip("0123456789 x") for case in operators.cases("cuda", tiny=False)}
     assert named == {"layer norm", "gelu", "swiglu", "dropout", "attention", "causal attention"}

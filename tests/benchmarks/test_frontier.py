@@ -7,44 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from glue_helpers import write_cola
+from frontier_helpers import run
 from transformers import TrainingArguments
 
 from benchmarks.__main__ import main
-from benchmarks.frontier import command, cost
+from benchmarks.frontier import command
 from benchmarks.frontier.cost import plan_path
 from benchmarks.frontier.methods import METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.runs import in_turn
-from benchmarks.frontier.shares import Share, Spent, shares_of
+from benchmarks.frontier.shares import REST, Share, Spent, shares_of
 from benchmarks.frontier.tasks import TRAININGS, prepare
-from benchmarks.frontier.training import SameOrder, train
+from benchmarks.frontier.training import SameOrder
 from benchmarks.records import read_rows
-from glue_finetune.acceptability import make_corpus
-from glue_finetune.scratch import save_scratch
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers")
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    root = tmp_path_factory.mktemp("frontier")
-    texts = root / "texts.txt"
-    texts.write_text("\n".join(example.text for example in make_corpus(100, 2)[0]), encoding="utf-8")
-    save_scratch(root / "model", texts, width=32, heads=2)
-    return ["--data_dir", str(write_cola(root, 96, 32)), "--model_dir", str(root / "model"), "--tasks", "cola"]
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of their own have tests of their own."""
-    for module in ("cost", "runs"):
-        monkeypatch.setattr(f"benchmarks.frontier.{module}.call", lambda run, *arguments, timeout=0.0: run(*arguments))
-    monkeypatch.setattr(cost, "give_back", lambda: None)  # it would slow all tests that follow
-
-
-def run(places: list[str], out: Path, *arguments: str) -> None:
-    assert main(["frontier", *places, "--out", str(out), "--tiny", "--commit", "abc", *arguments]) == 0
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers"),
+    pytest.mark.usefixtures("in_this_process"),
+]
 
 
 @pytest.mark.parametrize(
@@ -79,33 +59,17 @@ def test_cost_and_accuracy_of_every_kind_of_method(
         assert plan_path(tmp_path, "cola", "fit-50").is_file()
         assert costs["fit-50"].plan
     rows = read_rows(tmp_path / "frontier-accuracy.csv", Epoch)
+
+    def path(method: str) -> Path:
+        return plan_path(tmp_path, "cola", method)
+
     # Gradients of a checkpointed model are the exact ones: it is not trained again.
     assert [(row.method, row.epoch) for row in rows] == [(m, e) for m in methods if m != "checkpoint" for e in (1, 2)]
     assert all(row.commit == "abc" and row.steps == 3 * row.epoch and row.epochs == 2 for row in rows)
     assert all(row.learning_rate == METHODS[row.method].learning_rate for row in rows)
+    assert all(row.settings == METHODS[row.method].settings(path(row.method)) for row in rows)
+    assert all((row.lower or 1) <= (row.seconds or 0) <= (row.upper or 0) for row in costs.values())
     assert "all runs are there" in capsys.readouterr().out
-
-
-def test_runs_go_on_where_they_stopped(places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    some = ["--parts", "accuracy", "--methods", "exact", "tenth"]
-    run(places, tmp_path, *some, "--seeds", "0", "1", "--minutes", "0")
-    assert not (tmp_path / "frontier-accuracy.csv").exists()
-    assert "4 runs are left" in capsys.readouterr().out
-    run(places, tmp_path, *some, "--seeds", "0")
-    first = (tmp_path / "frontier-accuracy.csv").read_text()
-    capsys.readouterr()
-    run(places, tmp_path, *some, "--seeds", "0", "1")
-    printed = capsys.readouterr().out
-    assert printed.startswith("[3/4] cola, exact, 1: ")
-    assert (tmp_path / "frontier-accuracy.csv").read_text().startswith(first)
-    rows = read_rows(tmp_path / "frontier-accuracy.csv", Epoch)
-    assert len(rows) == 8
-    # A seed gives a run: another method or another seed, another loss.
-    assert len({row.train_loss for row in rows if row.epoch == 2}) == 4
-    assert all(row.threads == torch.get_num_threads() for row in rows)
-    run(places, tmp_path / "again", *some, "--seeds", "1", "--methods", "tenth")
-    again = read_rows(tmp_path / "again" / "frontier-accuracy.csv", Epoch)
-    assert [row.train_loss for row in again] == [r.train_loss for r in rows if (r.method, r.seed) == ("tenth", 1)]
 
 
 def test_runs_share_the_threads() -> None:
@@ -119,22 +83,6 @@ def test_runs_share_the_threads() -> None:
         torch.set_num_threads(threads)
     assert found == {3: 9, 5: 25, 7: 49}
     assert inside == {0: 1}
-
-
-def test_a_run_that_fails_is_no_reason_to_stop(
-    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(name: str, method: str, *others: object) -> list[Epoch]:
-        if method == "tenth":
-            raise RuntimeError("first line\nout of luck")
-        return train(name, method, *others)
-
-    monkeypatch.setattr("benchmarks.frontier.accuracy.train", fails)
-    run(places, tmp_path, "--parts", "accuracy", "--methods", "tenth", "narrow", "--seeds", "0")
-    printed = capsys.readouterr().out
-    assert "cola, tenth, 0 failed: out of luck" in printed
-    assert "[1/2] cola, narrow, 0: " in printed
-    assert "1 runs are left, 1 of which failed" in printed
 
 
 @pytest.mark.parametrize(
@@ -156,10 +104,29 @@ def test_shares_of_a_step_and_products_in_them(tmp_path: Path) -> None:
     for case in {row.case for row in rows}:
         here = {(row.phase, row.operator): row for row in rows if row.case == case}
         assert all(0 <= row.products < row.share < 1 and row.calls > 0 for row in here.values())
-        assert {("forward", "keep"), ("forward", "pack_norm")} <= here.keys()
+        if "Gaussian" in case:
+            named = {
+                ("forward", "draw_s"),
+                ("forward", "sketch_x"),
+                ("backward", "draw_s"),
+                ("backward", "weight_gradient"),
+            }
+            assert here.keys() == named | {("", REST)}
+            assert here["forward", "draw_s"].products == 0
+            assert here["forward", "sketch_x"].products > 0
+            continue
+        assert ("forward", "keep") in here
+        if "not packed" in case:
+            assert here.keys() == {("forward", "keep"), ("backward", "sketch"), ("", REST)}
+            continue
+        assert ("forward", "pack_norm") in here
         assert here["backward", "unpacked_product"].products > 0  # dW itself
+    assert len({row.case for row in rows}) == 5
     assert {row.products for row in rows if row.operator == "pack_derivative"} == {0.0}
     assert (tmp_path / "frontier-shares.png").stat().st_size > 5_000
+    written = (tmp_path / "frontier-shares.csv").read_text()
+    assert main(["frontier", "--parts", "shares", "--out", str(tmp_path), "--tiny", "--commit", "abd"]) == 0
+    assert (tmp_path / "frontier-shares.csv").read_text() == written  # not measured again
 
 
 def test_shares_are_medians_over_steps_by_the_median_step() -> None:
@@ -172,14 +139,6 @@ def test_shares_are_medians_over_steps_by_the_median_step() -> None:
     keep, left = shares_of("case", steps)
     assert (keep.operator, keep.calls, keep.seconds, keep.share, keep.products) == ("keep", 4, 2.0, 0.2, 0.1)
     assert (left.operator, left.seconds, left.share) == ("the rest", 8.0, 0.8)
-
-
-def test_plans_that_are_missing_are_named(
-    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(places, tmp_path, "--parts", "accuracy", "--methods", "fit-25", "--seeds", "0")
-    printed = capsys.readouterr().out
-    assert "cola, fit-25, 0: no plan, see part cost" in printed
 
 
 def test_the_command_knows_all_tasks() -> None:
@@ -198,7 +157,7 @@ def test_curves_of_models_from_scratch(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     for part in ("noun", "verb", "adj", "adv"):
         (glosses / f"data.{part}").write_text("  1 the licence\n" + "\n".join(20 * lines), encoding="utf-8")
-    some = ["frontier", "--parts", "curves", "--wordnet", str(glosses), "--methods", "exact", "tenth", "gaussian-10"]
+    some = ["frontier", "--parts", "curves", "--wordnet", str(glosses), "--methods", "exact", "tenth", "dense-10"]
     some += ["--seeds", "0", "--out", str(tmp_path), "--tiny", "--commit", "abc"]
     assert main(some) == 0
     points = read_rows(tmp_path / "frontier-curves.csv", Point)
@@ -206,20 +165,20 @@ def test_curves_of_models_from_scratch(tmp_path: Path, capsys: pytest.CaptureFix
     assert {batch for study, method, batch in runs if (study, method) == ("language", "exact")} == {8, 4, 2, 1}
     assert {batch for study, _, batch in runs if study == "images"} == {64}
     assert {(study, method) for study, method, _ in runs} == {
-        (study, method) for study in ("images", "language") for method in ("exact", "tenth", "gaussian-10")
+        (study, method) for study in ("images", "language") for method in ("exact", "tenth", "dense-10")
     }
     assert all(0 < row.score < 1 and row.train_loss > 0 for row in points)
     noises = read_rows(tmp_path / "frontier-noise.csv", Noisy)
-    assert {row.method for row in noises} == {"tenth", "gaussian-10"}
+    assert {row.method for row in noises} == {"tenth", "dense-10"}
     of_tenth = {row.operation for row in noises if row.method == "tenth" and row.study == "images"}
     assert {"all", "linear", "norm", "activation", "attention"} <= of_tenth
-    assert {row.operation for row in noises if row.method == "gaussian-10"} == {"all", "linear"}
+    assert {row.operation for row in noises if row.method == "dense-10"} == {"all", "linear"}
     # The published sketch is the noisier one.
     total = {
         method: sum(row.noise for row in noises if (row.method, row.operation, row.study) == (method, "all", "images"))
-        for method in ("tenth", "gaussian-10")
+        for method in ("tenth", "dense-10")
     }
-    assert total["gaussian-10"] > 2 * total["tenth"]
+    assert total["dense-10"] > 2 * total["tenth"]
     capsys.readouterr()
     assert main(some) == 0
     assert capsys.readouterr().out.splitlines() == ["all runs are there", str(tmp_path / "frontier-curves.png")]
@@ -230,13 +189,23 @@ def test_curves_of_models_from_scratch(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_order_of_rows_is_the_seeds_alone(tmp_path: Path) -> None:
     rows = [{"input_ids": [1] * (place % 7 + 1)} for place in range(64)]
 
+    rows = [row | {"place": place} for place, row in enumerate(rows)]
+
     def orders(seed: int, drawn: int) -> list[list[int]]:
-        settings = TrainingArguments(str(tmp_path), seed=seed, use_cpu=True, per_device_train_batch_size=4)
-        trainer = SameOrder(model=torch.nn.Linear(1, 1), args=settings, train_dataset=rows)  # pyright: ignore[reportArgumentType]
-        sampler = trainer._get_train_sampler()
-        first = list(sampler)
-        torch.rand(drawn)  # what methods draw in a step
-        return [first, list(sampler)]
+        settings = TrainingArguments(
+            str(tmp_path), seed=seed, use_cpu=True, per_device_train_batch_size=4, remove_unused_columns=False
+        )
+        trainer = SameOrder(
+            model=torch.nn.Linear(1, 1),
+            args=settings,
+            train_dataset=rows,  # pyright: ignore[reportArgumentType]
+            data_collator=lambda batch: {"place": torch.tensor([row["place"] for row in batch])},
+        )
+        loader, found = trainer.get_train_dataloader(), list[list[int]]()
+        for _ in range(2):
+            found.append([int(place) for batch in loader for place in batch["place"]])
+            torch.rand(drawn)  # what methods draw in a step
+        return found
 
     assert orders(0, 1) == orders(0, 5)
     assert sorted(orders(0, 1)[0]) == list(range(64))
@@ -253,12 +222,3 @@ def test_batches_whose_costs_are_measured_have_no_padding(places: list[str]) -> 
     assert batch["attention_mask"].float().mean() > 0.9
     tokens = ready.batch(ready.model(0))["input_ids"]
     assert len(tokens) == min(2048 // lengths[len(lengths) // 2], len(lengths))
-
-
-def test_a_plan_that_is_there_is_kept(places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = plan_path(tmp_path, "cola", "fit-50")
-    path.parent.mkdir(parents=True)
-    path.write_text("a plan that runs were trained with")
-    monkeypatch.setattr(cost, "call", lambda *arguments, **options: pytest.fail("a plan was made again"))
-    assert cost._plan("cola", ["exact", "fit-50"], tmp_path, *places[1:4:2], tiny=True) == {}
-    assert path.read_text() == "a plan that runs were trained with"

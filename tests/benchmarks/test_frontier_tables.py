@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.frontier import page, summary
-from benchmarks.frontier.curve_tables import predictions, reached, through_training
+from benchmarks.frontier import noise_page, page, summary
+from benchmarks.frontier.curve_tables import reached, through_training
+from benchmarks.frontier.predictions import prediction_sections
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.records import write_rows
 from rmm_linear.variance import effective_batch
@@ -18,14 +20,14 @@ LOSSES = {8: 2.0, 4: 3.0, 2: 4.0}
 def epoch(method: str, seed: int, score: float, task: str = "cola", number: int = 2, **more: float) -> Epoch:
     return Epoch(
         task=task, method=method, seed=seed, epoch=number, epochs=2, metric="m", score=score, dev_loss=1.0,
-        train_loss=1.0, steps=1, seconds=1.0, batch=32, learning_rate=1e-4, **more,
+        train_loss=1.0, steps=1, seconds=1.0, batch=32, learning_rate=1e-4, rows=9, settings="", **more,
     )  # fmt: skip
 
 
 def point(method: str, batch: int, loss: float, seed: int = 0, step: int = 100, epoch: float = 0.9) -> Point:
     return Point(
         study="language", method=method, seed=seed, batch=batch, step=step, steps=200, epoch=epoch, train_loss=loss,
-        dev_loss=loss, metric="m", score=0.5, seconds=1.0, learning_rate=1e-3,
+        dev_loss=loss, metric="m", score=0.5, seconds=1.0, learning_rate=1e-3, settings="",
     )  # fmt: skip
 
 
@@ -70,24 +72,46 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     assert text in whole
     assert "frontier.png" in whole
     first = summary.summary(tmp_path)
-    assert cells(first, "exact") == ["exact", "100 %", "100 %", "1.00", "0"]
-    assert cells(first, "checkpointing, all") == ["checkpointing, all blocks", "10 %", "50 %", "1.50", "0"]
-    assert cells(first, "**ours, default") == ["**ours, default**", "12 %", "55 %", "1.10", "+5.0 ± 5.0"]
-    assert cells(first, "ours, narrow") == ["ours, narrow", "", "", "", ""]
+    assert cells(first, "exact") == ["exact", "100 %", "100 %", "1.00", "1.00", "0"]
+    assert cells(first, "checkpointing, all") == ["checkpointing, all blocks", "10 %", "50 %", "1.50", "", "0"]
+    assert cells(first, "**ours, default") == ["**ours, default**", "12 %", "55 %", "1.10", "1.20", "+5.0 ± 5.0"]
+    assert cells(first, "ours, narrow") == ["ours, narrow", "", "", "", "", ""]
+    assert "Means over CoLA, of up to 2 seeds; without a score, runs are not there yet." in first
     assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "92.5"]
 
 
 def test_long_runs_have_a_line_per_epoch(tmp_path: Path) -> None:
     rows = [
-        epoch(method, seed, 0.1 * number + 0.2 * seed, "cola-long", number, fitted_loss=1.0 / number + seed)
-        for method in ("exact", "tenth")
+        epoch(
+            method,
+            seed,
+            0.1 * (number + 2 * seed + extra),
+            "cola-long",
+            number,
+            fitted_loss=1.0 / number + seed + 0.5 * extra * seed,
+        )
+        for extra, method in enumerate(("exact", "tenth"))
         for seed in (0, 1)
         for number in (1, 2)
     ]
     write_rows(tmp_path / "frontier-accuracy.csv", rows)
-    text = page.page(tmp_path)
-    assert cells(text, "1 ") == ["1", *2 * ["1.5000 ± 0.5000", "20.0 ± 10.0"]]
-    assert cells(text, "2 ") == ["2", *2 * ["1.0000 ± 0.5000", "30.0 ± 10.0"]]
+    text = noise_page.noise_page(tmp_path)
+    apart = ["+0.2500 ± 0.2500", "+10.0 ± 0.0"]
+    assert cells(text, "1 ") == ["1", "1.5000 ± 0.5000", "20.0 ± 10.0", "1.7500 ± 0.7500", "30.0 ± 10.0", *apart]
+    assert cells(text, "2 ") == ["2", "1.0000 ± 0.5000", "30.0 ± 10.0", "1.2500 ± 0.7500", "40.0 ± 10.0", *apart]
+    assert "published learning rate" not in text
+    slow = [replace(row, task="cola-slow", score=0.07) for row in rows if row.seed == 0]
+    write_rows(tmp_path / "frontier-accuracy.csv", rows + slow)
+    text = noise_page.noise_page(tmp_path)
+    assert cells(text[text.index("published learning rate") :], "2 ") == [
+        "2",
+        "0.5000",
+        "7.0",
+        "0.5000",
+        "7.0",
+        "+0.0000",
+        "+0.0",
+    ]
 
 
 def test_curves_end_in_means_and_differences_to_the_same_seed() -> None:
@@ -97,12 +121,15 @@ def test_curves_end_in_means_and_differences_to_the_same_seed() -> None:
     found = [line for line in text.splitlines() if "ours, default" in line]
     assert len(found) == 1
     assert [cell.strip() for cell in found[0].split("|")[3:-1]] == [
-        "3.6000 ± 1.1000", "3.6000 ± 1.1000", "+0.6000 ± 0.1000", "50.00 ± 0.00", "2"
+        "3.6000 ± 1.1000", "3.6000 ± 1.1000", "+0.6000 ± 0.1000", "50.00 ± 0.00", "", "2"
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("loss", "found"), [(1.9, "≥ 8"), (2.5, "5.7"), (3.0, "4.0"), (3.5, "2.8"), (4.1, "< 2")])
-def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "found", "off"),
+    [(1.9, "≥ 8", ()), (2.5, "5.7", (32**0.5,)), (3.0, "4.0", (4,)), (3.5, "2.8", (8**0.5,)), (4.1, "< 2", ())],
+)
+def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: str, off: tuple[float, ...]) -> None:
     points = [point("exact", size, value) for size, value in LOSSES.items()] + [point("tenth", 8, loss)]
     # Rows that were seen before make another comparison, and noise after that is none of it.
     points += [point("exact", 8, 0.1, step=200, epoch=1.8), point("tenth", 8, 0.1, step=200, epoch=1.8)]
@@ -110,12 +137,30 @@ def test_the_batch_found_lies_between_those_that_were_run(loss: float, found: st
     points += [point("exact", size, value - 1, seed=1) for size, value in LOSSES.items()]
     points += [point("tenth", 8, 2.0, seed=1)]
     noises = [noisy(1.0), noisy(3.0, block="layers.1"), noisy(0.0, block="head"), noisy(99.0, step=150)]
-    line = cells(predictions(points, noises), "LLaMA")
+    noises += [replace(row, seed=1) for row in noises]
+    text = "\n".join(prediction_sections(points, noises))
+    line = cells(text, "LLaMA")
     # Of the whole (1 + 3 + 0) / 6, of the median block 1 / 2.
-    assert line[2:5] == ["100", "0.67 / 0.5", f"{effective_batch(8, 4 / 6):.1f} / {effective_batch(8, 0.5):.1f}"]
-    assert line[5] == f"{found}, 4.0"
-    assert line[7:] == [f"{mean:.4f} ± 0.5000" for mean in (3.5, 2.5, 1.5)]
-    assert predictions([one for one in points if one.batch == 8], noises) == ""
+    predicted = effective_batch(8, 4 / 6), effective_batch(8, 0.5)
+    assert line[2:4] == ["0.67 / 0.5", f"{predicted[0]:.1f} / {predicted[1]:.1f}"]
+    assert line[4] == f"{found}, 4.0"
+    ratios = [sorted(one / batch for batch in (4, *off)) for one in predicted]
+    assert line[5] == " / ".join(" to ".join(dict.fromkeys(f"{one:.2g}" for one in (r[0], r[-1]))) for r in ratios)
+    rest = text[text.index("Exact training:") :]
+    assert [cells(rest, f"LLaMA on glosses | 100  | {size} ")[3] for size in (2, 4, 8)] == [
+        f"{mean:.4f} ± 0.5000" for mean in (3.5, 2.5, 1.5)
+    ]
+    assert f"In {1 + len(off)} of 2 runs, the batch found lies between" in text
+    worst = max(max(ratio, 1 / ratio) for ratio in ratios[0])
+    assert f"off by a factor of up to {worst:.1f}; by the noise of the median block" in text
+    assert prediction_sections([one for one in points if one.batch == 8], noises) == []
+
+
+def test_without_a_batch_between_there_is_nothing_to_compare() -> None:
+    points = [point("exact", size, value) for size, value in LOSSES.items()] + [point("tenth", 8, 1.0)]
+    text = "\n".join(prediction_sections(points, [noisy(1.0)]))
+    assert "≥ 8" in text
+    assert "nothing to compare a prediction with" in text
 
 
 def test_noise_is_by_depth_and_operation() -> None:

@@ -1,0 +1,71 @@
+"""Tables of long training: does noise accumulate?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Epoch
+from rmm_linear._support.tables import table
+
+TASK, _SLOW = "cola-long", "cola-slow"
+
+
+def long_sections(epochs: Sequence[Epoch]) -> list[str]:
+    """Make the section.
+
+    Args:
+        epochs: All runs.
+
+    Returns:
+        Its parts; none if nothing was measured.
+    """
+    if not any(row.task == TASK for row in epochs):
+        return []
+    parts = ["### Ten epochs", _LONG, by_epoch(epochs), _PICTURE]
+    if any(row.task == _SLOW for row in epochs):
+        parts += [_AT_THE_PUBLISHED_RATE, by_epoch(epochs, _SLOW)]
+    return parts
+
+
+def by_epoch(epochs: Sequence[Epoch], task: str = TASK) -> str:
+    """Make the table.
+
+    Args:
+        epochs: All runs.
+        task: The long one.
+
+    Returns:
+        A line per epoch: of every method the loss on the training set and the score, and of those that are not exact
+        the differences to the exact run of the same seed.
+    """
+    here = {(row.method, row.seed, row.epoch): row for row in epochs if row.task == task}
+    methods = [method for method in METHODS if any(key[0] == method for key in here)]
+    names, lines = ["epoch"], list[tuple[str, ...]]()
+    for method in methods:
+        names += [f"{METHODS[method].title}: {what}" for what in ("loss", "score")]
+        names += [] if method == EXACT else ["loss by exact's", "score by exact's"]
+    for number in sorted({epoch for _, _, epoch in here}):
+        cells = list[str]()
+        for method in methods:
+            rows = {seed: row for (name, seed, epoch), row in here.items() if (name, epoch) == (method, number)}
+            cells += [mean_text([row.fitted_loss or 0.0 for row in rows.values()], 4)]
+            cells += [mean_text([row.score for row in rows.values()], 1, factor=100)]
+            if method == EXACT:
+                continue
+            pairs = [(row, here[EXACT, seed, number]) for seed, row in rows.items() if (EXACT, seed, number) in here]
+            losses = [(row.fitted_loss or 0.0) - (exact.fitted_loss or 0.0) for row, exact in pairs]
+            cells += [mean_text(losses, 4, sign=True)]
+            cells += [mean_text([row.score - exact.score for row, exact in pairs], 1, factor=100, sign=True)]
+        lines.append((str(number), *cells))
+    return table(names, lines)
+
+
+_LONG = (
+    "Does noise accumulate? CoLA, ten epochs in batches of 16, the published schedule with a learning rate of 1e-4: "
+    "the loss on the whole training set, evaluated after every epoch, and Matthews' correlation × 100 on the dev set, "
+    "mean ± standard error over seeds, with the differences to the exact run of the same seed:"
+)
+_AT_THE_PUBLISHED_RATE = "The same at the published learning rate, 1e-5, with one seed:"
+_PICTURE = "![Loss on the training set and score, by epoch](../benchmarks/results/frontier-long.png)"
