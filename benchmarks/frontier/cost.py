@@ -131,6 +131,8 @@ def _timed(wanted: Sized, task: str, methods: Sequence[str], about: Mapping[str,
     is_timed = all(there[method].seconds is not None for method in able)
     if wanted.is_over and (missing or not is_timed):
         return f"{task}: not all measured yet, the same command goes on"
+    if EXACT not in able:
+        return f"{task}: no times, for want of the exact step's; the same command tries again"
     if is_timed:
         return f"{task}: all costs are there{without}"
     try:

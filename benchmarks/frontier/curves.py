@@ -74,7 +74,7 @@ def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: boo
     measured = {max(round(share * study.steps), 1) for share in _MEASURED}
     here: dict[str, Any] = {"study": name, "method": method, "seed": seed, "batch": batch}
     for step, rows in zip(range(1, study.steps + 1), study.batches(seed, batch), strict=False):
-        if step in measured and how.group != EXACT:
+        if step in measured and not how.is_exact:
             noises += _noise(bare, rows, here | {"step": step})
         loss = model(**rows).loss
         loss.backward()

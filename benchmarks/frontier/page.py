@@ -36,6 +36,7 @@ def page(results: Path) -> str:
             "### Fine-tuning",
             _FINE_TUNING,
             comparison(epochs, costs),
+            *_scatter(costs),
             _HOW,
             _PICTURE,
             *_full(epochs),
@@ -155,6 +156,23 @@ def share_text(share: float | None, field: str) -> str:
     if share is None:
         return ""
     return f"{share:.2f}" if field.endswith("time") else f"{100 * share:.0f} %"
+
+
+def _scatter(costs: Sequence[Cost]) -> list[str]:
+    """How far times of one method were apart."""
+    parts = list[str]()
+    for what, fields in (
+        ("times", ("lower", "seconds", "upper")),
+        ("those of batches as trained on", ("trained_lower", "trained_seconds", "trained_upper")),
+    ):
+        times = [tuple(getattr(row, field) for field in fields) for row in costs]
+        apart = [max(upper - median, median - lower) / median for lower, median, upper in times if lower and upper]
+        if apart:
+            middle, most = 100 * statistics.median(apart), 100 * max(apart)
+            parts.append(
+                f"{what}, within {middle:.0f} % of the median for half of the methods and {most:.0f} % for all"
+            )
+    return [f"The middle half of the rounds lies, of {'; of '.join(parts)}."] if parts else []
 
 
 def _full(epochs: Sequence[Epoch]) -> list[str]:

@@ -121,6 +121,12 @@ def test_costs_go_on_where_they_stopped(
     run(places, tmp_path, *some)
     assert "cola: all costs are there" in capsys.readouterr().out
     assert path.read_text() == whole
+    monkeypatch.setattr(cost, "_measured", lambda *_: {"status": "no"})
+    run(places, tmp_path / "other", *some)
+    assert "no times, for want of the exact step's" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(cost, "call", fails_in("nothing"))
+    monkeypatch.setattr(cost, "give_back", lambda: None)
     # Another method at another commit: all rows are of that one, none is lost.
     run(places, tmp_path, "--parts", "cost", "--methods", "exact", "wide", "--commit", "abd")
     rows = read_rows(path, Cost)

@@ -45,7 +45,19 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     costs = [
         Cost(task="cola", method="exact", saved=100, kept=100, peak=200, rss=50, time=1.0, trained_time=1.0),
         Cost(task="cola", method="checkpoint", kept=10, peak=100, rss=25, time=1.5),
-        Cost(task="cola", method="tenth", saved=10, kept=12, peak=110, rss=30, time=1.1, trained_time=1.2),
+        Cost(
+            task="cola",
+            method="tenth",
+            saved=10,
+            kept=12,
+            peak=110,
+            rss=30,
+            time=1.1,
+            trained_time=1.2,
+            lower=0.95,
+            seconds=1.0,
+            upper=1.02,
+        ),
     ]
     epochs = [epoch("exact", 0, 0.2), epoch("exact", 1, 0.4), epoch("exact", 2, 0.9), epoch("exact", 0, 0.1, number=1)]
     epochs += [epoch("tenth", 0, 0.3), epoch("tenth", 1, 0.4)]
@@ -71,6 +83,7 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     whole = page.page(tmp_path)
     assert text in whole
     assert "frontier.png" in whole
+    assert "of times, within 5 % of the median for half of the methods and 5 % for all." in whole
     first = summary.summary(tmp_path)
     assert cells(first, "exact") == ["exact", "100 %", "100 %", "1.00", "1.00", "0"]
     assert cells(first, "checkpointing, all") == ["checkpointing, all blocks", "10 %", "50 %", "1.50", "", "0"]
