@@ -41,6 +41,7 @@ def summary(results: Path) -> str:
     names = ("", "kept", "peak", "time", "time, 32 rows", "score by exact's")
     counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
     of = f"{counts[-1]} seed{'' if counts[-1] == 1 else 's'}"
-    scored = of if counts[0] == counts[-1] else f"up to {of}; without a score, runs are not there yet"
+    some = f"{counts[0]} to {of}" if counts[0] else f"up to {of}; without a score, runs are not there yet"
+    scored = of if counts[0] == counts[-1] else some
     means = f"Means over {', '.join(TITLES[task] for task in tasks)}, of {scored}."
     return f"{table(names, lines)}\n\n{means} {origins([*costs, *epochs])}"
