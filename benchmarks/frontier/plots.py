@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.frontier.means import mean_and_error
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import apart_of, scores_of, share_of
+from benchmarks.frontier.page import apart_of, scores_of, share_of, tasks_of
 from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.plots import distinct, figure_of
@@ -35,7 +35,7 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     Returns:
         The figure; None if no task was measured that has a panel.
     """
-    tasks = [task for task in _TITLES if any(row.task == task for row in costs)]
+    tasks = tasks_of(epochs, costs)
     if not tasks:
         return None
     figure, axes = figure_of(-(-(len(tasks) + 2) // 3), 3)

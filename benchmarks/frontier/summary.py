@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import IN_TABLE, NOTHING, TITLES, apart_of, origins, share_of, share_text
+from benchmarks.frontier.page import NOTHING, TITLES, apart_of, origins, share_of, share_text, tasks_of
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.records import known_rows
 from rmm_linear._support.tables import table
@@ -30,7 +30,9 @@ def summary(results: Path) -> str:
     costs = known_rows(results / "frontier-cost.csv", Cost)
     if not costs:
         return NOTHING
-    tasks = [task for task in IN_TABLE if any(row.task == task for row in costs)]
+    tasks = tasks_of(epochs, costs)
+    epochs = [row for row in epochs if row.task in tasks]
+    costs = [row for row in costs if row.task in tasks]
     lines = list[tuple[str, ...]]()
     for method in _METHODS:
         how = METHODS[method]

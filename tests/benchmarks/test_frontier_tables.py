@@ -93,6 +93,26 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "92.5"]
 
 
+def test_tasks_that_lack_seeds_of_a_method_wait_for_them(tmp_path: Path) -> None:
+    costs = [
+        Cost(task=task, method=method, kept=kept, time=1.0)
+        for task in ("cola", "rte")
+        for method, kept in (("exact", 100), ("checkpoint", 10), ("tenth", 10 if task == "cola" else 30))
+    ]
+    epochs = [epoch(method, seed, 0.5) for method in ("exact", "tenth") for seed in (0, 1)]
+    epochs += [epoch("exact", 0, 0.5, "rte"), epoch("exact", 1, 0.5, "rte"), epoch("tenth", 0, 0.9, "rte")]
+    assert page.tasks_of(epochs, costs) == ["cola"]
+    write_rows(tmp_path / "frontier-cost.csv", costs)
+    write_rows(tmp_path / "frontier-accuracy.csv", epochs)
+    for text in (page.page(tmp_path), summary.summary(tmp_path)):
+        assert "RTE |" not in text
+        assert "10 %" in cells(text, "ours, default" if "### " in text else "**ours, default")
+    epochs.append(epoch("tenth", 1, 0.9, "rte"))
+    assert page.tasks_of(epochs, costs) == ["cola", "rte"]
+    assert page.tasks_of([], costs) == ["cola", "rte"]
+    assert cells(page.comparison(epochs, costs), "ours, default")[2] == "20 %"
+
+
 def test_long_runs_have_a_line_per_epoch(tmp_path: Path) -> None:
     rows = [
         epoch(
