@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -57,7 +59,7 @@ def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests that are marked ``pairs``, leave parameters for later that show no two settings together anew."""
+    """Leave for later what adds least, of tests that are marked ``pairs`` or ``diagonal``: pyproject.toml says what."""
     seen: dict[str, set[object]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
@@ -70,6 +72,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if pairs <= known:
                 item.add_marker(pytest.mark.thorough)
             known |= pairs
+    marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("diagonal")]
+    for _, group in itertools.groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
+        _leave_all_but_the_diagonal(list(group))
+
+
+def _leave_all_but_the_diagonal(items: list[pytest.Function]) -> None:
+    """Take tests with the most settings that no other had, of those the rarest, until there is no such setting."""
+    used, left = collections.Counter[tuple[str, ...]](), {item: _settings(item) for item in items}
+    rank = lambda item: (sum(not used[one] for one in left[item]), -sum(used[one] for one in left[item]))  # noqa: E731
+    while left and rank(item := max(left, key=rank))[0]:
+        used.update(left.pop(item))
+    for item in left:
+        item.add_marker(pytest.mark.thorough)
+
+
+def _settings(item: pytest.Function) -> list[tuple[str, ...]]:
+    """What a test is given: parameters that are listed together are one setting."""
+    together = [tuple(re.findall(r"\w+", str(mark.args[0]))) for mark in item.iter_markers("parametrize")]
+    alone = [(name,) for name in item.callspec.params if not any(name in names for names in together)]
+    return [tuple(f"{name}={item.callspec.params[name]!r}" for name in names) for names in (*together, *alone)]
 
 
 def pytest_collection_finish() -> None:

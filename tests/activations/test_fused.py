@@ -99,6 +99,7 @@ def test_activations_differ_in_last_bits_and_have_the_same_gradient(name, dtype,
     assert torch.equal(gradient, slope)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norms_differ_in_last_bits_and_have_the_same_gradients(name, dtype, calls):
@@ -128,6 +129,7 @@ def test_half_inputs_of_norms_with_float32_weights_have_the_modules_dtype(calls)
     assert len(calls) == 3
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "phi3", "experts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gated_products_differ_in_last_bits(name, dtype, calls):

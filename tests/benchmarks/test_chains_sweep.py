@@ -78,6 +78,7 @@ def test_the_page_has_the_counts_of_growing_chains() -> None:
     assert cells("with 6 slots and I = 50:") == rows
 
 
+@pytest.mark.thorough
 def test_the_page_has_the_counts_of_all_schedules() -> None:
     found = counted.all_schedules(tiny=False)
     short, long = ([row for row in found if row.steps == steps] for steps in (100, 1000))

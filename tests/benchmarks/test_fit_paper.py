@@ -49,6 +49,7 @@ def found(made: Made) -> Rows:
     return {row["method"]: row for row in by_method(made[0])}
 
 
+@pytest.mark.thorough
 def test_no_method_reaches_further_than_the_fitted_plan(found: Rows) -> None:
     assert tuple(found) == METHODS
     for row in found.values():
@@ -59,6 +60,7 @@ def test_no_method_reaches_further_than_the_fitted_plan(found: Rows) -> None:
     assert 0 < found["exact"]["sequence"] < found["checkpointed"]["sequence"] < found["chunked"]["sequence"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["exact", "checkpointed", "chunked", "packed"])
 def test_the_next_size_is_over_the_memory(made: Made, found: Rows, method: str) -> None:
     work, plan, row = made[0], made[1][method], found[method]

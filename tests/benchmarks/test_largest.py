@@ -84,7 +84,8 @@ def test_memory_that_is_too_small_has_many_words(error: RuntimeError, found: boo
     assert is_full(error) == found
 
 
-@pytest.mark.parametrize("case", ["roberta-base", pytest.param("llama, 1.1 billion", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["roberta-base", "llama, 1.1 billion"])
 def test_methods_that_keep_less_train_larger_batches(case: str) -> None:
     (exact,) = search_in(case, EXACT, "cpu", True, NEVER, None)
     compared, ours = search_in(case, "default", "cpu", True, NEVER, exact["batch"])

@@ -101,7 +101,7 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
         (("keep", "sketch"), {"keep", "convert linears"}),
         (("keep", "pack"), {"keep", "convert others"}),
         (("keep", "sketch", "pack"), {"keep", *(f"convert {setting.name}" for setting in SETTINGS)}),
-        (("recompute",), {"recompute", "selective", "nested"}),
+        pytest.param(("recompute",), {"recompute", "selective", "nested"}, marks=pytest.mark.thorough),
     ],
 )
 def test_only_what_is_allowed_is_done(allow, options):

@@ -70,6 +70,7 @@ def test_other_ways_to_keep_an_input_are_unbiased_in_half_types(fields, autocast
     check_unbiased(model, "llama", torch.float32, autocast, exact, sketched)
 
 
+@pytest.mark.diagonal
 @architectures
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
 def test_the_default_chooses_its_bits_under_autocast(architecture, autocast):

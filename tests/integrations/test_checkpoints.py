@@ -82,6 +82,7 @@ def goes_on(folder, whole, strategy):
     return resumed
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("callback", [SketchStateCallback, RMMCallback])
 def test_killed_before_the_trainer_saves(tmp_path, whole, callback):
     """What was written early is of no use then, and of no harm."""

@@ -44,7 +44,7 @@ def sample(x, kind, rows, uniform_mix=0.1, expected=None, mask=None):
     return table.SAMPLE_ROWS(x, SEED, SaveSpec(kind, rows, None, None, uniform_mix), expected, mask)
 
 
-@pytest.mark.pairs
+@pytest.mark.diagonal
 @every_backend
 @every_mask
 @every_sampler

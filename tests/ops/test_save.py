@@ -41,7 +41,7 @@ def check_statistics(kind, block, bits, masked, count):
     assert_moments(torch.stack(errors), exact, stated, widest=0.25, roundings=roundings)
 
 
-@pytest.mark.pairs
+@pytest.mark.diagonal
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "padded"])
 @pytest.mark.parametrize("bits", [None, 8, 4, 2])
 @pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)

@@ -49,6 +49,7 @@ def test_operators_take_any_strides(rows, view):
     torch.library.opcheck(KEEP, (x, 77, None, *how("countsketch", rows, bits=4)))
 
 
+@pytest.mark.diagonal
 @needs_triton
 @pytest.mark.parametrize("mask", ["all", "some"])
 @pytest.mark.parametrize(("kind", "block"), [("countsketch", None), ("rows", None), ("rademacher", 9)])

@@ -50,6 +50,7 @@ def check_moments(bits, columns, count):
     assert spread.abs().max() < Z + 0.5, spread  # the largest of six
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("columns", [64, 130, 5])
 def test_unbiased_with_the_stated_variance(bits, columns):
@@ -84,7 +85,7 @@ def test_error_is_below_one_step_of_the_group(bits):
     assert ((found - z).abs() <= step * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=pytest.mark.thorough) for bits in (4, 8))])
 def test_the_error_has_one_distribution_whatever_the_data(bits):
     """Uniform on ± scale / 2, for elements that lie on a code as for those between two: second and fourth moments."""
     last = 2**bits - 1

@@ -22,7 +22,9 @@ def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("roberta", "unet"))) for name in NETWORKS]
+)
 def test_a_planned_step_fits_and_changes_no_bit(name):
     model, example = network(name)
     before = copy.deepcopy(model.state_dict())
@@ -45,6 +47,7 @@ def test_a_planned_step_fits_and_changes_no_bit(name):
     assert simulate(model, example).bytes == plan.plain
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("choice", ["recompute", "selective", "nested"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_choice_changes_no_bit(name, choice):

@@ -48,7 +48,8 @@ def real_peak(run, inputs):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("llama", "unet"))) for name in NETWORKS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("roberta", "llama", "unet"))) for name in NETWORKS],
 )
 def test_a_planned_graph_fits_and_changes_no_bit(name):
     model, example = network(name)
@@ -196,7 +197,9 @@ def test_where_graphs_break_blocks_are_recomputed_and_it_is_said_why(kind, why, 
         assert all(len(plan.recomputed) == 6 and plan.predicted < 0.6 * plan.plain for plan in made.plans.values())
 
 
-@pytest.mark.parametrize("method", ["cuts", "chen", "kusumoto"])
+@pytest.mark.parametrize(
+    "method", ["cuts", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("chen", "kusumoto"))]
+)
 def test_the_least_peak_is_no_higher_than_any_that_was_met(method):
     model, example = network("cnn")
     least = plan_graph(model, example, memory="least", method=method)

@@ -90,6 +90,7 @@ def simulated_saved(model, example):
     return found[0]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_converted_models_without_weights_take_the_bytes_of_those_with_weights(name, dtype):

@@ -120,12 +120,14 @@ def check(case, kind, bits, count, widest):
     assert_moments(error, exact, stated, widest=widest, roundings=rounding)
 
 
+@pytest.mark.diagonal
 @every_case
 @every_sampler
 def test_mean_and_variance_in_every_branch(kind, case):
     check(case, kind, None, 4_000, 0.05)
 
 
+@pytest.mark.diagonal
 @every_case
 @every_sampler
 def test_mean_and_variance_in_every_branch_with_bits(kind, case):

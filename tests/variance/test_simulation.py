@@ -23,9 +23,10 @@ from rmm_linear.variance.arguments import sampling_probabilities
 from rmm_linear.variance.simulation import Simulation, draw_sketches
 
 GROUP = 50
-kinds_and_widths = pytest.mark.parametrize(
-    ("kind", "block", "bits"), [(kind, block, bits) for kind, block in KIND_AND_BLOCK for bits in WIDTHS]
-)
+
+
+def kinds_and_widths(test):
+    return pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)(pytest.mark.parametrize("bits", WIDTHS)(test))
 
 
 def errors_and_roundings(x, y, bits, seeds, **shape):
@@ -52,7 +53,7 @@ def check_packed(kind, block, bits, draws, widest, rounding_scale=1.0):
     assert_variance(found, stated, widest=widest, whole=whole)
 
 
-@pytest.mark.pairs
+@pytest.mark.diagonal
 @kinds_and_widths
 def test_packing_adds_what_is_stated(kind, block, bits):
     check_packed(kind, block, bits, draws=2_000, widest=0.05)
