@@ -24,7 +24,8 @@ def curve_sections(points: Sequence[Point], noises: Sequence[Noisy]) -> list[str
     """
     parts = list[str]()
     if points:
-        parts += ["### From scratch", _SCRATCH, reached(points), _PICTURE]
+        models = "; ".join(text for study, text in _MODELS.items() if any(row.study == study for row in points))
+        parts += ["### From scratch", _SCRATCH.format(models), reached(points), _PICTURE]
     if noises:
         parts += ["### Noise through training", _NOISE, through_training(noises)]
     return [*parts, *prediction_sections(points, noises)]
@@ -117,14 +118,19 @@ def _ratio(rows: Sequence[Noisy]) -> str:
     return f"{sum(row.noise for row in rows) / sgd:.2g}" if sgd else ""
 
 
+_MODELS = {
+    "language": "a LLaMA of 4 layers, 256 wide, with a byte-level vocabulary of 4,096 trained beside it, on 3,000 "
+    "steps of 8 × 64 tokens of the glosses of WordNet, none of them seen twice",
+    "images": "a vision transformer of 4 layers, 128 wide, on 1,500 steps of 64 of the handwritten digits that "
+    "scikit-learn carries",
+}
 _SCRATCH = (
-    "A LLaMA of 4 layers, 256 wide, with a byte-level vocabulary of 4,096 trained beside it, 3,000 steps of 8 × 64 "
-    "tokens of the glosses of WordNet, none of them seen twice; and a vision transformer of 4 layers, 128 wide, 1,500 "
-    "steps of 64 of the handwritten digits that scikit-learn carries. Mean ± standard error over seeds after the last "
-    "step; the difference is that to the exact run of the same seed, which sees the same rows in the same order:"
+    "Trained from scratch: {}. Mean ± standard error over seeds after the last step; the difference is that to the "
+    "exact run of the same seed, which sees the same rows in the same order:"
 )
 _NOISE = (
     "The default's D² by D²_SGD in every block, on the batch of that step: of all operations, of each one alone in "
-    "the first and the last block, and beside them D²_SGD itself; over seeds, Σ D² by Σ D²_SGD:"
+    "the first and the last block, and beside them D²_SGD itself; over seeds, Σ D² by Σ D²_SGD. Once all of a training "
+    "set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
 )
 _PICTURE = "![Held-out loss, mean over seeds, bands from least to most](../benchmarks/results/frontier-curves.png)"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.frontier.curve_tables import curve_sections
-from benchmarks.frontier.long_tables import long_sections
+from benchmarks.frontier.long_tables import TASK, long_sections
 from benchmarks.frontier.page import NOTHING, origins
+from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Epoch, Noisy, Point
 from benchmarks.records import known_rows
 
@@ -24,4 +25,9 @@ def noise_page(results: Path) -> str:
     points = known_rows(results / "frontier-curves.csv", Point)
     noises = known_rows(results / "frontier-noise.csv", Noisy)
     parts = [*long_sections(epochs), *curve_sections(points, noises)]
-    return "\n\n".join([*parts, origins([*epochs, *points, *noises])]) if parts else NOTHING
+    if not parts:
+        return NOTHING
+    missing = [] if any(row.task == TASK for row in epochs) else ["ten epochs of CoLA"]
+    missing += [title for study, title in TITLES.items() if all(row.study != study for row in points)]
+    later = [f"Not measured yet: {', '.join(missing)}."] if missing else []
+    return "\n\n".join([*parts, *later, origins([*epochs, *points, *noises])])

@@ -38,7 +38,8 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     tasks = tasks_of(epochs, costs)
     if not tasks:
         return None
-    figure, axes = figure_of(-(-(len(tasks) + 2) // 3), 3)
+    columns = 2 if len(tasks) == 2 else 3
+    figure, axes = figure_of(-(-(len(tasks) + 2) // columns), columns)
     for method, how in METHODS.items():
         kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
         apart = mean_and_error([0.0] if how.is_exact else apart_of(epochs, tasks, method))

@@ -158,6 +158,20 @@ def test_curves_end_in_means_and_differences_to_the_same_seed() -> None:
     ]  # fmt: skip
 
 
+def test_the_page_describes_what_is_there_and_names_what_is_not(tmp_path: Path) -> None:
+    assert noise_page.noise_page(tmp_path) == page.NOTHING
+    images = replace(point("exact", 64, 2.0, 0, 200), study="images")
+    write_rows(tmp_path / "frontier-curves.csv", [images])
+    text = noise_page.noise_page(tmp_path)
+    assert "Trained from scratch: a vision transformer" in text
+    assert "Not measured yet: ten epochs of CoLA, LLaMA on glosses." in text
+    write_rows(tmp_path / "frontier-curves.csv", [images, point("exact", 8, 2.0, 0, 200)])
+    write_rows(tmp_path / "frontier-accuracy.csv", [epoch("exact", 0, 0.1, "cola-long", fitted_loss=1.0)])
+    text = noise_page.noise_page(tmp_path)
+    assert "Trained from scratch: a LLaMA" in text and "seen twice; a vision transformer" in text
+    assert "Not measured yet" not in text
+
+
 @pytest.mark.parametrize(
     ("loss", "found", "off"),
     [(1.9, "≥ 8", ()), (2.5, "5.7", (32**0.5,)), (3.0, "4.0", (4,)), (3.5, "2.8", (8**0.5,)), (4.1, "< 2", ())],
