@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.frontier.compared import TITLES, loss_text, score_text, scores_of, share_of, share_text, tasks_of
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch
@@ -14,7 +15,6 @@ from benchmarks.records import Origin, known_rows
 from rmm_linear._support.tables import table
 
 NOTHING = "Nothing is measured yet: run `python -m benchmarks frontier`."
-TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE"}
 _ALL_OF_IT = "sst2-full"
 _FIELDS = ("saved", "kept", "peak", "rss", "time", "trained_time")
 
@@ -70,7 +70,8 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         "time",
         "time, trained",
         *(TITLES[task] for task in tasks),
-        "to exact",
+        "score to exact",
+        "training loss to exact",
         "seeds",
     ]
     lines = list[tuple[str, ...]]()
@@ -80,103 +81,11 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         share = [share_text(share_of(costs, tasks, method, field), field) for field in _FIELDS]
         if not any(scores) and not any(share):
             continue
-        apart = "" if how.is_exact else mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
+        apart = [score_text(epochs, tasks, method), loss_text(epochs, tasks, method)]
         counts = [str(len(score)) for score in scores]
         seeds = counts[0] if len({*counts}) == 1 else " / ".join(counts)
-        lines.append((how.title, *share, *(mean_text(score, 1, factor=100) for score in scores), apart, seeds))
+        lines.append((how.title, *share, *(mean_text(score, 1, factor=100) for score in scores), *apart, seeds))
     return table(header, lines)
-
-
-def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
-    """Return the tasks that tables and pictures show: a mean over tasks that some methods lack is not comparable.
-
-    Args:
-        epochs: All runs.
-        costs: All measurements of steps.
-
-    Returns:
-        Those that all methods were trained on with two seeds or more; if there is none yet, all that have costs.
-    """
-
-    def seeds(row: Cost) -> int:
-        return len(scores_of(epochs, row.task, EXACT if METHODS[row.method].is_exact else row.method))
-
-    there = [task for task in TITLES if any(row.task == task for row in costs)]
-    return [task for task in there if min(seeds(row) for row in costs if row.task == task) > 1] or there
-
-
-def apart_of(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[float]:
-    """Return by how much a method's scores are above the exact ones.
-
-    Args:
-        epochs: All runs.
-        tasks: Over which scores are averaged.
-        method: The method.
-
-    Returns:
-        Of every seed that all tasks have: the mean of the score less the exact one's of the same seed.
-    """
-    last = {(row.task, row.method, row.seed): row.score for row in epochs if row.epoch == row.epochs}
-    pairs = [
-        [(last.get((task, method, seed)), last.get((task, EXACT, seed))) for task in tasks]
-        for seed in sorted({row.seed for row in epochs})
-    ]
-    return [
-        statistics.mean((score or 0.0) - (exact or 0.0) for score, exact in each)
-        for each in pairs
-        if all(score is not None and exact is not None for score, exact in each)
-    ]
-
-
-def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
-    """Return what a method reaches after the last epoch.
-
-    Args:
-        epochs: All runs.
-        task: The task.
-        method: The method.
-
-    Returns:
-        The score of every seed.
-    """
-    return [row.score for row in epochs if (row.task, row.method, row.epoch) == (task, method, row.epochs)]
-
-
-def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> float | None:
-    """Return a method's bytes or seconds by the exact step's.
-
-    Args:
-        costs: All measurements of steps.
-        tasks: Over which shares are averaged.
-        method: The method.
-        field: Of :class:`benchmarks.frontier.rows.Cost`.
-
-    Returns:
-        The mean; None if a task does not have it: means over other tasks are not comparable.
-    """
-    found = list[float]()
-    for task in tasks:
-        rows = {row.method: getattr(row, field) for row in costs if row.task == task}
-        value, exact = rows.get(method), rows.get(EXACT)
-        if value is None or not exact:
-            return None
-        found.append(value / exact)
-    return statistics.mean(found) if found else None
-
-
-def share_text(share: float | None, field: str) -> str:
-    """Write a share.
-
-    Args:
-        share: Of :func:`share_of`.
-        field: What it is a share of.
-
-    Returns:
-        Of times as "1.05", of bytes as "12 %"; empty if there is none.
-    """
-    if share is None:
-        return ""
-    return f"{share:.2f}" if field.endswith("time") else f"{100 * share:.0f} %"
 
 
 def _scatter(costs: Sequence[Cost]) -> list[str]:
@@ -224,8 +133,9 @@ def origins(rows: Sequence[Origin]) -> str:
 _FINE_TUNING = (
     "MiniLM in RoBERTa's classes, two epochs on the first 6,000 sentences of SST-2 and on all of the other tasks. "
     "Scores are accuracy, Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± "
-    "standard error over seeds; beside them the mean over tasks of the difference to the exact run of the same seed. "
-    "Bytes and times are by the exact step's, means over these tasks:"
+    "standard error over seeds; beside them the mean over tasks of the difference to the exact run of the same seed, "
+    "and by how much the loss over the last epoch's batches is above the exact one's, which varies far less than "
+    "scores do. Bytes and times are by the exact step's, means over these tasks:"
 )
 _HOW = """\
 - *Saved*: by the ledger, which does not see what hooks of checkpointing, of GACT's rule and of some plans store.

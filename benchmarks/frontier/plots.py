@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.frontier.compared import apart_of, losses_apart_of, scores_of, share_of, tasks_of
 from benchmarks.frontier.means import mean_and_error
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import apart_of, scores_of, share_of, tasks_of
 from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.plots import distinct, figure_of
@@ -26,7 +26,7 @@ _PLACES = ((4, 3), (4, -8), (-4, 3), (-4, -8), (4, 10), (4, -15), (-4, 10), (-4,
 
 
 def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot scores, over all tasks and of every one, and the time of a step, against what lives between the two passes.
+    """Plot scores, training losses and the time of a step against what lives between the two passes.
 
     Args:
         epochs: All runs.
@@ -38,25 +38,27 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     tasks = tasks_of(epochs, costs)
     if not tasks:
         return None
-    columns = 2 if len(tasks) == 2 else 3
-    figure, axes = figure_of(-(-(len(tasks) + 2) // columns), columns)
+    columns = 3 if len(tasks) < 4 else 4
+    figure, axes = figure_of(-(-(len(tasks) + 3) // columns), columns)
     for method, how in METHODS.items():
         kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
-        apart = mean_and_error([0.0] if how.is_exact else apart_of(epochs, tasks, method))
-        if kept is not None and apart is not None:
-            _mark(axes[0], method, 100 * kept, 100 * apart[0], 100 * apart[1])
+        for axis, apart_by in zip(axes, (apart_of, losses_apart_of), strict=False):
+            apart = mean_and_error([0.0] if how.is_exact else apart_by(epochs, tasks, method))
+            if kept is not None and apart is not None:
+                _mark(axis, method, 100 * kept, 100 * apart[0], 100 * apart[1])
         if kept is not None and time is not None:
-            _mark(axes[1], method, 100 * kept, time)
+            _mark(axes[2], method, 100 * kept, time)
     share = "kept for the backward pass, % of exact"
     axes[0].set(title="score, mean over tasks", xlabel=share, ylabel="by exact's, × 100")
-    axes[1].set(title="time of a step, mean over tasks", xlabel=share, ylabel="by exact's")
-    for task, axis in zip(tasks, axes[2:], strict=False):
+    axes[1].set(title="training loss, mean over tasks", xlabel=share, ylabel="above exact's, %")
+    axes[2].set(title="time of a step, mean over tasks", xlabel=share, ylabel="by exact's")
+    for task, axis in zip(tasks, axes[3:], strict=False):
         for row in (row for row in costs if row.task == task and row.kept is not None):
             found = mean_and_error(scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method))
             if found is not None:
                 _mark(axis, row.method, (row.kept or 0) / 1e6, 100 * found[0], 100 * found[1])
         axis.set(title=_TITLES[task], xlabel="kept for the backward pass, MB", ylabel="× 100")
-    for axis in axes[len(tasks) + 2 :]:
+    for axis in axes[len(tasks) + 3 :]:
         axis.set_axis_off()
     labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.compared import TITLES, apart_of, loss_text, score_text, share_of, share_text, tasks_of
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.page import NOTHING, TITLES, apart_of, origins, share_of, share_text, tasks_of
+from benchmarks.frontier.page import NOTHING, origins
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.records import known_rows
 from rmm_linear._support.tables import table
@@ -37,10 +37,10 @@ def summary(results: Path) -> str:
     for method in _METHODS:
         how = METHODS[method]
         shares = [share_text(share_of(costs, tasks, method, field), field) for field in _FIELDS]
-        found = mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
+        apart = ("0", "0") if how.is_exact else (score_text(epochs, tasks, method), loss_text(epochs, tasks, method))
         title = f"**{how.title}**" if method == "tenth" else how.title
-        lines.append((title, *shares, "0" if how.is_exact else found))
-    names = ("", "kept", "peak", "time", "time, 32 rows", "score by exact's")
+        lines.append((title, *shares, *apart))
+    names = ("", "kept", "peak", "time", "time, 32 rows", "score by exact's", "training loss")
     counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
     of = f"{counts[-1]} seed{'' if counts[-1] == 1 else 's'}"
     some = f"{counts[0]} to {of}" if counts[0] else f"up to {of}; without a score, runs are not there yet"
