@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from rmm_linear.sketches.seeds import mix
+
 HEAD = "classifier"  # of models for classification
 
 
@@ -25,14 +27,17 @@ class PaperLinear(nn.Linear):
         """Make the layer; ``ratio`` is K/N, and ``options`` are device and dtype."""
         super().__init__(inputs, outputs, **options)
         self.ratio = ratio
+        # Seeds of its own, new in every call: drawn on the way, they would shift the masks of dropout behind the layer.
+        self.seed, self.calls = int(torch.randint(2**62, ())), 0
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to X, shape (..., I); N is the product of the others."""
         if not torch.is_grad_enabled():
             return super().forward(input)
         x = input.reshape(-1, self.in_features)
-        seed = int(torch.randint(2**62, ()))
-        output = _PaperFunction.apply(x, self.weight, self.bias, max(1, round(self.ratio * len(x))), seed)
+        self.calls += 1
+        rows, seed = max(1, round(self.ratio * len(x))), mix(self.seed, self.calls)
+        output = _PaperFunction.apply(x, self.weight, self.bias, rows, seed)
         return output.view(*input.shape[:-1], self.out_features)
 
 

@@ -13,7 +13,7 @@ from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Epoch
 from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
 from benchmarks.frontier.tasks import TRAININGS
-from benchmarks.frontier.training import train
+from benchmarks.frontier.training import DROPOUT, train
 from benchmarks.records import known_rows, put_rows
 
 Run = tuple[str, str, int]
@@ -105,5 +105,5 @@ def _is_as_wanted(row: Epoch, wanted: Wanted) -> bool:
     how, training = METHODS[row.method], TRAININGS[row.task]
     plan = plan_path(wanted.out, row.task, row.method) if how.budget else None
     is_all = wanted.tiny or training.rows in (None, row.rows)
-    now = (training.epochs, training.batch, how.learning_rate / training.slower, how.settings(plan))
-    return is_all and now == (row.epochs, row.batch, row.learning_rate, row.settings)
+    now = (training.epochs, training.batch, how.learning_rate / training.slower, how.settings(plan), DROPOUT)
+    return is_all and now == (row.epochs, row.batch, row.learning_rate, row.settings, row.dropout)

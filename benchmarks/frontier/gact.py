@@ -21,7 +21,7 @@ from rmm_linear.memory.ledger import storage_key
 from rmm_linear.ops.masks import APPLY_MASK, PACK_MASK
 from rmm_linear.ops.table import PACK, UNPACK
 from rmm_linear.packing import GROUP
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _DIMENSIONS = (2, 3, 4)
 
@@ -43,6 +43,7 @@ class PackedSaves:
     def __enter__(self) -> None:
         """Begin to pack."""
         self._own = {storage_key(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+        self._seed, self._count = peek_seed(), 0  # numbers drawn on the way would shift the masks of dropout
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
@@ -50,6 +51,7 @@ class PackedSaves:
         """Pack no more."""
         self._hooks.__exit__()
         self._packed.clear()
+        draw_seed()  # so that the next step has others
 
     def _pack(self, tensor: Tensor) -> Any:
         if not tensor.is_floating_point() or storage_key(tensor) in self._own or tensor.dim() not in _DIMENSIONS:
@@ -59,7 +61,8 @@ class PackedSaves:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
         if key not in self._packed:
-            seed = torch.tensor([draw_seed()], device=tensor.device)
+            self._count += 1
+            seed = torch.tensor([mix(self._seed, self._count)], device=tensor.device)
             flat = tensor.detach().reshape(-1)
             rows = F.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
             self._packed[key] = (*PACK(rows, self._bits, seed), seed, tensor.shape, tensor.dtype)

@@ -40,7 +40,7 @@ def page(results: Path) -> str:
             _FINE_TUNING,
             comparison(epochs, costs),
             *_scatter(costs),
-            _HOW,
+            f"{_HOW}\n{_masks(epochs)}",
             _PICTURE,
             *_full(epochs),
             origins([*costs, *epochs]),
@@ -111,6 +111,26 @@ def _full(epochs: Sequence[Epoch]) -> list[str]:
     if not there:
         return []
     return ["One epoch on all 67,349 sentences of SST-2:", table(("method", "accuracy"), there)]
+
+
+def _masks(epochs: Sequence[Epoch]) -> str:
+    """Say which runs have the exact run's masks of dropout."""
+    seeds = {task: dict.fromkeys(row.seed for row in epochs if row.task == task) for task in TITLES}
+    same = {
+        task: [seed for seed in found if all(row.dropout for row in epochs if (row.task, row.seed) == (task, seed))]
+        for task, found in seeds.items()
+    }
+    there = [f"{TITLES[task]} ({', '.join(map(str, sorted(found)))})" for task, found in same.items() if found]
+    if not there:
+        return (
+            "- Every run has masks of dropout of its own, a part of its difference to the exact run of the same seed."
+        )
+    if all(len(same[task]) == len(found) for task, found in seeds.items()):
+        return "- Runs of one seed have the same masks of dropout in every step."
+    return (
+        f"- Runs of one seed have the same masks of dropout in every step on {', '.join(there)}; the others have masks "
+        "of their own, a part of their difference to the exact run of the same seed."
+    )
 
 
 def origins(rows: Sequence[Origin]) -> str:

@@ -28,6 +28,7 @@ class Epoch(Origin):
         learning_rate: At its highest.
         rows: Of the training set.
         settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
+        dropout: "by step" where all methods have the exact run's masks of dropout; empty where they have others.
     """
 
     task: str
@@ -45,6 +46,7 @@ class Epoch(Origin):
     learning_rate: float
     rows: int
     settings: str
+    dropout: str = ""
     fitted_loss: float | None = None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -18,6 +18,9 @@ from benchmarks.frontier.tasks import prepare
 from glue_finetune.modeling import take_columns
 from glue_finetune.scoring import make_scorer
 from glue_finetune.tasks import PAPER
+from rmm_linear.sketches.seeds import mix
+
+DROPOUT = "by step"
 
 
 class SameOrder(Trainer):
@@ -28,6 +31,18 @@ class SameOrder(Trainer):
         lengths = [len(rows[place]["input_ids"]) for place in range(len(rows))]
         generator = torch.Generator().manual_seed(self.args.seed)
         return LengthGroupedSampler(self.args.train_batch_size, lengths=lengths, generator=generator)
+
+
+class SameDropout(TrainerCallback):
+    """Begins the random numbers of every step with the seed and the step alone.
+
+    Methods that draw a number per step would shift the masks of dropout of all later steps: differences to the exact
+    run of the same seed would be those of other masks.
+    """
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        """Seed the step."""
+        torch.manual_seed(mix(args.seed, state.global_step))
 
 
 def train(
@@ -75,6 +90,7 @@ def train(
             eval_dataset=evaluated,
             data_collator=ready.collator(indexed=how.is_indexed),
             compute_metrics=make_scorer(ready.task),
+            callbacks=[SameDropout()],
         )
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
@@ -101,6 +117,7 @@ def train(
             learning_rate=rate,
             rows=len(ready.rows),
             settings=how.settings(plan),
+            dropout=DROPOUT,
             fitted_loss=of_rows,
         )
         for number, (loss, entry, of_rows) in enumerate(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from frontier_helpers import run
-from transformers import TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from benchmarks.__main__ import main
 from benchmarks.frontier import command
@@ -18,7 +18,7 @@ from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.runs import in_turn
 from benchmarks.frontier.shares import REST, Share, Spent, shares_of
 from benchmarks.frontier.tasks import TRAININGS, prepare
-from benchmarks.frontier.training import SameOrder
+from benchmarks.frontier.training import SameDropout, SameOrder
 from benchmarks.records import read_rows
 
 pytestmark = [
@@ -211,6 +211,17 @@ def test_the_order_of_rows_is_the_seeds_alone(tmp_path: Path) -> None:
     assert sorted(orders(0, 1)[0]) == list(range(64))
     assert orders(0, 1)[0] != orders(0, 1)[1]
     assert orders(0, 1) != orders(1, 1)
+
+
+def test_random_numbers_of_a_step_are_the_seeds_and_the_steps_alone(tmp_path: Path) -> None:
+    def numbers(seed: int, step: int, drawn: int) -> list[float]:
+        torch.rand(drawn)  # what methods draw in the steps before
+        arguments = TrainingArguments(str(tmp_path), seed=seed, use_cpu=True)
+        SameDropout().on_step_begin(arguments, TrainerState(global_step=step), TrainerControl())
+        return torch.rand(4).tolist()
+
+    assert numbers(0, 3, 1) == numbers(0, 3, 5)
+    assert len({tuple(numbers(seed, step, 0)) for seed in (0, 1, 2) for step in (0, 1, 2)}) == 9
 
 
 def test_batches_whose_costs_are_measured_have_no_padding(places: list[str]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.frontier.few_bits import FewBitGELU, best_steps, gelu_steps, pack_codes, unpack_codes, use_few_bits
 from benchmarks.frontier.gact import use_gact
-from benchmarks.frontier.methods import METHODS
+from benchmarks.frontier.methods import METHODS, TUNED
 from benchmarks.paper import PaperLinear, use_paper
 from rmm_linear import RMMLinear
 from rmm_linear.memory.peak import LiveTensors, Peak
@@ -220,6 +220,14 @@ def test_every_other_method_keeps_less_and_errs(method: str) -> None:
 def _length(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     flat, right = (torch.cat([one[key].flatten() for key in expected]) for one in (found, expected))
     return float(flat @ right / (right @ right))
+
+
+@pytest.mark.parametrize("method", [name for name in TUNED if METHODS[name].budget is None])
+def test_all_methods_have_the_masks_of_dropout_that_the_exact_model_has(method: str) -> None:
+    exact = [trained("exact", dropout=0.1, seed=seed)[1] for seed in (0, 1)]
+    assert abs(exact[1] - exact[0]) > 1e-4
+    # Outputs are the exact ones up to the order of sums: of eager attention, say.
+    assert trained(method, dropout=0.1)[1] == pytest.approx(exact[0], abs=1e-5)
 
 
 @pytest.mark.parametrize(("method", "share"), [("gaussian-50", 0.5), ("gaussian-20", 0.2), ("gaussian-10", 0.1)])

@@ -62,22 +62,23 @@ def test_a_run_that_fails_is_no_reason_to_stop(
     assert "1 runs are left, 1 of which failed" in printed
 
 
+@pytest.mark.parametrize("other", [{"settings": "other"}, {"dropout": ""}], ids=str)
 def test_a_run_with_other_settings_is_run_again_and_replaced(
-    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: dict[str, str], places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     some = ["--parts", "accuracy", "--methods", "exact", "tenth", "--seeds", "0"]
     run(places, tmp_path, *some)
     path = tmp_path / "frontier-accuracy.csv"
     rows = read_rows(path, Epoch)
-    write_rows(path, [replace(row, settings="other") if row.method == "tenth" else row for row in rows])
+    write_rows(path, [replace(row, **other) if row.method == "tenth" else row for row in rows])
     capsys.readouterr()
     run(places, tmp_path, *some)
     printed = capsys.readouterr().out
     assert "cola, tenth, 0" in printed
     assert "cola, exact, 0" not in printed
     again = read_rows(path, Epoch)
-    assert [(row.method, row.epoch, row.settings, row.score) for row in again] == [
-        (row.method, row.epoch, row.settings, row.score) for row in rows
+    assert [(row.method, row.epoch, row.settings, row.dropout, row.score) for row in again] == [
+        (row.method, row.epoch, row.settings, "by step", row.score) for row in rows
     ]
 
 

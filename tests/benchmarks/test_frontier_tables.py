@@ -123,6 +123,19 @@ def test_tasks_that_lack_seeds_of_a_method_wait_for_them(tmp_path: Path) -> None
     assert cells(page.comparison(epochs, costs), "ours, default")[2] == "20 %"
 
 
+def test_the_page_says_whose_masks_of_dropout_are_the_exact_ones(tmp_path: Path) -> None:
+    write_rows(tmp_path / "frontier-cost.csv", [Cost(task="cola", method="exact", kept=1, time=1.0)])
+
+    def text(*masks: str) -> str:
+        rows = [replace(epoch("exact", seed, 0.5), dropout=mask) for seed, mask in enumerate(masks)]
+        write_rows(tmp_path / "frontier-accuracy.csv", [*rows, replace(epoch("tenth", 0, 0.5), dropout=masks[0])])
+        return page.page(tmp_path)
+
+    assert "Every run has masks of dropout of its own" in text("", "")
+    assert "in every step on CoLA (0); the others" in text("by step", "")
+    assert "Runs of one seed have the same masks of dropout in every step.\n" in text("by step", "by step")
+
+
 def test_long_runs_have_a_line_per_epoch(tmp_path: Path) -> None:
     rows = [
         epoch(
