@@ -120,7 +120,7 @@ def _masks(epochs: Sequence[Epoch]) -> str:
         task: [seed for seed in found if all(row.dropout for row in epochs if (row.task, row.seed) == (task, seed))]
         for task, found in seeds.items()
     }
-    there = [f"{TITLES[task]} ({', '.join(map(str, sorted(found)))})" for task, found in same.items() if found]
+    there = [f"{TITLES[task]} (seed {', '.join(map(str, sorted(found)))})" for task, found in same.items() if found]
     if not there:
         return (
             "- Every run has masks of dropout of its own, a part of its difference to the exact run of the same seed."

@@ -132,7 +132,7 @@ def test_the_page_says_whose_masks_of_dropout_are_the_exact_ones(tmp_path: Path)
         return page.page(tmp_path)
 
     assert "Every run has masks of dropout of its own" in text("", "")
-    assert "in every step on CoLA (0); the others" in text("by step", "")
+    assert "in every step on CoLA (seed 0); the others" in text("by step", "")
     assert "Runs of one seed have the same masks of dropout in every step.\n" in text("by step", "by step")
 
 
