@@ -60,18 +60,18 @@ def use_paper(model: nn.Module, ratio: float) -> None:
 class _PaperFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, seed: int) -> Tensor:
-        ctx.seed, ctx.has_bias = seed, bias is not None
+        ctx.has_bias = bias is not None
         s = _matrix(seed, rows, x)
         with record_function("paper::sketch_x"):
             z = s @ x
-        ctx.save_for_backward(weight, z)
+        ctx.save_for_backward(weight, z, torch.tensor(seed))  # a recomputation's Z belongs to its own seed
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = grad_outputs
-        weight, z = ctx.saved_tensors
-        s = _matrix(ctx.seed, len(z), y)
+        weight, z, seed = ctx.saved_tensors
+        s = _matrix(int(seed), len(z), y)
         with record_function("paper::weight_gradient"):
             to_weight = (s @ y).T @ z
         return y @ weight, to_weight, y.sum(0) if ctx.has_bias else None, None, None

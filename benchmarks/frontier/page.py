@@ -122,15 +122,10 @@ def _masks(epochs: Sequence[Epoch]) -> str:
     }
     there = [f"{TITLES[task]} (seed {', '.join(map(str, sorted(found)))})" for task, found in same.items() if found]
     if not there:
-        return (
-            "- Every run has masks of dropout of its own, a part of its difference to the exact run of the same seed."
-        )
+        return f"- Methods {_OWN_MASKS}"
     if all(len(same[task]) == len(found) for task, found in seeds.items()):
-        return "- Runs of one seed have the same masks of dropout in every step."
-    return (
-        f"- Runs of one seed have the same masks of dropout in every step on {', '.join(there)}; the others have masks "
-        "of their own, a part of their difference to the exact run of the same seed."
-    )
+        return f"- {_SAME_MASKS}."
+    return f"- {_SAME_MASKS} on {', '.join(there)}. Elsewhere, methods {_OWN_MASKS}"
 
 
 def origins(rows: Sequence[Origin]) -> str:
@@ -154,8 +149,13 @@ _FINE_TUNING = (
     "MiniLM in RoBERTa's classes, two epochs on the first 6,000 sentences of SST-2 and on all of the other tasks. "
     "Scores are accuracy, Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± "
     "standard error over seeds; beside them the mean over tasks of the difference to the exact run of the same seed, "
-    "and by how much the loss over the last epoch's batches is above the exact one's, which varies far less than "
-    "scores do. Bytes and times are by the exact step's, means over these tasks:"
+    "and by how much the loss over the last epoch's batches is above the exact one's. Bytes and times are by the exact "
+    "step's, means over these tasks:"
+)
+_SAME_MASKS = "Runs of one seed have the same masks of dropout in every step"
+_OWN_MASKS = (
+    "that draw random numbers have masks of dropout of their own, a part of their difference to the exact run "
+    "of the same seed."
 )
 _HOW = """\
 - *Saved*: by the ledger, which does not see what hooks of checkpointing, of GACT's rule and of some plans store.

@@ -131,8 +131,8 @@ def test_the_page_says_whose_masks_of_dropout_are_the_exact_ones(tmp_path: Path)
         write_rows(tmp_path / "frontier-accuracy.csv", [*rows, replace(epoch("tenth", 0, 0.5), dropout=masks[0])])
         return page.page(tmp_path)
 
-    assert "Every run has masks of dropout of its own" in text("", "")
-    assert "in every step on CoLA (seed 0); the others" in text("by step", "")
+    assert "- Methods that draw random numbers have masks of dropout of their own" in text("", "")
+    assert "in every step on CoLA (seed 0). Elsewhere, methods that draw" in text("by step", "")
     assert "Runs of one seed have the same masks of dropout in every step.\n" in text("by step", "by step")
 
 
