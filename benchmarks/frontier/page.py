@@ -120,7 +120,11 @@ def _masks(epochs: Sequence[Epoch]) -> str:
         task: [seed for seed in found if all(row.dropout for row in epochs if (row.task, row.seed) == (task, seed))]
         for task, found in seeds.items()
     }
-    there = [f"{TITLES[task]} (seed {', '.join(map(str, sorted(found)))})" for task, found in same.items() if found]
+    there = [
+        f"{TITLES[task]} (seed{'s' if len(found) > 1 else ''} {', '.join(map(str, sorted(found)))})"
+        for task, found in same.items()
+        if found
+    ]
     if not there:
         return f"- Methods {_OWN_MASKS}"
     if all(len(same[task]) == len(found) for task, found in seeds.items()):

@@ -127,10 +127,20 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
             steps = sorted(by_step)
             means = [statistics.mean(by_step[step]) for step in steps]
             axis.plot(steps, means, color="0.5", linewidth=0.8, linestyle="--")
-            axis.annotate(f"exact, batch of {size}", (steps[-1], means[-1]), ha="right", fontsize=6, color="0.4")
+            axis.annotate(
+                f"exact, batch of {size}",
+                (steps[-1], means[-1]),
+                (0, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=6,
+                color="0.4",
+            )
         axis.set(
             title=f"{TITLES[study]}; bands: least to most of seeds", xlabel="step", ylabel="held-out loss", yscale="log"
         )
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}" if axis.get_ylim()[0] > 1 else "")
         axis.grid(color="0.9", linewidth=0.6)
         axis.legend(fontsize=7)
     return figure
