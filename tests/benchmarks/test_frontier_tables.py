@@ -100,7 +100,7 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     ]
     assert cells(first, "ours, narrow") == ["ours, narrow", *6 * [""]]
     assert "Means over CoLA, of up to 2 seeds; without a score, runs are not there yet." in first
-    assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "92.5"]
+    assert cells(whole[whole.index("67,349") :], "exact") == ["exact", "0", "92.5", "1.0000"]
 
 
 def test_tasks_that_lack_seeds_of_a_method_wait_for_them(tmp_path: Path) -> None:
