@@ -139,8 +139,9 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
         axis.set(
             title=f"{TITLES[study]}; bands: least to most of seeds", xlabel="step", ylabel="held-out loss", yscale="log"
         )
+        low, high = axis.get_ylim()
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}" if axis.get_ylim()[0] > 1 else "")
+        axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")  # no power of ten may lie between them
         axis.grid(color="0.9", linewidth=0.6)
         axis.legend(fontsize=7)
     return figure
