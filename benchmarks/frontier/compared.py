@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.means import mean_over_groups, text_of
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch
 
@@ -30,46 +30,41 @@ def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
     return [task for task in there if min(seeds(row) for row in costs if row.task == task) > 1] or there
 
 
-def apart_of(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[float]:
+def apart_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
     """Return by how much a method's scores are above the exact ones.
 
     Args:
         epochs: All runs.
-        tasks: Over which scores are averaged.
+        task: The task.
         method: The method.
 
     Returns:
-        Of every seed that all tasks have: the mean of the score less the exact one's of the same seed.
+        The score after the last epoch less the exact one's, of every seed that both have.
     """
-    return [statistics.mean(row.score - exact.score for row, exact in each) for each in _pairs(epochs, tasks, method)]
+    return [row.score - exact.score for row, exact in _pairs(epochs, task, method)]
 
 
-def losses_apart_of(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[float]:
+def losses_apart_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
     """Return by what share a method's training losses are above the exact ones.
 
     Args:
         epochs: All runs.
-        tasks: Over which shares are averaged.
+        task: The task.
         method: The method.
 
     Returns:
-        Of every seed that all tasks have: the mean of the last epoch's loss by the exact run's, less 1.
+        The last epoch's loss by the exact run's, less 1, of every seed that both have.
     """
-    return [
-        statistics.mean(row.train_loss / exact.train_loss - 1 for row, exact in each)
-        for each in _pairs(epochs, tasks, method)
-    ]
+    return [row.train_loss / exact.train_loss - 1 for row, exact in _pairs(epochs, task, method)]
 
 
-def _pairs(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> list[list[tuple[Epoch, Epoch]]]:
-    """Last epochs of a method and of the exact run of the same seed, by task; of the seeds that all tasks have."""
-    last = {(row.task, row.method, row.seed): row for row in epochs if row.epoch == row.epochs}
-    seeds = sorted({row.seed for row in epochs})
-    wanted = [[((task, method, seed), (task, EXACT, seed)) for task in tasks] for seed in seeds]
+def _pairs(epochs: Sequence[Epoch], task: str, method: str) -> list[tuple[Epoch, Epoch]]:
+    """Last epochs of a method and of the exact run of the same seed."""
+    last = {(row.method, row.seed): row for row in epochs if row.task == task and row.epoch == row.epochs}
     return [
-        [(last[ours], last[exact]) for ours, exact in each]
-        for each in wanted
-        if all(ours in last and exact in last for ours, exact in each)
+        (row, last[EXACT, seed])
+        for (name, seed), row in sorted(last.items())
+        if name == method and (EXACT, seed) in last
     ]
 
 
@@ -110,7 +105,7 @@ def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: st
 
 
 def score_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str:
-    """Write what :func:`apart_of` returns, × 100; empty for exact gradients.
+    """Write the mean over tasks of what :func:`apart_of` returns, × 100; empty for exact gradients.
 
     Args:
         epochs: All runs.
@@ -120,11 +115,13 @@ def score_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> st
     Returns:
         As "+1.2 ± 0.3".
     """
-    return "" if METHODS[method].is_exact else mean_text(apart_of(epochs, tasks, method), 1, factor=100, sign=True)
+    if METHODS[method].is_exact:
+        return ""
+    return text_of(mean_over_groups([apart_of(epochs, task, method) for task in tasks]), 1, factor=100, sign=True)
 
 
 def loss_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str:
-    """Write what :func:`losses_apart_of` returns, in per cent; empty for exact gradients.
+    """Write the mean over tasks of what :func:`losses_apart_of` returns, in per cent; empty for exact gradients.
 
     Args:
         epochs: All runs.
@@ -134,8 +131,10 @@ def loss_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str
     Returns:
         As "+1.2 ± 0.3 %".
     """
-    found = [] if METHODS[method].is_exact else losses_apart_of(epochs, tasks, method)
-    return f"{mean_text(found, 1, factor=100, sign=True)} %" if found else ""
+    if METHODS[method].is_exact:
+        return ""
+    found = mean_over_groups([losses_apart_of(epochs, task, method) for task in tasks])
+    return f"{text_of(found, 1, factor=100, sign=True)} %" if found else ""
 
 
 def share_text(share: float | None, field: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from benchmarks.frontier.means import mean_text
@@ -81,7 +80,8 @@ def through_training(noises: Sequence[Noisy]) -> str:
         noises: All measurements.
 
     Returns:
-        A line per study, operation and block, and the minibatch's own variance of every block.
+        A line per study, operation and block, and the minibatch's own variance of every block; beside the blocks that
+        are numbered, the whole gradient.
     """
     lines, moments = list[tuple[str, ...]](), list[list[str]]()
     for study in (name for name in TITLES if any(row.study == name for row in noises)):
@@ -89,13 +89,15 @@ def through_training(noises: Sequence[Noisy]) -> str:
         steps, blocks = sorted({row.step for row in here}), _numbered(here)
         moments.append([str(step) for step in steps])
         for operation in dict.fromkeys(row.operation for row in here):
-            for block in blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]:
-                chosen = [row for row in here if (row.operation, row.block) == (operation, block)]
+            some = blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]
+            for block in (*some, _WHOLE):
+                chosen = [row for row in here if row.operation == operation and block in (row.block, _WHOLE)]
                 cells = [_ratio([row for row in chosen if row.step == step]) for step in steps]
                 lines.append((TITLES[study], operation, block, *cells))
-        for block in blocks:
-            chosen = [row for row in here if (row.operation, row.block) == ("all", block)]
-            means = [statistics.mean(row.sgd for row in chosen if row.step == step) for step in steps]
+        seeds = len({row.seed for row in here})
+        for block in (*blocks, _WHOLE):
+            chosen = [row for row in here if row.operation == "all" and block in (row.block, _WHOLE)]
+            means = [sum(row.sgd for row in chosen if row.step == step) / seeds for step in steps]
             lines.append((TITLES[study], "D²_SGD", block, *(f"{mean:.2g}" for mean in means)))
     width = max((len(one) for one in moments), default=0)
     names = [" / ".join(dict.fromkeys(one[place] for one in moments if place < len(one))) for place in range(width)]
@@ -125,12 +127,15 @@ _MODELS = {
     "scikit-learn carries",
 }
 _SCRATCH = (
-    "Trained from scratch: {}. Mean ± standard error over seeds after the last step; the difference is that to the "
-    "exact run of the same seed, which sees the same rows in the same order:"
+    "Trained from scratch: {}. Mean ± standard error over seeds after the last step, of the training loss over the "
+    "batches since the evaluation before; the difference is that of the held-out loss to the exact run of the same "
+    "seed, which sees the same rows in the same order:"
 )
 _NOISE = (
-    "The default's D² by D²_SGD in every block, on the batch of that step: of all operations, of each one alone in "
-    "the first and the last block, and beside them D²_SGD itself; over seeds, Σ D² by Σ D²_SGD. Once all of a training "
-    "set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
+    "The default's D² by D²_SGD in every layer of the transformer and in the whole gradient, embeddings, last norm and "
+    "head among it, on the batch of that step: of all operations, of each one alone in the first layer, the last one "
+    "and the whole, and beside them D²_SGD itself. Over seeds, Σ D² by Σ D²_SGD, and the mean of D²_SGD. Once all of a "
+    "training set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
 )
+_WHOLE = "whole gradient"
 _PICTURE = "![Held-out loss, mean over seeds, bands from least to most](../benchmarks/results/frontier-curves.png)"

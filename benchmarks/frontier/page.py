@@ -95,14 +95,14 @@ def _scatter(costs: Sequence[Cost]) -> list[str]:
         ("times", ("lower", "seconds", "upper")),
         ("those of batches as trained on", ("trained_lower", "trained_seconds", "trained_upper")),
     ):
-        times = [tuple(getattr(row, field) for field in fields) for row in costs]
-        apart = [max(upper - median, median - lower) / median for lower, median, upper in times if lower and upper]
-        if apart:
-            middle, most = 100 * statistics.median(apart), 100 * max(apart)
-            parts.append(
-                f"{what}, within {middle:.0f} % of the median for half of the methods and {most:.0f} % for all"
-            )
-    return [f"The middle half of the rounds lies, of {'; of '.join(parts)}."] if parts else []
+        apart: dict[str, list[float]] = {}
+        for row in costs:
+            lower, median, upper = (getattr(row, field) for field in fields)
+            if lower and upper:
+                apart.setdefault(row.task, []).append(100 * max(upper - median, median - lower) / median)
+        each = [f"{statistics.median(of):.0f} / {max(of):.0f} % on {TITLES[task]}" for task, of in apart.items()]
+        parts += [f"{what}, {', '.join(each)}"] if each else []
+    return [_SCATTER.format("; of ".join(parts))] if parts else []
 
 
 def _full(epochs: Sequence[Epoch]) -> list[str]:
@@ -129,7 +129,7 @@ def _masks(epochs: Sequence[Epoch]) -> str:
         return f"- Methods {_OWN_MASKS}"
     if all(len(same[task]) == len(found) for task, found in seeds.items()):
         return f"- {_SAME_MASKS}."
-    return f"- {_SAME_MASKS} on {', '.join(there)}. Elsewhere, methods {_OWN_MASKS}"
+    return f"- {_SAME_MASKS} on {', '.join(there)}. In other runs, methods {_OWN_MASKS}"
 
 
 def origins(rows: Sequence[Origin]) -> str:
@@ -153,8 +153,8 @@ _FINE_TUNING = (
     "MiniLM in RoBERTa's classes, two epochs on the first 6,000 sentences of SST-2 and on all of the other tasks. "
     "Scores are accuracy, Matthews' and Pearson's correlation × 100 on the dev set after the last epoch, mean ± "
     "standard error over seeds; beside them the mean over tasks of the difference to the exact run of the same seed, "
-    "and by how much the loss over the last epoch's batches is above the exact one's. Bytes and times are by the exact "
-    "step's, means over these tasks:"
+    "and by how much the loss over the last epoch's batches is above the exact one's, with errors as of independent "
+    "tasks. Bytes and times are by the exact step's, means over these tasks:"
 )
 _ALL_ROWS = (
     "One epoch on all 67,349 sentences of SST-2; the training loss is the mean over the epoch. An accuracy of the dev "
@@ -165,6 +165,7 @@ _OWN_MASKS = (
     "that draw random numbers have masks of dropout of their own, a part of their difference to the exact run "
     "of the same seed."
 )
+_SCATTER = "The middle half of the rounds lies this far from the median, for half of the methods / for all: of {}."
 _HOW = """\
 - *Saved*: by the ledger, which does not see what hooks of checkpointing, of GACT's rule and of some plans store.
   *Kept*: alive between the two passes. *Peak*: live at the peak of a forward and a backward pass, gradients of
@@ -175,10 +176,12 @@ _HOW = """\
   neither gradients nor states.
 - Tasks that some method has less than two seeds of are not here yet. Seeds draw the classifier, the order of the
   rows, dropout and the method; pretrained weights, rows and dev sets are the same. With three seeds, a 95 % interval
-  is ± 4.3 standard errors. And a dev set is a sample: an accuracy p of n rows has a standard error of √(p(1 − p)/n),
-  1.3 on SST-2's 872 rows and 2.9 on RTE's 277, of which differences on the same rows have a part.
+  is ± 4.3 standard errors; all methods are compared with the same exact runs, so their differences go together. And a
+  dev set is a sample: an accuracy p of n rows has a standard error of √(p(1 − p)/n), 1.2 on SST-2's 872 rows and 2.9
+  on RTE's 277, a correlation that is not high one of about 1/√n, 3.1 on CoLA's 1,043, of which differences on the same
+  rows have a part.
 - Batches of 32 rows of like length, learning rate 1e-4 for all but LoRA and VeLoRA (1e-3), the published optimizer and
-  schedule: one rate and short training for all, in which noise costs more than in long training at a lower rate.
+  schedule: one rate and short training for all. Other rates may suit other methods better.
 - *Checkpointing* has the scores of the exact model, whose gradients it has to the bit.
 - *Gaussian sketch*: the published layer, a dense S of PyTorch's random numbers, in place of all linear layers but the
   head. S has N · K entries: its share of the time grows with the batch.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.frontier.compared import apart_of, losses_apart_of, scores_of, share_of, tasks_of
-from benchmarks.frontier.means import mean_and_error
+from benchmarks.frontier.means import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Cost, Epoch, Point
@@ -43,7 +43,8 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     for method, how in METHODS.items():
         kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
         for axis, apart_by in zip(axes, (apart_of, losses_apart_of), strict=False):
-            apart = mean_and_error([0.0] if how.is_exact else apart_by(epochs, tasks, method))
+            groups = [[0.0] if how.is_exact else apart_by(epochs, task, method) for task in tasks]
+            apart = mean_over_groups(groups)
             if kept is not None and apart is not None:
                 _mark(axis, method, 100 * kept, 100 * apart[0], 100 * apart[1])
         if kept is not None and time is not None:

@@ -17,6 +17,7 @@ from rmm_linear.variance import effective_batch
 TITLES = {"language": "LLaMA on glosses", "images": "ViT on digits"}
 BATCHES = {"language": 8, "images": 64}
 _OF = ("the whole gradient", "the median block")
+_LEAST = 0.01  # of the minibatch's noise, below which a prediction says next to nothing
 
 
 @dataclass(frozen=True)
@@ -135,19 +136,21 @@ def verdict(runs: Sequence[Prediction]) -> str:
     Returns:
         A sentence.
     """
-    count = sum(run.found is not None for run in runs)
-    if not count:
-        return "No batch found lies between those that were run, so there is nothing to compare a prediction with."
+    there = [run for run in runs if run.found is not None and run.noises[0] >= _LEAST]
+    if not there:
+        return _NOTHING
     parts = list[str]()
     for place, of in enumerate(_OF):
-        found = _by_found(runs, place)
+        found = _by_found(there, place)
         middle = math.exp(statistics.mean(map(math.log, found)))
         parts.append(
             f"by the noise of {of}, the batch predicted is {_spread(found)} of the batch found, {middle:.2g} in the "
             f"geometric mean, so off by a factor of up to {max(max(one, 1 / one) for one in found):.1f}"
         )
     return (
-        f"In {count} of {len(runs)} runs, the batch found lies between those that were run. There, {'; '.join(parts)}."
+        f"{len(there)} of {len(runs)} runs have at least {100 * _LEAST:.0f} % of the minibatch's noise in the whole "
+        "gradient, so that there is something to predict, and a batch found between those that were run. There, "
+        f"{'; '.join(parts)}."
     )
 
 
@@ -205,11 +208,16 @@ def _middle(rows: Sequence[Noisy]) -> list[float]:
     return [statistics.median(each) for each in found.values()]
 
 
+_NOTHING = (
+    f"No run has both at least {100 * _LEAST:.0f} % of the minibatch's noise and a batch found between those that were "
+    "run, so there is nothing to compare a prediction with."
+)
 _PREDICTED = (
     "`effective_batch` says which batch has as much noise without stand-ins. It is compared with exact training in "
     "smaller batches, by the held-out loss after as many steps, with the same learning rate: at the last evaluation "
-    "before the first row comes again, up to which the noise is averaged too: that of the whole gradient / of the "
-    "median block. Found is, for every seed, the batch whose exact loss of the same seed it is, between those that "
+    "before the first row comes again. The noise is the plain mean of the moments up to there that the table above "
+    "shows: that of the whole gradient / of the median block, embeddings, last norm and head among the blocks. Found "
+    "is, for every seed, the batch whose exact loss of the same seed it is, between those that "
     "were run on a logarithmic scale; losses are mean ± standard error over seeds. AdamW divides by what it has seen "
     "of each coordinate's size, so no one ratio need be the right one:"
 )

@@ -41,7 +41,8 @@ def summary(results: Path) -> str:
         title = f"**{how.title}**" if method == "tenth" else how.title
         lines.append((title, *shares, *apart))
     names = ("", "kept", "peak", "time", "time, 32 rows", "score by exact's", "training loss")
-    counts = sorted({len(apart_of(epochs, tasks, method)) for method in _METHODS if not METHODS[method].is_exact})
+    noisy = [method for method in _METHODS if not METHODS[method].is_exact]
+    counts = sorted({len(apart_of(epochs, task, method)) for task in tasks for method in noisy})
     of = f"{counts[-1]} seed{'' if counts[-1] == 1 else 's'}"
     some = f"{counts[0]} to {of}" if counts[0] else f"up to {of}; without a score, runs are not there yet"
     scored = of if counts[0] == counts[-1] else some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,25 +121,25 @@ class Prepared:
         return IndexedDataset(rows) if indexed else rows, dev
 
     def batch(self, model: torch.nn.Module, *, indexed: bool = False, count: int | None = None) -> dict[str, Any]:
-        """Return a batch whose costs are measured, the same for all methods: rows of the median length.
+        """Return a batch whose costs are measured, the same for all methods: rows of the median length and no other.
 
-        As those that are trained on it has hardly any padding, which some methods keep and others do not. It is larger
-        by default, so that what is saved outweighs the gradient of the word embeddings, which all methods have.
+        Some methods keep padding and others do not, and there is none. It is larger than those that are trained on by
+        default, so that what is saved outweighs the gradient of the word embeddings, which all methods have.
 
         Args:
             model: The model, not yet wrapped.
             indexed: Whether it has the numbers of its examples.
-            count: Rows; None takes as many as have about 2,048 tokens.
+            count: Rows, or as many as there are; None takes as many as have about 2,048 tokens.
 
         Returns:
             Its arguments.
         """
         rows, _ = self.data(model, indexed=indexed)
         lengths = [len(ids) for ids in self.rows["input_ids"]]
-        ordered = sorted(range(len(lengths)), key=lambda place: lengths[place])
-        count = min(count or max(_TOKENS // lengths[ordered[len(ordered) // 2]], BATCH), len(ordered))
-        first = (len(ordered) - count) // 2
-        return dict(self.collator(indexed=indexed)([rows[place] for place in ordered[first : first + count]]))
+        median = statistics.median_low(lengths)
+        alike = [place for place, length in enumerate(lengths) if length == median]
+        count = count or max(_TOKENS // median, BATCH)
+        return dict(self.collator(indexed=indexed)([rows[place] for place in alike[:count]]))
 
 
 @functools.lru_cache(maxsize=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 
 import pytest
@@ -226,10 +227,11 @@ def test_random_numbers_of_a_step_are_the_seeds_and_the_steps_alone(tmp_path: Pa
 
 def test_batches_whose_costs_are_measured_have_no_padding(places: list[str]) -> None:
     ready = prepare("cola", places[1], places[3], tiny=True)
-    lengths = sorted(len(ids) for ids in ready.rows["input_ids"])
-    batch = ready.batch(ready.model(0), count=16)
-    assert batch["input_ids"].shape[0] == 16
-    assert batch["input_ids"].shape[1] - lengths[len(lengths) // 2] <= 1
-    assert batch["attention_mask"].float().mean() > 0.9
-    tokens = ready.batch(ready.model(0))["input_ids"]
-    assert len(tokens) == min(2048 // lengths[len(lengths) // 2], len(lengths))
+    lengths = [len(ids) for ids in ready.rows["input_ids"]]
+    median = statistics.median_low(lengths)
+    assert lengths.count(median) > 4
+    batch = ready.batch(ready.model(0), count=4)
+    assert batch["input_ids"].shape == (4, median)
+    assert batch["attention_mask"].all()
+    # About 2,048 tokens are more than the few rows here have of that length: then it is all of those.
+    assert ready.batch(ready.model(0))["input_ids"].shape == (min(2048 // median, lengths.count(median)), median)
