@@ -63,6 +63,8 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
         axis.set_axis_off()
     labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    for axis in axes:
+        axis.margins(x=0.12)  # for names
     figure.draw_without_rendering()  # places are known from now on
     for axis in axes:
         _spread(axis)
