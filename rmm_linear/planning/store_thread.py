@@ -229,11 +229,16 @@ class _Worker:
 def _work(jobs: queue.SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         future, function, arguments = job
+        del job
         try:
-            future.set_result(function(*arguments))
+            found = function(*arguments)
         except BaseException as error:
             future.set_exception(error)
-        del job, future, function, arguments  # while it waits for the next job, it holds no tensor
+        else:
+            del arguments  # whoever waits for this may make another state at once
+            future.set_result(found)
+        # While it waits for the next job, it holds no tensor.
+        future = function = arguments = found = None
 
 
 def _put(store: Store, key: str, copies: list[Tensor], events: list[Any], held: dict[str, bool]) -> None:

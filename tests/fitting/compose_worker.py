@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 compose_worker.py FOLDER
 
 import copy
 import faulthandler
+import gc
 import json
 import sys
 from pathlib import Path
@@ -34,9 +35,7 @@ def averaged_alike(model, plain, rank):
     return all(same) and found.keys() == parts[0].keys()
 
 
-def main(folder):
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def trained(rank):
     model = stack(2, dropout=0.0).train()
     for block in (model[1], model[2]):
         block.norm.eval()  # running statistics differ between ranks
@@ -44,9 +43,16 @@ def main(folder):
     report = rmm_linear.fit(model, rows(64), 0.75, allow=EXACT)
     BlockPlan([*report.plan.blocks]).apply(plain)
     wrapped = DistributedDataParallel(model)
-    found = {"is_exact": report.is_exact, "alike": averaged_alike(wrapped, plain, rank)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    return {"is_exact": report.is_exact, "alike": averaged_alike(wrapped, plain, rank)}
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    Path(folder, f"{rank}.json").write_text(json.dumps(trained(rank)))
     dist.barrier()
+    # A wrapper that outlives the group would end the group's threads with the interpreter's lock, which they may need.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 fit_worker.py OUTPUT
 """
 
+import gc
 import json
 import os
 import sys
@@ -19,8 +20,7 @@ def done(plan):
     return [[block.name, block.option] for block in plan.blocks]
 
 
-def main(folder):
-    rank = int(os.environ["RANK"])
+def trained(folder, rank):
     fit = {"memory": 0.75, "allow": ["keep", "recompute"]}
     trainer, callback, _ = fitting(folder / "run", fit, max_steps=3, ddp_backend="gloo")
     cut(trainer, LENGTHS[rank])
@@ -44,7 +44,14 @@ def main(folder):
     if callback.fit_report is not None:
         found["kept_back"] = 10**9 - callback.fit_report.memory
         found["gradients"] = callback.fit_report.static.gradients
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return found
+
+
+def main(folder):
+    rank = int(os.environ["RANK"])
+    (folder / f"{rank}.json").write_text(json.dumps(trained(folder, rank)))
+    # A wrapper that outlives the group would end the group's threads with the interpreter's lock, which they may need.
+    gc.collect()
     dist.destroy_process_group()
 
 

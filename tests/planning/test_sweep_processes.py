@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,25 @@ def is_working(ident: int) -> bool:
     while frame is not None and frame.f_code is not store_thread._work.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def test_a_job_that_has_ended_holds_no_state() -> None:
+    """Otherwise one more than ``IN_FLIGHT`` is there while the thread waits for the interpreter."""
+    worker, begins = store_thread._Worker(), threading.Event()
+    state = torch.ones(3)
+    held, found = weakref.ref(state), list[object]()
+
+    def put(_: Tensor) -> None:
+        assert begins.wait(20)
+
+    future = worker.submit(put, state)
+    future.add_done_callback(lambda _: found.append(held()))
+    del state
+    assert held() is not None
+    begins.set()
+    worker.submit(lambda: None).result(20)
+    worker.stop(lambda: None, [])
+    assert found == [None]
 
 
 def end_this_thread() -> None:
