@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
@@ -37,35 +38,44 @@ def by_epoch(epochs: Sequence[Epoch], task: str = TASK) -> str:
         task: The long one.
 
     Returns:
-        A line per epoch: of every method the loss on the training set and the score, and of those that are not exact
-        the differences to the exact run of the same seed.
+        A line per epoch: of exact training the loss of the epoch's batches, the loss on the training set and the score,
+        and of every other method the differences to the exact run of the same seed.
     """
     here = {(row.method, row.seed, row.epoch): row for row in epochs if row.task == task}
     methods = [method for method in METHODS if any(key[0] == method for key in here)]
     names, lines = ["epoch"], list[tuple[str, ...]]()
     for method in methods:
-        names += [f"{METHODS[method].title}: {what}" for what in ("loss", "score")]
-        names += [] if method == EXACT else ["loss by exact's", "score by exact's"]
+        names += [f"{METHODS[method].title}: {what}" for what in _COLUMNS]
     for number in sorted({epoch for _, _, epoch in here}):
         cells = list[str]()
         for method in methods:
-            rows = {seed: row for (name, seed, epoch), row in here.items() if (name, epoch) == (method, number)}
-            cells += [mean_text([row.fitted_loss or 0.0 for row in rows.values()], 4)]
-            cells += [mean_text([row.score for row in rows.values()], 1, factor=100)]
-            if method == EXACT:
-                continue
-            pairs = [(row, here[EXACT, seed, number]) for seed, row in rows.items() if (EXACT, seed, number) in here]
-            losses = [(row.fitted_loss or 0.0) - (exact.fitted_loss or 0.0) for row, exact in pairs]
-            cells += [mean_text(losses, 4, sign=True)]
-            cells += [mean_text([row.score - exact.score for row, exact in pairs], 1, factor=100, sign=True)]
+            rows = [row for (name, _, epoch), row in here.items() if (name, epoch) == (method, number)]
+            if method != EXACT:
+                rows = [_less(row, here[key]) for row in rows if (key := (EXACT, row.seed, number)) in here]
+            sign = method != EXACT
+            cells += [mean_text([row.train_loss for row in rows], 4, sign=sign)]
+            cells += [mean_text([row.fitted_loss or 0.0 for row in rows], 4, sign=sign)]
+            cells += [mean_text([row.score for row in rows], 1, factor=100, sign=sign)]
         lines.append((str(number), *cells))
     return table(names, lines)
 
 
+def _less(row: Epoch, exact: Epoch) -> Epoch:
+    """Return a row with the differences to the exact run in place of the losses and the score."""
+    return replace(
+        row,
+        train_loss=row.train_loss - exact.train_loss,
+        fitted_loss=(row.fitted_loss or 0.0) - (exact.fitted_loss or 0.0),
+        score=row.score - exact.score,
+    )
+
+
+_COLUMNS = ("batches", "training set", "score")
 _LONG = (
     "Does noise accumulate? CoLA, ten epochs in batches of 16, the published schedule with a learning rate of 1e-4: "
-    "the loss on the whole training set, evaluated after every epoch, and Matthews' correlation × 100 on the dev set, "
-    "mean ± standard error over seeds, with the differences to the exact run of the same seed:"
+    "the mean loss of the epoch's batches, with dropout and while weights change, the loss on the whole training set, "
+    "evaluated after every epoch, and Matthews' correlation × 100 on the dev set. Of exact training, and of the others "
+    "the differences to the exact run of the same seed, mean ± standard error over seeds:"
 )
 _AT_THE_PUBLISHED_RATE = "The same at the published learning rate, 1e-5, with one seed:"
 _PICTURE = "![Loss on the training set and score, by epoch](../benchmarks/results/frontier-long.png)"
