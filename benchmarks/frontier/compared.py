@@ -9,6 +9,7 @@ from benchmarks.frontier.means import mean_over_groups, text_of
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch
 
+_SEEDS = 3
 TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE"}
 
 
@@ -20,14 +21,14 @@ def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
         costs: All measurements of steps.
 
     Returns:
-        Those that all methods were trained on with two seeds or more; if there is none yet, all that have costs.
+        Those that all methods were trained on with three seeds or more; if there is none yet, all that have costs.
     """
 
     def seeds(row: Cost) -> int:
         return len(scores_of(epochs, row.task, EXACT if METHODS[row.method].is_exact else row.method))
 
     there = [task for task in TITLES if any(row.task == task for row in costs)]
-    return [task for task in there if min(seeds(row) for row in costs if row.task == task) > 1] or there
+    return [task for task in there if min(seeds(row) for row in costs if row.task == task) >= _SEEDS] or there
 
 
 def apart_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:

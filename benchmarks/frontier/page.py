@@ -40,7 +40,7 @@ def page(results: Path) -> str:
             _FINE_TUNING,
             comparison(epochs, costs),
             *_scatter(costs),
-            f"{_HOW}\n{_masks(epochs)}",
+            f"{_batches(costs)}\n{_HOW}\n{_masks(epochs)}",
             _PICTURE,
             *_full(epochs),
             origins([*costs, *epochs]),
@@ -105,6 +105,13 @@ def _scatter(costs: Sequence[Cost]) -> list[str]:
     return [_SCATTER.format("; of ".join(parts))] if parts else []
 
 
+def _batches(costs: Sequence[Cost]) -> str:
+    """Say on which batches costs were measured."""
+    shapes = {row.task: (row.batch, row.trained_batch) for row in costs if row.batch}
+    each = [f"{TITLES[task]} {large} and {trained}" for task, (large, trained) in shapes.items()]
+    return _BATCHES.format(", ".join(each))
+
+
 def _full(epochs: Sequence[Epoch]) -> list[str]:
     runs = [row for row in epochs if row.task == _ALL_OF_IT and row.epoch == row.epochs]
     lines = [
@@ -142,9 +149,11 @@ def origins(rows: Sequence[Origin]) -> str:
         A sentence.
     """
     commits = ", ".join(f"`{commit[:12]}`" for commit in dict.fromkeys(row.commit for row in rows))
-    machines = ", ".join(dict.fromkeys(row.machine for row in rows))
+    machines, torch, transformers = (
+        ", ".join(dict.fromkeys(getattr(row, what) for row in rows)) for what in ("machine", "torch", "transformers")
+    )
     return (
-        f"Measured on {machines}, PyTorch {rows[0].torch}, transformers {rows[0].transformers}, commits {commits}, "
+        f"Measured on {machines}, PyTorch {torch}, transformers {transformers}, commits {commits}, "
         f"until {max(row.date for row in rows)[:10]}."
     )
 
@@ -165,6 +174,10 @@ _OWN_MASKS = (
     "that draw random numbers have masks of dropout of their own, a part of their difference to the exact run "
     "of the same seed."
 )
+_BATCHES = (
+    "- Rows × tokens of the batches on which costs are measured, the large one and the one as in training: {}. So "
+    "sequences are short, and attention is a small part of a step."
+)
 _SCATTER = "The middle half of the rounds lies this far from the median, for half of the methods / for all: of {}."
 _HOW = """\
 - *Saved*: by the ledger, which does not see what hooks of checkpointing, of GACT's rule and of some plans store.
@@ -174,7 +187,9 @@ _HOW = """\
   methods in turns. All on one batch of about 2,048 tokens of each task without padding; *time, trained* on one of 32
   rows, as in training. Parameters and AdamW's states come on top; with LoRA, nearly all parameters are frozen and have
   neither gradients nor states.
-- Tasks that some method has less than two seeds of are not here yet. Seeds draw the classifier, the order of the
+- *Ours, default*: `convert(model)`. *Linears only*: `operations=("linear",)`. *Wide*: no sketch, `ratio=1.0`, and 8
+  bits per element, 4 of norms' inputs. *Narrow*: `memory=0.05`, and 2 bits per element, 4 of attention's.
+- Tasks that some method has less than three seeds of are not here yet. Seeds draw the classifier, the order of the
   rows, dropout and the method; pretrained weights, rows and dev sets are the same. With three seeds, a 95 % interval
   is ± 4.3 standard errors; all methods are compared with the same exact runs, so their differences go together. And a
   dev set is a sample: an accuracy p of n rows has a standard error of √(p(1 − p)/n), 1.2 on SST-2's 872 rows and 2.9
@@ -196,7 +211,8 @@ _HOW = """\
 _PICTURE = "![Scores and times of all methods against what they keep](../benchmarks/results/frontier.png)"
 _SHARES = (
     "A training step of models that are converted by default, and of one with a sketch of linear layers alone: ours "
-    "without packing, and the published one. In PyTorch's profiler, whose own time is in it: what an operator takes, "
+    "without packing, and the published one. All have four blocks, 768 wide, and random weights; the LLaMA's head has "
+    "a vocabulary of 32,000, so that its loss is a larger part of the step than in deeper models. In PyTorch's profiler, whose own time is in it: what an operator takes, "
     "with all that it calls, and without the matrix products in it. CountSketch has no matrix S to draw: a row and a "
     "sign per token are made where they are used:"
 )

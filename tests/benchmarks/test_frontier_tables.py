@@ -51,6 +51,8 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
         Cost(
             task="cola",
             method="tenth",
+            batch="204 × 10",
+            trained_batch="32 × 10",
             saved=10,
             kept=12,
             peak=110,
@@ -88,6 +90,7 @@ def test_methods_stand_beside_exact_runs_of_the_same_seed(tmp_path: Path) -> Non
     assert text in whole
     assert "frontier.png" in whole
     assert "for half of the methods / for all: of times, 5 / 5 % on CoLA." in whole
+    assert "on which costs are measured, the large one and the one as in training: CoLA 204 × 10 and 32 × 10." in whole
     first = summary.summary(tmp_path)
     assert cells(first, "exact") == ["exact", "100 %", "100 %", "1.00", "1.00", "0", "0"]
     assert cells(first, "checkpointing, all") == ["checkpointing, all blocks", "10 %", "50 %", "1.50", "", "0", "0"]
@@ -124,18 +127,24 @@ def test_tasks_that_lack_seeds_of_a_method_wait_for_them(tmp_path: Path) -> None
         for task in ("cola", "rte")
         for method, kept in (("exact", 100), ("checkpoint", 10), ("tenth", 10 if task == "cola" else 30))
     ]
-    epochs = [epoch(method, seed, 0.5) for method in ("exact", "tenth") for seed in (0, 1)]
-    epochs += [epoch("exact", 0, 0.5, "rte"), epoch("exact", 1, 0.5, "rte"), epoch("tenth", 0, 0.9, "rte")]
+    epochs = [epoch(method, seed, 0.5) for method in ("exact", "tenth") for seed in (0, 1, 2)]
+    epochs += [epoch("exact", seed, 0.5, "rte") for seed in (0, 1, 2)]
+    epochs += [epoch("tenth", seed, 0.9, "rte") for seed in (0, 1)]
     assert tasks_of(epochs, costs) == ["cola"]
     write_rows(tmp_path / "frontier-cost.csv", costs)
     write_rows(tmp_path / "frontier-accuracy.csv", epochs)
     for text in (page.page(tmp_path), summary.summary(tmp_path)):
         assert "RTE |" not in text
         assert "10 %" in cells(text, "ours, default" if "### " in text else "**ours, default")
-    epochs.append(epoch("tenth", 1, 0.9, "rte"))
+    epochs.append(epoch("tenth", 2, 0.9, "rte"))
     assert tasks_of(epochs, costs) == ["cola", "rte"]
     assert tasks_of([], costs) == ["cola", "rte"]
     assert cells(page.comparison(epochs, costs), "ours, default")[2] == "20 %"
+
+
+def test_all_versions_are_named() -> None:
+    rows = [replace(epoch("exact", seed, 0.5), torch="2.13.0", transformers=f"5.2{seed}.0") for seed in (3, 4, 3)]
+    assert "PyTorch 2.13.0, transformers 5.23.0, 5.24.0, commits" in page.origins(rows)
 
 
 def test_the_page_says_whose_masks_of_dropout_are_the_exact_ones(tmp_path: Path) -> None:
