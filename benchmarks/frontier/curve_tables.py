@@ -129,15 +129,14 @@ _MODELS = {
 _SCRATCH = (
     "Trained from scratch: {}. Mean ± standard error over seeds after the last step, of the training loss over the "
     "batches since the evaluation before; the difference is that of the held-out loss to the exact run of the same "
-    "seed, which sees the same rows in the same order. What methods are is on "
-    "[another page](comparison.md#fine-tuning); *Gaussian sketch by our layers* is the published sketch with our random "
-    "numbers, whose noise can be measured:"
+    "seed, which sees the same rows in the same order. What methods are is on [another page](comparison.md#figures); "
+    "*Gaussian sketch by our layers* is the published sketch with our random numbers, whose noise can be measured:"
 )
 _NOISE = (
     "The default's D² by D²_SGD in every layer of the transformer and in the whole gradient, embeddings, last norm and "
     "head among it, on the batch of that step: of all operations, of each one alone in the first layer, the last one "
-    "and the whole, and beside them D²_SGD itself; stand-ins are drawn twice. Over seeds, Σ D² by Σ D²_SGD, and the mean of D²_SGD. Once all of a "
-    "training set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
+    "and the whole, and beside them D²_SGD itself; stand-ins are drawn twice. Over seeds, Σ D² by Σ D²_SGD, and the "
+    "mean of D²_SGD. Once all of a training set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
 )
 _WHOLE = "whole gradient"
 _PICTURE = "![Held-out loss, mean over seeds, bands from least to most](../benchmarks/results/frontier-curves.png)"

@@ -212,8 +212,8 @@ _PICTURE = "![Scores and times of all methods against what they keep](../benchma
 _SHARES = (
     "A training step of models that are converted by default, and of one with a sketch of linear layers alone: ours "
     "without packing, and the published one. All have four blocks, 768 wide, and random weights; the LLaMA's head has "
-    "a vocabulary of 32,000, so that its loss is a larger part of the step than in deeper models. In PyTorch's profiler, whose own time is in it: what an operator takes, "
-    "with all that it calls, and without the matrix products in it. CountSketch has no matrix S to draw: a row and a "
-    "sign per token are made where they are used:"
+    "a vocabulary of 32,000, so that its loss is a larger part of the step than in deeper models. In PyTorch's "
+    "profiler, whose own time is in it: what an operator takes, with all that it calls, and without the matrix "
+    "products in it. CountSketch has no matrix S to draw: a row and a sign per token are made where they are used:"
 )
 _SHARES_PICTURE = "![Shares of a training step](../benchmarks/results/frontier-shares.png)"
