@@ -75,7 +75,7 @@ _LONG = (
     "Does noise accumulate? CoLA, ten epochs in batches of 16, the published schedule with a learning rate of 1e-4: "
     "the mean loss of the epoch's batches, with dropout and while weights change, the loss on the whole training set, "
     "evaluated after every epoch, and Matthews' correlation × 100 on the dev set. Of exact training, and of the others "
-    "the differences to the exact run of the same seed, mean ± standard error over three seeds; without ± there is one:"
+    "the differences to the exact run of the same seed, mean ± standard error over seeds; without ± there is one:"
 )
 _AT_THE_PUBLISHED_RATE = "The same at the published learning rate, 1e-5, with one seed:"
 _PICTURE = "![Loss on the training set and score, by epoch](../benchmarks/results/frontier-long.png)"
