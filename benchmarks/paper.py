@@ -72,8 +72,10 @@ class _PaperFunction(torch.autograd.Function):
         (y,) = grad_outputs
         weight, z, seed = ctx.saved_tensors
         s = _matrix(int(seed), len(z), y)
+        with record_function("paper::sketch_y"):
+            sketched = s @ y
         with record_function("paper::weight_gradient"):
-            to_weight = (s @ y).T @ z
+            to_weight = sketched.T @ z
         return y @ weight, to_weight, y.sum(0) if ctx.has_bias else None, None, None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from glue_helpers import write_cola
 
 from benchmarks.__main__ import main
+from benchmarks.frontier.rows import Epoch, Noisy, Point
 from glue_finetune.acceptability import make_corpus
 from glue_finetune.scratch import save_scratch
 
@@ -22,3 +23,31 @@ def places_in(root: Path) -> list[str]:
 def run(places: list[str], out: Path, *arguments: str) -> None:
     """Run the command."""
     assert main(["frontier", *places, "--out", str(out), "--tiny", "--commit", "abc", *arguments]) == 0
+
+
+def epoch(method: str, seed: int, score: float, task: str = "cola", number: int = 2, **more: float) -> Epoch:
+    """Return the row of an epoch."""
+    return Epoch(
+        task=task, method=method, seed=seed, epoch=number, epochs=2, metric="m", score=score, dev_loss=1.0,
+        train_loss=1.0, steps=1, seconds=1.0, batch=32, learning_rate=1e-4, rows=9, settings="", **more,
+    )  # fmt: skip
+
+
+def point(method: str, batch: int, loss: float, seed: int = 0, step: int = 100, epoch: float = 0.9) -> Point:
+    """Return an evaluation of a model from scratch."""
+    return Point(
+        study="language", method=method, seed=seed, batch=batch, step=step, steps=200, epoch=epoch, train_loss=loss,
+        dev_loss=loss, metric="m", score=0.5, seconds=1.0, learning_rate=1e-3, settings="",
+    )  # fmt: skip
+
+
+def noisy(noise: float, step: int = 50, block: str = "layers.0", operation: str = "all") -> Noisy:
+    """Return a measurement of noise."""
+    here = {"study": "language", "method": "tenth", "seed": 0, "batch": 8, "step": step}
+    return Noisy(**here, operation=operation, block=block, noise=noise, sgd=2.0)
+
+
+def cells(text: str, start: str) -> list[str]:
+    """Return the cells of the first line of a table that begins so."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]

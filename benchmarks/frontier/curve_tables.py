@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from benchmarks.frontier.means import mean_text
@@ -94,11 +95,11 @@ def through_training(noises: Sequence[Noisy]) -> str:
                 chosen = [row for row in here if row.operation == operation and block in (row.block, _WHOLE)]
                 cells = [_ratio([row for row in chosen if row.step == step]) for step in steps]
                 lines.append((TITLES[study], operation, block, *cells))
-        seeds = len({row.seed for row in here})
         for block in (*blocks, _WHOLE):
             chosen = [row for row in here if row.operation == "all" and block in (row.block, _WHOLE)]
-            means = [sum(row.sgd for row in chosen if row.step == step) / seeds for step in steps]
-            lines.append((TITLES[study], "D²_SGD", block, *(f"{mean:.2g}" for mean in means)))
+            found = [_by_seed([row for row in chosen if row.step == step]) for step in steps]
+            middle = [statistics.median(sgd for _, sgd in sums) if sums else None for sums in found]
+            lines.append((TITLES[study], "D²_SGD", block, *("" if sgd is None else f"{sgd:.2g}" for sgd in middle)))
     width = max((len(one) for one in moments), default=0)
     names = [" / ".join(dict.fromkeys(one[place] for one in moments if place < len(one))) for place in range(width)]
     return table(["study", "operation", "block", *(f"step {name}" for name in names)], lines)
@@ -116,8 +117,22 @@ def _numbered(rows: Sequence[Noisy]) -> list[str]:
 
 
 def _ratio(rows: Sequence[Noisy]) -> str:
-    sgd = sum(row.sgd for row in rows)
-    return f"{sum(row.noise for row in rows) / sgd:.2g}" if sgd else ""
+    """The median over seeds, and where they differ by half of it or more, the least and the most."""
+    ratios = sorted(noise / sgd for noise, sgd in _by_seed(rows) if sgd)
+    if not ratios:
+        return ""
+    middle = statistics.median(ratios)
+    far = ratios[-1] - ratios[0] >= middle / 2
+    return f"{middle:.2g}" + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
+
+
+def _by_seed(rows: Sequence[Noisy]) -> list[tuple[float, float]]:
+    """Sums over blocks of the noise and of SGD's, of every seed."""
+    found: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        noise, sgd = found.get(row.seed, (0.0, 0.0))
+        found[row.seed] = noise + row.noise, sgd + row.sgd
+    return list(found.values())
 
 
 _MODELS = {
@@ -135,8 +150,9 @@ _SCRATCH = (
 _NOISE = (
     "The default's D² by D²_SGD in every layer of the transformer and in the whole gradient, embeddings, last norm and "
     "head among it, on the batch of that step: of all operations, of each one alone in the first layer, the last one "
-    "and the whole, and beside them D²_SGD itself; stand-ins are drawn twice. Over seeds, Σ D² by Σ D²_SGD, and the "
-    "mean of D²_SGD. Once all of a training set is fitted, D²_SGD is next to nothing, and a ratio to it says little:"
+    "and the whole, and beside them D²_SGD itself; stand-ins are drawn twice. Medians over seeds; where these "
+    "are half of the median or more apart, from the least to the most as well. Once all of a training set is fitted, "
+    "D²_SGD is next to nothing, and a ratio to it says little:"
 )
 _WHOLE = "whole gradient"
 _PICTURE = "![Held-out loss, mean over seeds, bands from least to most](../benchmarks/results/frontier-curves.png)"

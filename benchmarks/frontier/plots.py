@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.frontier.compared import apart_of, losses_apart_of, scores_of, share_of, tasks_of
+from benchmarks.frontier.compared import APART, apart_of, comparable, losses_apart_of, scores_of, share_of, tasks_of
+from benchmarks.frontier.compared import TITLES as NAMES
 from benchmarks.frontier.means import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.predictions import TITLES
@@ -33,38 +34,60 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
         costs: All measurements of steps.
 
     Returns:
-        The figure; None if no task was measured that has a panel.
+        The figure: means over the tasks that are comparable; None if there is none.
     """
     tasks = tasks_of(epochs, costs)
     if not tasks:
         return None
-    columns = 3 if len(tasks) < 4 else 4
-    figure, axes = figure_of(-(-(len(tasks) + 3) // columns), columns)
+    epochs, together = comparable(epochs, costs), [task for task in tasks if task not in APART] or tasks
+    figure, axes = figure_of(3, 1, width=9.0, height=3.6)
     for method, how in METHODS.items():
         kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
         for axis, apart_by in zip(axes, (apart_of, losses_apart_of), strict=False):
-            groups = [[0.0] if how.is_exact else apart_by(epochs, task, method) for task in tasks]
+            groups = [[0.0] if how.is_exact else apart_by(epochs, task, method) for task in together]
             apart = mean_over_groups(groups)
             if kept is not None and apart is not None:
                 _mark(axis, method, 100 * kept, 100 * apart[0], 100 * apart[1])
         if kept is not None and time is not None:
             _mark(axes[2], method, 100 * kept, time)
-    share = "kept for the backward pass, % of exact"
-    axes[0].set(title="score, mean over tasks", xlabel=share, ylabel="by exact's, × 100")
-    axes[1].set(title="training loss, mean over tasks", xlabel=share, ylabel="above exact's, %")
-    axes[2].set(title="time of a step, mean over tasks", xlabel=share, ylabel="by exact's")
-    for task, axis in zip(tasks, axes[3:], strict=False):
+    of, share = f"mean of {', '.join(NAMES[task] for task in together)}", "kept for the backward pass, % of exact"
+    axes[0].set(title=f"score less exact's × 100, {of}", ylabel="± standard error")
+    axes[1].set(title=f"training loss above exact's, %, {of}", ylabel="± standard error")
+    axes[2].set(title=f"time of a step by exact's, mean of {', '.join(NAMES[task] for task in tasks)}", xlabel=share)
+    return _named(figure, axes)
+
+
+def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
+    """Plot the scores of every task against the bytes that live between the two passes.
+
+    Args:
+        epochs: All runs.
+        costs: All measurements of steps.
+
+    Returns:
+        The figure; None if no task was measured.
+    """
+    tasks = tasks_of(epochs, costs)
+    if not tasks:
+        return None
+    epochs = comparable(epochs, costs)
+    figure, axes = figure_of(len(tasks), 1, width=9.0, height=3.6)
+    for task, axis in zip(tasks, axes, strict=True):
         for row in (row for row in costs if row.task == task and row.kept is not None):
             found = mean_and_error(scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method))
             if found is not None:
                 _mark(axis, row.method, (row.kept or 0) / 1e6, 100 * found[0], 100 * found[1])
-        axis.set(title=_TITLES[task], xlabel="kept for the backward pass, MB", ylabel="× 100")
-    for axis in axes[len(tasks) + 3 :]:
-        axis.set_axis_off()
+        axis.set(title=_TITLES[task], ylabel="× 100, ± standard error")
+    axes[-1].set(xlabel="kept for the backward pass, MB")
+    return _named(figure, axes)
+
+
+def _named(figure: Any, axes: Sequence[Any]) -> Any:
+    """Add the legend, and put names where they hide nothing."""
     labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
     for axis in axes:
-        axis.margins(x=0.12)  # for names
+        axis.margins(x=0.12, y=0.08)  # for names
     figure.draw_without_rendering()  # places are known from now on
     for axis in axes:
         _spread(axis)
@@ -76,7 +99,7 @@ def _mark(axis: Any, method: str, kept: float, value: float, error: float = math
     marker, color = _GROUPS[how.group]
     bar = None if math.isnan(error) else error
     axis.errorbar(kept, value, yerr=bar, marker=marker, color=color, capsize=2, linestyle="", label=how.group)
-    axis.annotate(method, (kept, value), xytext=_PLACES[0], textcoords="offset points", fontsize=_SIZE, color=color)
+    axis.annotate(how.title, (kept, value), xytext=_PLACES[0], textcoords="offset points", fontsize=_SIZE, color=color)
     axis.grid(color="0.9", linewidth=0.6)
 
 
@@ -151,7 +174,7 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
 
 
 def plot_long(epochs: Sequence[Epoch]) -> Any:
-    """Plot the loss on the training set and the score by epoch: means over seeds, with bands.
+    """Plot losses and the score by epoch: means over seeds, with bands.
 
     Args:
         epochs: Of the long task.
@@ -159,18 +182,24 @@ def plot_long(epochs: Sequence[Epoch]) -> Any:
     Returns:
         The figure.
     """
-    figure, axes = figure_of(1, 2)
+    figure, axes = figure_of(1, 3)
+    exact = {(row.seed, row.epoch): row.train_loss for row in epochs if row.method == EXACT}
     every = [method for method in METHODS if any(row.method == method for row in epochs)]
     for method, color in zip(every, ["black", *distinct(len(every))], strict=False):
-        losses, scores = {}, {}
+        apart, losses, scores = {}, {}, {}
         for row in (row for row in epochs if row.method == method):
+            if (row.seed, row.epoch) in exact:
+                by_exact = row.train_loss / exact[row.seed, row.epoch]
+                apart.setdefault(row.epoch, []).append(100 * (by_exact - 1))
             losses.setdefault(row.epoch, []).append(row.fitted_loss or 0.0)
             scores.setdefault(row.epoch, []).append(100 * row.score)
-        for axis, values in zip(axes, (losses, scores), strict=True):
+        for axis, values in zip(axes, (apart, losses, scores), strict=True):
             _banded(axis, values, color, METHODS[method].title)
-    axes[0].set(title="bands: least to most of seeds", xlabel="epoch", ylabel="loss on the training set", yscale="log")
-    axes[1].set(title="dev set", xlabel="epoch", ylabel="Matthews' correlation × 100")
+    axes[0].set(title="bands: least to most of seeds", ylabel="losses of the epoch's batches above exact's, %")
+    axes[1].set(title="without dropout", ylabel="loss on the training set", yscale="log")
+    axes[2].set(title="dev set", ylabel="Matthews' correlation × 100")
     for axis in axes:
+        axis.set(xlabel="epoch")
         axis.grid(color="0.9", linewidth=0.6)
         axis.legend(fontsize=7)
     return figure

@@ -105,25 +105,25 @@ def prediction_table(runs: Sequence[Prediction]) -> str:
         runs: All comparisons.
 
     Returns:
-        A line per study and method: means over seeds, the batch found of every seed, and the least and the most of the
-        batch predicted by the batch found.
+        A line per study and method: the median of noises over seeds, the batches predicted and found of every seed, and
+        the least and the most of the batch predicted by the batch found.
     """
     lines = list[tuple[str, ...]]()
     for study, method in dict.fromkeys((run.study, run.method) for run in runs):
         seeds = [run for run in runs if (run.study, run.method) == (study, method)]
-        ratios = [statistics.mean(run.noises[place] for run in seeds) for place in (0, 1)]
+        ratios = [statistics.median(run.noises[place] for run in seeds) for place in (0, 1)]
         lines.append(
             (
                 TITLES[study],
                 METHODS[method].title,
                 " / ".join(f"{ratio:.2g}" for ratio in ratios),
-                " / ".join(f"{effective_batch(BATCHES[study], ratio):.1f}" for ratio in ratios),
+                " / ".join(", ".join(f"{run.predicted[place]:.1f}" for run in seeds) for place in (0, 1)),
                 ", ".join(run.found_text for run in seeds),
                 " / ".join(_spread(_by_found(seeds, place)) for place in (0, 1)),
                 mean_text([run.loss for run in seeds], 4),
             )
         )
-    names = ("study", "method", "noise", "batch predicted", "batch found, by seed", "predicted by found", "loss")
+    names = ("study", "method", "noise", "batch predicted, by seed", "batch found", "predicted by found", "loss")
     return table(names, lines)
 
 
@@ -216,8 +216,8 @@ _PREDICTED = (
     "`effective_batch` says which batch has as much noise without stand-ins. It is compared with exact training in "
     "smaller batches, by the held-out loss after as many steps, with the same learning rate: at the last evaluation "
     "before the first row comes again. The noise is the plain mean of the moments up to there that the table above "
-    "shows: that of the whole gradient / of the median block, embeddings, last norm and head among the blocks. Found "
-    "is, for every seed, the batch whose exact loss of the same seed it is, between those that "
+    "shows: that of the whole gradient / of the median block, embeddings, last norm and head among the blocks, medians "
+    "over seeds. Found is, for every seed, the batch whose exact loss of the same seed it is, between those that "
     "were run on a logarithmic scale; losses are mean ± standard error over seeds. AdamW divides by what it has seen "
     "of each coordinate's size, so no one ratio need be the right one:"
 )

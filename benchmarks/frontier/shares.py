@@ -24,6 +24,7 @@ from rmm_linear.context.auto_bits import STEPS
 
 FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
 _PREFIXES, _ROUNDS = ("rmm_linear::", "paper::"), 5
+_SKETCHING = ("sketch_x", "sketch_y")  # by matrix products that exact training does not have
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 # What operators do, in the words of the documentation.
 _WORDS = {
@@ -45,7 +46,8 @@ _WORDS = {
     "sketch": "sketch Y",
     "draw_s": "draw S",
     "sketch_x": "SᵀX",
-    "weight_gradient": "SᵀY, dW",
+    "sketch_y": "SᵀY",
+    "weight_gradient": "dW",
 }
 
 
@@ -61,7 +63,8 @@ class Share(Origin):
         calls: Per step.
         seconds: Per step, median over steps, the profiler's own time among them.
         share: Of the step.
-        products: The part of ``share`` that matrix products take, which exact training has too.
+        products: The part of ``share`` that matrix products take which exact training has too, if of more rows: dW, the
+            products of attention and of the head. Those with S are none of them.
         seed: Of the weights and the batch.
     """
 
@@ -82,7 +85,7 @@ class Spent:
     Attributes:
         seconds: With all that it calls.
         calls: How often it was called.
-        products: Seconds of the matrix products in it.
+        products: Seconds of the matrix products in it, but for those with S.
     """
 
     seconds: float = 0.0
@@ -178,12 +181,15 @@ def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], 
         outer = _ours(event)
         if outer is None or (outer is not event and event.name not in _PRODUCTS):
             continue
-        phase = FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD
-        spent = found.setdefault((phase, outer.name.partition("::")[2]), Spent())
+        phase, name = (
+            FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD,
+            outer.name.partition("::")[2],
+        )
+        spent = found.setdefault((phase, name), Spent())
         if outer is event:
             spent.seconds += event.cpu_time_total / 1e6
             spent.calls += 1
-        else:
+        elif name not in _SKETCHING:
             spent.products += event.cpu_time_total / 1e6
     whole = (phases[BACKWARD].end - phases[FORWARD].start) / 1e6
     found["", REST] = Spent(whole - sum(spent.seconds for spent in found.values()), 1)
@@ -207,24 +213,23 @@ def share_table(rows: Sequence[Share]) -> str:
         rows: Of one case or more.
 
     Returns:
-        A line per operator.
+        A line per operator, after one for all that are not the rest.
     """
-    lines = [
-        (
-            row.case,
-            row.phase,
-            _WORDS.get(row.operator, row.operator),
-            str(row.calls),
-            f"{100 * row.share:.1f} %",
-            "" if row.operator == REST else f"{100 * (row.share - row.products):.1f} %",
-        )
-        for row in rows
-    ]
+    lines = list[tuple[str, ...]]()
+    for case in dict.fromkeys(row.case for row in rows):
+        here = [row for row in rows if row.case == case]
+        ours = [row for row in here if row.operator != REST]
+        share, bare = sum(row.share for row in ours), sum(row.share - row.products for row in ours)
+        lines.append((f"**{case}**", "", "together", "", f"{100 * share:.1f} %", f"**{100 * bare:.1f} %**"))
+        for row in here:
+            without = "" if row.operator == REST else f"{100 * (row.share - row.products):.1f} %"
+            what = _WORDS.get(row.operator, row.operator)
+            lines.append(("", row.phase, what, str(row.calls), f"{100 * row.share:.1f} %", without))
     return table(("case", "phase", "operator", "calls", "of the step", "without products"), lines)
 
 
 def plot_shares(rows: Sequence[Share]) -> Any:
-    """Plot a bar per case.
+    """Plot a bar per case: what operators take without matrix products that exact training has too.
 
     Args:
         rows: Of one case or more.
@@ -234,20 +239,17 @@ def plot_shares(rows: Sequence[Share]) -> Any:
     """
     cases = list(dict.fromkeys(row.case for row in rows))
     figure, (axis,) = figure_of(1, 1, width=9.0, height=1.2 + 0.9 * len(cases))
-    names = list(dict.fromkeys(row.operator for row in sorted(rows, key=lambda row: row.operator != REST)))
-    colors = distinct(len(names))
-    for place, case in enumerate(cases):
-        left = 0.0
-        for name in names:
-            share = sum(row.share for row in rows if (row.case, row.operator) == (case, name))
-            shade = "0.85" if name == REST else colors[names.index(name)]
-            label = _WORDS.get(name, name) if place == 0 or name not in _known(rows, cases[:place]) else None
-            axis.barh(case, share, left=left, color=shade, edgecolor="white", label=label if share else None)
-            left += share
-    axis.set(xlabel="share of a training step", xlim=(0, 1))
+    names = list(dict.fromkeys(row.operator for row in rows if row.operator != REST))
+    for name, color in zip(names, distinct(len(names)), strict=True):
+        label = _WORDS.get(name, name)
+        for case in cases:
+            here = [row for row in rows if row.case == case and row.operator != REST]
+            before = sum(row.share - row.products for row in here if names.index(row.operator) < names.index(name))
+            share = sum(row.share - row.products for row in here if row.operator == name)
+            if share:
+                axis.barh(case, 100 * share, left=100 * before, color=color, label=label)
+                label = None
+    axis.invert_yaxis()
+    axis.set(xlabel="% of a training step, without matrix products that exact training has too")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
-
-
-def _known(rows: Sequence[Share], cases: Sequence[str]) -> set[str]:
-    return {row.operator for row in rows if row.case in cases}

@@ -110,11 +110,13 @@ def test_shares_of_a_step_and_products_in_them(tmp_path: Path) -> None:
                 ("forward", "draw_s"),
                 ("forward", "sketch_x"),
                 ("backward", "draw_s"),
+                ("backward", "sketch_y"),
                 ("backward", "weight_gradient"),
             }
             assert here.keys() == named | {("", REST)}
             assert here["forward", "draw_s"].products == 0
-            assert here["forward", "sketch_x"].products > 0
+            assert here["forward", "sketch_x"].products == here["backward", "sketch_y"].products == 0
+            assert here["backward", "weight_gradient"].products > 0
             continue
         assert ("forward", "keep") in here
         if "not packed" in case:

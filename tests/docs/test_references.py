@@ -131,7 +131,7 @@ def test_figures_of_models_in_readme_are_those_of_the_csv():
         share = f"{saved(ours) / 2**20:.1f} MiB ({100 * saved(ours) / saved(exact):.0f} %)"
         return f"{share}{words} in {float(ours['relative']):.2f}"
 
-    assert figures("default, example=", " saved") in readme()
+    assert figures("default, example=", " kept") in readme()
     assert figures("torch checkpoint 12 of 12", "") in readme()
     time = float(rows["torch checkpoint 12 of 12"]["relative"])
     assert f"gradients are exact, for {100 * (time - 1):.0f} % more time" in readme()
