@@ -15,7 +15,7 @@ from benchmarks.records import RESULTS, known_rows, origin
 
 PARTS = ("cost", "shares", "accuracy", "curves")
 _STUDIES = ("images", "language")
-_TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow")
+_TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow", "cola-raised")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

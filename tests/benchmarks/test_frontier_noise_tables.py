@@ -40,6 +40,14 @@ def test_long_runs_have_a_line_per_epoch(tmp_path: Path) -> None:
     assert cells(text[text.index("At the published") :], "2 ") == [
         "2", "1.0000", "0.5000", "7.0", "−1.5000", "+0.0000", "+0.0"
     ]  # fmt: skip
+    assert "At the published" in text
+    assert "higher by a tenth" not in text
+    raised = [replace(row, task="cola-raised", train_loss=row.train_loss + 1) for row in slow if row.method == "tenth"]
+    write_rows(tmp_path / "frontier-accuracy.csv", rows + slow + raised)
+    text = noise_page.noise_page(tmp_path)
+    assert cells(text[text.index("higher by a tenth") :], "2 ") == [
+        "2", "1.0000", "0.5000", "7.0", "−0.5000", "+0.0000", "+0.0"
+    ]  # fmt: skip
 
 
 def test_long_runs_without_an_exact_run_of_their_seed_have_no_difference(tmp_path: Path) -> None:
