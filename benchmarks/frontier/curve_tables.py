@@ -117,12 +117,12 @@ def _numbered(rows: Sequence[Noisy]) -> list[str]:
 
 
 def _ratio(rows: Sequence[Noisy]) -> str:
-    """The median over seeds, and where they differ by half of it or more, the least and the most."""
+    """The median over seeds, and where they differ by more than half of it, the least and the most."""
     ratios = sorted(noise / sgd for noise, sgd in _by_seed(rows) if sgd)
     if not ratios:
         return ""
     middle = statistics.median(ratios)
-    far = ratios[-1] - ratios[0] >= middle / 2
+    far = ratios[-1] - ratios[0] > middle / 2
     return f"{middle:.2g}" + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
 
 
@@ -151,7 +151,7 @@ _NOISE = (
     "The default's D² by D²_SGD in every layer of the transformer and in the whole gradient, embeddings, last norm and "
     "head among it, on the batch of that step: of all operations, of each one alone in the first layer, the last one "
     "and the whole, and beside them D²_SGD itself; stand-ins are drawn twice. Medians over seeds; where these "
-    "are half of the median or more apart, from the least to the most as well. Once all of a training set is fitted, "
+    "are more than half of the median apart, from the least to the most as well. Once all of a training set is fitted, "
     "D²_SGD is next to nothing, and a ratio to it says little:"
 )
 _WHOLE = "whole gradient"

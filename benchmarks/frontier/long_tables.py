@@ -27,8 +27,9 @@ def long_sections(epochs: Sequence[Epoch]) -> list[str]:
     parts = ["### Ten epochs", _LONG, by_epoch(epochs), _PICTURE]
     if any(row.task == _SLOW for row in epochs):
         parts += [_AT_THE_PUBLISHED_RATE, by_epoch(epochs, _SLOW)]
-    if raised := [replace(row, task=_SLOW) for row in epochs if row.task == _RAISED]:
-        exact = [row for row in epochs if row.task == _SLOW and row.method == EXACT]
+    raised = [replace(row, task=_SLOW) for row in epochs if row.task == _RAISED]
+    exact = [row for row in epochs if row.task == _SLOW and row.method == EXACT]
+    if raised and exact:
         parts += [_AT_A_RAISED_RATE, by_epoch([*exact, *raised], _SLOW)]
     return parts
 

@@ -111,8 +111,9 @@ def _further(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
                 continue
             apart = [100 * each for each in apart_of(epochs, task, method)]
             below = f"{sum(each < 0 for each in apart)} of {len(apart)}"
-            middle = mean_text([statistics.median(apart)], 1, sign=True)
-            others = ["", "", ""] if how.is_exact else [mean_text(apart, 1, sign=True), middle, below]
+            others = ["", "", ""]
+            if apart and not how.is_exact:
+                others = [mean_text(apart, 1, sign=True), mean_text([statistics.median(apart)], 1, sign=True), below]
             lines.append((TITLES[task], how.title, str(len(scores)), mean_text(scores, 1, factor=100), *others))
     names = ("task", "method", "seeds", "score", "score to exact", "median", "below exact")
     return [_ALL_SEEDS, table(names, lines)] if lines else []

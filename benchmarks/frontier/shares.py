@@ -225,7 +225,7 @@ def share_table(rows: Sequence[Share]) -> str:
             without = "" if row.operator == REST else f"{100 * (row.share - row.products):.1f} %"
             what = _WORDS.get(row.operator, row.operator)
             lines.append(("", row.phase, what, str(row.calls), f"{100 * row.share:.1f} %", without))
-    return table(("case", "phase", "operator", "calls", "of the step", "without products"), lines)
+    return table(("case", "phase", "operator", "calls", "of the step", "without exact's products"), lines)
 
 
 def plot_shares(rows: Sequence[Share]) -> Any:
