@@ -13,7 +13,7 @@ _SEEDS = 3
 TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE"}
 # Runs begin on a plateau, and when they leave it moves scores and losses ten times as far as methods do elsewhere: in a
 # mean over tasks, nothing else would be seen.
-APART = ("stsb",)
+_APART = ("stsb",)
 
 
 def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
@@ -28,6 +28,19 @@ def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
     """
     there = [task for task in TITLES if any(row.task == task for row in costs)]
     return [task for task in there if len(_common(epochs, costs, task)) >= _SEEDS] or there
+
+
+def together_and_apart(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return over which tasks means are taken, and which stand beside these means.
+
+    Args:
+        tasks: That are shown.
+
+    Returns:
+        Both; if there are none but those that would stand apart, means are theirs.
+    """
+    together = [task for task in tasks if task not in _APART]
+    return (together, [task for task in tasks if task in _APART]) if together else ([*tasks], [])
 
 
 def comparable(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[Epoch]:

@@ -85,6 +85,7 @@ _LONG = (
 _AT_THE_PUBLISHED_RATE = "At the published learning rate, 1e-5:"
 _AT_A_RAISED_RATE = (
     "The default at a learning rate that is higher by a tenth, 1.1e-5, by the same exact runs at 1e-5. AdamW divides "
-    "by the size of gradients, noise among it, so noise shortens its steps; √1.2 is 1.1 for noise of a fifth:"
+    "by the size of gradients, noise among it, so noise shortens its steps; √1.2 is 1.1 for noise of a fifth. "
+    "Exact training was not run at that rate:"
 )
 _PICTURE = "![Losses and score by epoch](../benchmarks/results/frontier-long.png)"

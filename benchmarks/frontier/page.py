@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frontier.compared import (
-    APART,
     TITLES,
     apart_of,
     comparable,
@@ -17,6 +16,7 @@ from benchmarks.frontier.compared import (
     share_of,
     share_text,
     tasks_of,
+    together_and_apart,
 )
 from benchmarks.frontier.means import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
@@ -28,7 +28,7 @@ from rmm_linear._support.tables import table
 NOTHING = "Nothing is measured yet: run `python -m benchmarks frontier`."
 _ALL_OF_IT = "sst2-full"
 _FIELDS = ("saved", "kept", "peak", "rss", "time", "trained_time")
-_APART, _TEXTS = ("score", "training loss"), (score_text, loss_text)
+_DIFFERENCES = {"score": score_text, "training loss": loss_text}
 
 
 def page(results: Path) -> str:
@@ -74,7 +74,7 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         A line per method.
     """
     tasks = tasks_of(epochs, costs)
-    together, apart = ([task for task in tasks if (task in APART) is is_apart] for is_apart in (False, True))
+    together, apart = together_and_apart(tasks)
     header = [
         "method",
         "saved",
@@ -84,7 +84,8 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         "time",
         "time, trained",
         *(TITLES[task] for task in tasks),
-        *(f"{what} to exact{where}" for where in ("", *(f", {TITLES[task]}" for task in apart)) for what in _APART),
+        *(f"{what} to exact" for what in _DIFFERENCES),
+        *(f"{what} to exact, {TITLES[task]}" for task in apart for what in _DIFFERENCES),
         "seeds",
     ]
     lines = list[tuple[str, ...]]()
@@ -94,7 +95,8 @@ def comparison(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> str:
         share = [share_text(share_of(costs, tasks, method, field), field) for field in _FIELDS]
         if not any(scores) and not any(share):
             continue
-        differences = [text(epochs, of, method) for of in (together, *([task] for task in apart)) for text in _TEXTS]
+        over = [together, *([task] for task in apart)]
+        differences = [text(epochs, of, method) for of in over for text in _DIFFERENCES.values()]
         counts = [str(len(score)) for score in scores]
         seeds = counts[0] if len({*counts}) == 1 else " / ".join(counts)
         lines.append((how.title, *share, *(mean_text(score, 1, factor=100) for score in scores), *differences, seeds))

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.frontier.compared import APART, apart_of, comparable, losses_apart_of, scores_of, share_of, tasks_of
-from benchmarks.frontier.compared import TITLES as NAMES
+from benchmarks.frontier import compared
 from benchmarks.frontier.means import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.predictions import TITLES
@@ -36,24 +35,25 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     Returns:
         The figure: means over the tasks that are comparable; None if there is none.
     """
-    tasks = tasks_of(epochs, costs)
+    tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None
-    epochs, together = comparable(epochs, costs), [task for task in tasks if task not in APART] or tasks
+    epochs, (together, _) = compared.comparable(epochs, costs), compared.together_and_apart(tasks)
     figure, axes = figure_of(3, 1, width=9.0, height=3.6)
     for method, how in METHODS.items():
-        kept, time = (share_of(costs, tasks, method, field) for field in ("kept", "time"))
-        for axis, apart_by in zip(axes, (apart_of, losses_apart_of), strict=False):
+        kept, time = (compared.share_of(costs, tasks, method, field) for field in ("kept", "time"))
+        for axis, apart_by in zip(axes, (compared.apart_of, compared.losses_apart_of), strict=False):
             groups = [[0.0] if how.is_exact else apart_by(epochs, task, method) for task in together]
             apart = mean_over_groups(groups)
             if kept is not None and apart is not None:
                 _mark(axis, method, 100 * kept, 100 * apart[0], 100 * apart[1])
         if kept is not None and time is not None:
             _mark(axes[2], method, 100 * kept, time)
-    of, share = f"mean of {', '.join(NAMES[task] for task in together)}", "kept for the backward pass, % of exact"
+    of = f"mean of {', '.join(compared.TITLES[task] for task in together)}"
+    all_of = f"mean of {', '.join(compared.TITLES[task] for task in tasks)}"
     axes[0].set(title=f"score less exact's × 100, {of}", ylabel="± standard error")
     axes[1].set(title=f"training loss above exact's, %, {of}", ylabel="± standard error")
-    axes[2].set(title=f"time of a step by exact's, mean of {', '.join(NAMES[task] for task in tasks)}", xlabel=share)
+    axes[2].set(title=f"time of a step by exact's, {all_of}", xlabel="kept for the backward pass, % of exact")
     return _named(figure, axes)
 
 
@@ -67,14 +67,16 @@ def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     Returns:
         The figure; None if no task was measured.
     """
-    tasks = tasks_of(epochs, costs)
+    tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None
-    epochs = comparable(epochs, costs)
+    epochs = compared.comparable(epochs, costs)
     figure, axes = figure_of(len(tasks), 1, width=9.0, height=3.6)
     for task, axis in zip(tasks, axes, strict=True):
         for row in (row for row in costs if row.task == task and row.kept is not None):
-            found = mean_and_error(scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method))
+            found = mean_and_error(
+                compared.scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method)
+            )
             if found is not None:
                 _mark(axis, row.method, (row.kept or 0) / 1e6, 100 * found[0], 100 * found[1])
         axis.set(title=_TITLES[task], ylabel="× 100, ± standard error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,13 @@ def test_no_two_methods_of_curves_look_the_same() -> None:
     (axis,) = plot_curves(points, {"images": 64}).axes
     found = lines_of(axis)
     assert len(found) == len(methods) == len({*found.values()})
+    rows = [
+        replace(epoch("cola-long", method, 0.1 * number, number), train_loss=1 + 0.1 * place)
+        for place, method in enumerate(methods[:3])
+        for number in (1, 2)
+    ]
+    above = plot_long(rows).axes[0].get_lines()
+    assert [list(line.get_ydata()) for line in above] == [pytest.approx([10 * place] * 2) for place in range(3)]
     rows = [epoch("cola-long", method, 0.1 * number, number) for method in methods[:3] for number in (1, 2)]
     for axis in plot_long(rows).axes:
         found = lines_of(axis)
