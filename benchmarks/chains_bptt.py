@@ -17,7 +17,7 @@ from benchmarks.records import Origin, read_rows, write_rows
 from rmm_linear._support.tables import table
 from rmm_linear.memory import peak
 from rmm_linear.planning import bptt, step_bytes
-from rmm_linear.planning.bptt_cells import adapted
+from rmm_linear.planning.chains.cells import adapted
 
 SEED = 0
 CSV = "chains-bptt.csv"

@@ -18,7 +18,8 @@ from benchmarks.plots import figure_of
 from benchmarks.records import Origin, write_rows
 from rmm_linear._support import provenance
 from rmm_linear._support.tables import table
-from rmm_linear.planning import SweepReport, schedules, sweep
+from rmm_linear.planning import SweepReport, sweep
+from rmm_linear.planning.chains import schedules
 
 _MILLISECONDS = (1, 2, 5, 10, 20, 50)
 _SECONDS = 0.8  # about how long a plain loop of each row would run backwards and forwards

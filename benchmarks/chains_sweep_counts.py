@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.records import Origin
 from rmm_linear._support.tables import table
-from rmm_linear.planning import schedules
+from rmm_linear.planning.chains import schedules
 
 SLOTS, INTERVAL = 6, 50
 BACKWARD = 2  # time of a step's backward pass, in forward steps

@@ -20,7 +20,7 @@ from benchmarks.fit_steps import ROUNDS, Run, counts, fitted, live_peak, medians
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import SETTINGS, Setting
-from rmm_linear.planning.block_plan import CONVERT, KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, PlannedBlock
+from rmm_linear.planning.blocks.plan import CONVERT, KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, PlannedBlock
 
 SHARES = (0.75, 0.5, 0.25, 0.12, 0.08)
 # Single methods to the option that blocks have which can: all of these, or every other one.

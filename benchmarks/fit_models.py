@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.graph_networks import transformer
-from rmm_linear.planning.blocks import find_blocks
+from rmm_linear.planning.blocks.find import find_blocks
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 SEED = 0

@@ -18,7 +18,7 @@ from benchmarks.fit_models import Made, lists_of_blocks, twin
 from benchmarks.fit_rows import EXACT, FIT, Neighbour
 from benchmarks.fit_steps import ROUNDS, Run, clear, counts, fitted, live_peak, medians, options_of, step_of
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.planning.workspace import allocator_peak
+from rmm_linear.planning.step.workspace import allocator_peak
 
 BUDGETS = (1.0, 0.5, 0.25, 0.1)  # of torch.compile
 _PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")

@@ -26,9 +26,9 @@ from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.settings import SETTINGS
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.fitting.static_memory import static_memory
-from rmm_linear.planning.block_plan import CONVERT, KEEP, RECOMPUTE, BlockPlan, PlannedBlock
-from rmm_linear.planning.simulate import watch
-from rmm_linear.planning.solve import choose, least
+from rmm_linear.planning.blocks.plan import CONVERT, KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.solve import choose, least
+from rmm_linear.planning.step.watch import watch
 
 GRAIN = 256  # sequence lengths are multiples of it
 SEQUENCE = 4096  # of the batches

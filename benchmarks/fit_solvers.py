@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rmm_linear.planning.solve import Option, choose, peak_of
+from rmm_linear.planning.blocks.solve import Option, choose, peak_of
 
 SIZES = (12, 24, 48, 96, 200)
 SHARES = (0.6, 0.3)

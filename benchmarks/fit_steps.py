@@ -14,8 +14,8 @@ from rmm_linear._support.quiet import quiet
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.memory import peak
-from rmm_linear.planning.block_plan import PlannedBlock
-from rmm_linear.planning.step import copied, run_step
+from rmm_linear.planning.blocks.plan import PlannedBlock
+from rmm_linear.planning.step.step import copied, run_step
 
 ROUNDS = 5
 MAX_NOISE = 1.0

@@ -21,10 +21,10 @@ from benchmarks.records import Origin, origin, write_rows
 from rmm_linear._support.tables import table
 from rmm_linear.memory import peak
 from rmm_linear.planning import GraphPlan, order, plan_graph, plot_memory, simulate, workspace
-from rmm_linear.planning.capture import capture
-from rmm_linear.planning.pieces import graph_step
-from rmm_linear.planning.step import run_step
-from rmm_linear.planning.workspace import Workspace, allocator_peak
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.graphs.pieces import graph_step
+from rmm_linear.planning.step.step import run_step
+from rmm_linear.planning.step.workspace import Workspace, allocator_peak
 
 _METHODS = ("cuts", "chen", "kusumoto")
 _PICTURED = "U-Net"

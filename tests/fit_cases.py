@@ -8,9 +8,9 @@ from helpers import tiny_model, token_ids
 from torch import nn
 
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.planning.block_plan import BlockPlan, PlannedBlock
-from rmm_linear.planning.blocks import find_blocks, find_inner
-from rmm_linear.planning.step import loss_of
+from rmm_linear.planning.blocks.find import find_blocks, find_inner
+from rmm_linear.planning.blocks.plan import BlockPlan, PlannedBlock
+from rmm_linear.planning.step.step import loss_of
 
 WIDTH = 16
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.planning.offload import OffloadChain, Offloaded
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
+from rmm_linear.planning.step.step import run_step
 
 
 class Layer(nn.Module):

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification
 
 from rmm_linear.memory import peak
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.step.step import run_step
 
 
 class Block(nn.Module):

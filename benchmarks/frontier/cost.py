@@ -25,7 +25,7 @@ from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.memory import track_saved
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import BlockPlan, load_plan
-from rmm_linear.planning.block_plan import CONVERT, KEEP
+from rmm_linear.planning.blocks.plan import CONVERT, KEEP
 
 ROUNDS, TRAINED_ROUNDS = 9, 27  # a step on few rows is short, and one that is disturbed weighs more
 _M_MMAP_THRESHOLD = -3  # of glibc: larger tensors are pages of their own, which are given back

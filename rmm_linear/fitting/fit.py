@@ -16,7 +16,7 @@ from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.shards import Shards, fully_sharded
-from rmm_linear.planning.block_plan import KEEP
+from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, read_budget
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from rmm_linear.fitting.settings import Conversions
 from rmm_linear.fitting.shards import Shards, size_bytes
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.memory.peak import peak
-from rmm_linear.planning.block_plan import KEEP, BlockPlan
+from rmm_linear.planning.blocks.measure import measure
+from rmm_linear.planning.blocks.plan import KEEP, BlockPlan
+from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.budget import read_budget
-from rmm_linear.planning.measure import measure
-from rmm_linear.planning.proposals import Proposals
-from rmm_linear.planning.simulate import Held, watch
-from rmm_linear.planning.solve import Option, choose, least, peak_of
-from rmm_linear.planning.step import as_in_training, copied, has_memory, run_step
+from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
+from rmm_linear.planning.step.watch import Held, watch
 
 _TRIES = 4
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one

@@ -19,12 +19,12 @@ from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import sequences_in
-from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.measure import Costs, measure
+from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.blocks.solve import Option, choose, least
 from rmm_linear.planning.budget import LEAST
-from rmm_linear.planning.measure import Costs, measure
-from rmm_linear.planning.proposals import Proposals
-from rmm_linear.planning.simulate import watch
-from rmm_linear.planning.solve import Option, choose, least
+from rmm_linear.planning.step.watch import watch
 
 _MOST = 2**24  # sequences; more is taken for "any number"
 _TRIES = 8

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rmm_linear.conversion.exact import set_aside
 from rmm_linear.memory.inputs import call_with, restored
-from rmm_linear.planning.block_plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
-from rmm_linear.planning.blocks import owner_of
-from rmm_linear.planning.measure import BlockCost
-from rmm_linear.planning.step import copied, loss_of
+from rmm_linear.planning.blocks.find import owner_of
+from rmm_linear.planning.blocks.measure import BlockCost
+from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.step.step import copied, loss_of
 from rmm_linear.variance.passes import Passes, measuring
 
 _DRAWS = 2

@@ -12,7 +12,8 @@ from torch import nn
 from rmm_linear.fitting.noise import Noise, measure_noise
 from rmm_linear.fitting.settings import NARROW, PACK, SETTINGS, SKETCH, Conversions, Setting, converting
 from rmm_linear.fitting.times import Times, time_options
-from rmm_linear.planning.block_plan import (
+from rmm_linear.planning.blocks.measure import Costs
+from rmm_linear.planning.blocks.plan import (
     CONVERT,
     KEEP,
     NESTED,
@@ -22,10 +23,9 @@ from rmm_linear.planning.block_plan import (
     BlockPlan,
     PlannedBlock,
 )
-from rmm_linear.planning.measure import Costs
-from rmm_linear.planning.plan_blocks import Recomputations
-from rmm_linear.planning.proposals import Proposals
-from rmm_linear.planning.step import has_memory
+from rmm_linear.planning.blocks.plan_blocks import Recomputations
+from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.step.step import has_memory
 
 _NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)

@@ -12,8 +12,8 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.block_plan import BlockPlan
-from rmm_linear.planning.memory_plots import plot_memory
+from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.plots import plot_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

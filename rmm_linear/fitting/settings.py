@@ -12,9 +12,9 @@ from torch import nn
 
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.planning.block_plan import CONVERT, PlannedBlock
-from rmm_linear.planning.blocks import owner_of
-from rmm_linear.planning.step import copied
+from rmm_linear.planning.blocks.find import owner_of
+from rmm_linear.planning.blocks.plan import CONVERT, PlannedBlock
+from rmm_linear.planning.step.step import copied
 
 SKETCH, PACK = "sketch", "pack"
 LINEAR = "linear"

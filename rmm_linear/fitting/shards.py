@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
 from rmm_linear._support.validation import check_integer
-from rmm_linear.planning.blocks import find_blocks, owner_of
+from rmm_linear.planning.blocks.find import find_blocks, owner_of
 
 
 @dataclass(frozen=True)

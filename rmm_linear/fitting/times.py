@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from rmm_linear.memory.inputs import call_with
-from rmm_linear.planning.block_plan import CONVERT, BlockPlan, PlannedBlock
-from rmm_linear.planning.blocks import alike
-from rmm_linear.planning.step import as_in_training, copied
-from rmm_linear.planning.surroundings import Surroundings
+from rmm_linear.planning.blocks.find import alike
+from rmm_linear.planning.blocks.plan import CONVERT, BlockPlan, PlannedBlock
+from rmm_linear.planning.replay.surroundings import Surroundings
+from rmm_linear.planning.step.step import as_in_training, copied
 
 _ROUNDS, _MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
 _REPEATS, _LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often

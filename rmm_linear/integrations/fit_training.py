@@ -26,9 +26,9 @@ from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import arguments_of_step, around_next_step, calling_trainer, loss_call
 from rmm_linear.memory.inputs import call_with, restored
-from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.budget import LEAST
-from rmm_linear.planning.step import loss_of
+from rmm_linear.planning.step.step import loss_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear.conversion.names import unwrapped
-from rmm_linear.planning.block_plan import BlockPlan
+from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.load import load_plan
 
 logger = logging.getLogger(__name__)

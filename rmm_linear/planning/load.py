@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from rmm_linear.planning.block_plan import BlockPlan
-from rmm_linear.planning.graph_plan import GraphPlan
+from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.graphs.plan import GraphPlan
 
 _KINDS = (BlockPlan, GraphPlan)
 

@@ -16,7 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.chains_sweep import Waits, compare, filesystem_of
 from benchmarks.chains_sweep_counts import Steps
 from benchmarks.records import RESULTS, read_rows
-from rmm_linear.planning import schedules
+from rmm_linear.planning.chains import schedules
 
 PAGE = text("docs/planning/sweep.md")
 

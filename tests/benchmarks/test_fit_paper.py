@@ -21,8 +21,8 @@ from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory import peak
 from rmm_linear.planning import simulate
-from rmm_linear.planning.block_plan import BlockPlan
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 GRAIN = fit_paper.GRAIN

@@ -15,7 +15,7 @@ from transformers import RobertaForSequenceClassification
 
 from rmm_linear import RMMConfig, RMMLinear, sketch_state
 from rmm_linear.memory import track_saved
-from rmm_linear.planning.schedules import recomputed
+from rmm_linear.planning.chains.schedules import recomputed
 from rmm_linear.variance import sketch_variance
 
 WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]

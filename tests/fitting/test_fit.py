@@ -17,8 +17,9 @@ from rmm_linear.fitting.noise import measure_noise
 from rmm_linear.fitting.settings import SETTINGS, Conversions, converting
 from rmm_linear.fitting.times import Times
 from rmm_linear.memory import peak
-from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure, solvers
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure
+from rmm_linear.planning.blocks import solvers
+from rmm_linear.planning.step.step import run_step
 from rmm_linear.variance import gradient_noise
 
 LAYERS = 3
@@ -267,7 +268,7 @@ def test_the_report_can_be_read_saved_and_plotted(tmp_path):
 
 def test_without_scipy_the_dynamic_program_solves(monkeypatch):
     monkeypatch.setattr(solvers, "has_scipy", lambda: False)
-    monkeypatch.setattr("rmm_linear.planning.solve.has_scipy", lambda: False)
+    monkeypatch.setattr("rmm_linear.planning.blocks.solve.has_scipy", lambda: False)
     assert fit(encoder(), batch_of(), memory=0.5, max_noise=1e9).fits
 
 

@@ -39,7 +39,7 @@ def converting():
 
 def fitted(fields):
     """A new model with a plan."""
-    from rmm_linear.planning.block_plan import BlockPlan
+    from rmm_linear.planning.blocks.plan import BlockPlan
 
     model = tiny_model("roberta", dropout=0.0).train()
     BlockPlan.from_dict({key: value for key, value in json.loads(json.dumps(fields)).items() if key != "format"}).apply(

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from rmm_linear.fitting import times
-from rmm_linear.planning.block_plan import CONVERT, PlannedBlock
+from rmm_linear.planning.blocks.plan import CONVERT, PlannedBlock
 
 OPTION = PlannedBlock("block", CONVERT, setting="tenth")
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rmm_linear.planning import bptt_costs
-from rmm_linear.planning.bptt_costs import AllGraphs, Envelope, Table
+from rmm_linear.planning.chains import bptt_costs
+from rmm_linear.planning.chains.bptt_costs import AllGraphs, Envelope, Table
 
 
 def fewest(slots, steps, cost):

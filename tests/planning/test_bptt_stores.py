@@ -178,7 +178,7 @@ def test_a_forward_pass_that_fails_leaves_no_files(failing, tmp_path, monkeypatc
         return None, (torch.tanh(x + state[0]), state[1] + 1)
 
     if failing == "store":
-        monkeypatch.setattr("rmm_linear.planning.store_files.FileStore.put", _full)
+        monkeypatch.setattr("rmm_linear.planning.stores.files.FileStore.put", _full)
     with pytest.raises((ArithmeticError, StoreError)) as caught:
         bptt(run, inputs(), (torch.zeros(B, H), 0), slots=5, internal=False, store=tmp_path)
     assert caught.value.__traceback__ is not None

@@ -6,7 +6,7 @@ from planning_graph_helpers import network
 from torch import nn
 
 from rmm_linear.planning import CaptureError, measure, plan_blocks, plan_graph, plot_memory, simulate, workspace
-from rmm_linear.planning.blocks import owner_of
+from rmm_linear.planning.blocks.find import owner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning import simulate
-from rmm_linear.planning.recompute import Recomputed
+from rmm_linear.planning.blocks.recompute import Recomputed
 
 
 @pytest.fixture(autouse=True)

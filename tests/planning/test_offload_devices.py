@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmm_linear.memory.peak import peak
-from rmm_linear.planning import offload_copies, offload_pack
-from rmm_linear.planning.offload import OffloadChain, Offloaded
-from rmm_linear.planning.offload_copies import PinnedCopy
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.offload import copies as offload_copies
+from rmm_linear.planning.offload import pack as offload_pack
+from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
+from rmm_linear.planning.offload.copies import PinnedCopy
+from rmm_linear.planning.step.step import run_step
 
 
 def test_fake_memory_of_an_accelerator_lives_until_it_is_copied() -> None:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning import StoreError
-from rmm_linear.planning.offload import OffloadChain, Offloaded
+from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ def test_a_forked_process_leaves_the_files_and_says_why_it_cannot_read_them(tmp_
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
-        "from rmm_linear.planning.offload import OffloadChain, Offloaded\n"
+        "from rmm_linear.planning.offload.chain import OffloadChain, Offloaded\n"
         "block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))\n"
         "Offloaded(block, OffloadChain(sys.argv[1])).attach()\n"
         "output = block(torch.ones(512, 64))\n"

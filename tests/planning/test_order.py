@@ -8,11 +8,11 @@ from planning_graph_helpers import gradients, network
 from torch import nn
 
 from rmm_linear.planning import order, plan_graph, simulate
-from rmm_linear.planning.capture import capture
-from rmm_linear.planning.graph_record import graph_costs
-from rmm_linear.planning.order import estimate
-from rmm_linear.planning.pieces import simulate_graph
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.graphs.order import estimate
+from rmm_linear.planning.graphs.pieces import simulate_graph
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.step.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

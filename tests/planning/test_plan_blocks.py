@@ -13,7 +13,7 @@ import rmm_linear
 from rmm_linear import RMMConfig
 from rmm_linear.memory import peak
 from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, plan_blocks, simulate
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.step.step import run_step
 
 SHARES = {"mlp": 0.6, "roberta": 0.6, "llama": 0.6, "cnn": 0.6, "unet": 0.75}
 
@@ -56,7 +56,7 @@ def test_every_choice_changes_no_bit(name, choice):
     expected = gradients(model, lambda: run_step(model, example))
     costs = rmm_linear.planning.measure(model, example)
     rows = [
-        PlannedBlock(block.name, choice, inner=rmm_linear.planning.blocks.find_inner(model, block.name))
+        PlannedBlock(block.name, choice, inner=rmm_linear.planning.blocks.find.find_inner(model, block.name))
         for block in costs.blocks
     ]
     plan = BlockPlan(rows)

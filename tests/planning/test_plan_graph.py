@@ -12,12 +12,12 @@ from torch import nn
 import rmm_linear
 from rmm_linear.memory import peak
 from rmm_linear.planning import backend, load_plan, plan_graph
-from rmm_linear.planning.capture import CaptureError, capture
-from rmm_linear.planning.graph_record import graph_costs
-from rmm_linear.planning.piece_costs import estimate
-from rmm_linear.planning.pieces import RecomputedPiece, simulate_graph
-from rmm_linear.planning.search import Search
-from rmm_linear.planning.step import loss_of, run_step
+from rmm_linear.planning.graphs.capture import CaptureError, capture
+from rmm_linear.planning.graphs.piece_costs import estimate
+from rmm_linear.planning.graphs.pieces import RecomputedPiece, simulate_graph
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.graphs.search import Search
+from rmm_linear.planning.step.step import loss_of, run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

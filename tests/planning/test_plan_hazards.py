@@ -9,10 +9,10 @@ from planning_hazards import HAZARDS, WIDTH, Averaging, Counting, Shared, made
 from torch import nn
 
 from rmm_linear.planning import order, plan_blocks, plan_graph
-from rmm_linear.planning.capture import capture
-from rmm_linear.planning.graph_record import graph_costs
-from rmm_linear.planning.pieces import run_in_pieces
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.graphs.pieces import run_in_pieces
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.step.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

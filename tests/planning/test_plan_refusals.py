@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rmm_linear
 from rmm_linear.planning import CaptureError, backend, load_plan, order, plan_blocks, plan_graph, simulate, workspace
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.step.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

@@ -13,7 +13,9 @@ from planning_helpers import Recording, number_of
 from torch import Tensor
 
 from rmm_linear.memory import peak
-from rmm_linear.planning import SweepReport, schedules, store_thread, sweep
+from rmm_linear.planning import SweepReport, sweep
+from rmm_linear.planning.chains import schedules
+from rmm_linear.planning.stores import transfers as store_thread
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import BlockPlan, PlannedBlock, simulate
-from rmm_linear.planning.simulate import count_flops
-from rmm_linear.planning.step import loss_of, prepared
+from rmm_linear.planning.step.flops import count_flops
+from rmm_linear.planning.step.step import loss_of, prepared
 
 BATCH, TOKENS, WORDS = 4, 64, 300
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rmm_linear.planning import solvers
-from rmm_linear.planning.solve import Option, choose, least, peak_of
+from rmm_linear.planning.blocks import solvers
+from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 
 SOLVERS = ["milp", "rounded", "greedy"]
 KEEP, AGAIN = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)

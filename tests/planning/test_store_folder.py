@@ -10,7 +10,8 @@ import pytest
 import torch
 from fault_helpers import in_a_child, kill
 
-from rmm_linear.planning import StoreError, open_store, store_folder
+from rmm_linear.planning import StoreError, open_store
+from rmm_linear.planning.stores import folder as store_folder
 
 fcntl = pytest.importorskip("fcntl")
 

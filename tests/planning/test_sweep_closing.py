@@ -13,7 +13,7 @@ from planning_helpers import Recording
 from sweep_fault_helpers import alone, initial, run
 from torch import Tensor
 
-from rmm_linear.planning import store_thread
+from rmm_linear.planning.stores import transfers as store_thread
 
 
 class Watched(Recording):

@@ -53,7 +53,8 @@ def test_a_full_device(tmp_path: Path) -> None:
     code = textwrap.dedent(
         """
         import os, pathlib, sys, torch
-        from rmm_linear.planning import StoreError, store_files, sweep
+        from rmm_linear.planning import StoreError, sweep
+        from rmm_linear.planning.stores import files as store_files
         folder = pathlib.Path(sys.argv[1])
         if sys.argv[2] == "full":
             real = open

@@ -16,8 +16,9 @@ from planning_helpers import Recording, plain
 from sweep_fault_helpers import INTERVAL, STEPS, Failing, alone, file_of, initial, is_tidy, run, step
 from torch import Tensor
 
-from rmm_linear.planning import StoreError, store_thread
-from rmm_linear.planning.store_thread import IN_FLIGHT
+from rmm_linear.planning import StoreError
+from rmm_linear.planning.stores import transfers as store_thread
+from rmm_linear.planning.stores.transfers import IN_FLIGHT
 
 
 def is_working(ident: int) -> bool:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from planning_helpers import differences, differentiated, plain
 
-from rmm_linear.planning import SweepReport, schedules, sweep
+from rmm_linear.planning import SweepReport, sweep
+from rmm_linear.planning.chains import schedules
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])

@@ -8,8 +8,8 @@ from planning_graph_helpers import network
 from torch import nn
 
 from rmm_linear.planning import plan_blocks, plan_graph, simulate, workspace
-from rmm_linear.planning.step import run_step
-from rmm_linear.planning.workspace import allocator_peak
+from rmm_linear.planning.step.step import run_step
+from rmm_linear.planning.step.workspace import allocator_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 # Simulated and allocated bytes: what the workspace is for. 3 % leaves room for alignment and for numbers of the loss.

@@ -1,0 +1,1 @@
+"""Plans for the blocks of a model."""

@@ -1,0 +1,199 @@
+"""What every block of a model costs in a training step: memory, operations, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.blocks.find import find_blocks, owner_of
+from rmm_linear.planning.blocks.observe import observe
+from rmm_linear.planning.blocks.timing import time_modules
+from rmm_linear.planning.graphs.node_costs import NodeCost, measure_nodes
+from rmm_linear.planning.step.follow import FORWARD, Event
+from rmm_linear.planning.step.step import has_memory
+from rmm_linear.planning.step.watch import Held, watch
+from rmm_linear.planning.step.workspace import Workspace
+from rmm_linear.planning.step.workspace import workspace as measure_workspace
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A block in one training step.
+
+    Attributes:
+        name: The block.
+        kept: Bytes that live after its forward pass and did not before.
+        worst: Bytes at the worst moment of its own forward, recomputation or backward pass, without what the blocks
+            before it keep.
+        storages: Bytes of the storages that it is the first to save, largest first.
+        flops: Operations of its forward pass.
+        seconds: Time of its forward pass; like blocks have the same. 0 for a model on the meta device.
+        random: Whether it draws random numbers.
+        writes_input: Whether a tensor that it was given is changed in place, so that it cannot be recomputed.
+    """
+
+    name: str
+    kept: int
+    worst: int
+    storages: tuple[int, ...]
+    flops: int
+    seconds: float
+    random: bool
+    writes_input: bool
+
+    @property
+    def transient(self) -> int:
+        """Bytes that its worst moment adds to what it keeps."""
+        return max(0, self.worst - self.kept)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The blocks of a model in one training step.
+
+    Attributes:
+        blocks: In the order of the forward pass.
+        peak: Of the whole step.
+        nodes: The nodes of its graph, if they were asked for.
+        workspace: What operators take beyond their results, if that was asked for.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    peak: Peak
+    nodes: tuple[NodeCost, ...] = ()
+    workspace: Workspace | None = None
+
+    def __str__(self) -> str:
+        header = ("block", "kept", "saved", "transient", "GFLOP", "seconds", "random", "in place")
+        rows = [
+            (
+                block.name,
+                show_bytes(block.kept),
+                show_bytes(sum(block.storages)),
+                show_bytes(block.transient),
+                f"{block.flops / 1e9:.3g}",
+                f"{block.seconds:.2g}",
+                "yes" if block.random else "",
+                "yes" if block.writes_input else "",
+            )
+            for block in self.blocks
+        ]
+        return f"{table(header, rows)}\npeak {show_bytes(self.peak.bytes)}, {self.peak.moment}"
+
+    def node_table(self) -> str:
+        """Return a row per node of the graph."""
+        header = ("node", "module", "saved", "transient", "GFLOP", "seconds", "random", "in place")
+        rows = [
+            (
+                node.name,
+                node.module,
+                show_bytes(sum(node.storages)),
+                show_bytes(node.transient),
+                f"{node.flops / 1e9:.3g}",
+                f"{node.seconds:.2g}",
+                "yes" if node.random else "",
+                "yes" if node.writes else "",
+            )
+            for node in self.nodes
+        ]
+        return table(header, rows)
+
+
+def measure(
+    model: nn.Module, example: Any, *, nodes: bool = False, workspace: bool = False, held: Held | None = None
+) -> Costs:
+    """Measure what every block of a model costs in a training step.
+
+    Memory and operations come from a step on fake tensors, see :func:`rmm_linear.planning.simulate`; time from forward
+    passes on the real ones that save nothing.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+        nodes: Whether the nodes of the model's graph are measured too, which must be a single one.
+        workspace: Whether a whole step runs on the real tensors, under the profiler, to see what operators take beyond
+            their results; see :func:`rmm_linear.planning.workspace`.
+        held: Says how many bytes of a parameter's gradient count once it is added up; None: all.
+
+    Returns:
+        A row per block.
+
+    Raises:
+        ValueError: If the model calls no module of its own, or if nodes are asked for and it is no single graph.
+
+    Example:
+        >>> import torch
+        >>> costs = measure(nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 1)), torch.ones(5, 10))
+        >>> [sum(block.storages) for block in costs.blocks]  # the batch, the activation
+        [200, 2000, 0]
+    """
+    names = find_blocks(model)
+    seen = observe(model, example, names)
+    # What a module keeps cannot be told apart from what others keep between its calls.
+    blocks = [name for name, block in seen.items() if not block.returns]
+    if not blocks:
+        raise ValueError(
+            "A model is measured block by block, but none of its modules is called by itself, and once, got "
+            f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
+        )
+    peak, live = watch(model, example, held=held)
+    random = {owner_of(name, blocks) for name in live.random}
+    kept, worst = by_block(live.events, blocks)
+    seconds = time_modules(model, example, blocks) if has_memory(model) else dict.fromkeys(blocks, 0.0)
+    return Costs(
+        tuple(
+            BlockCost(
+                name,
+                kept[name],
+                worst[name],
+                tuple(seen[name].storages),
+                seen[name].flops,
+                seconds[name],
+                name in random,
+                seen[name].writes_input,
+            )
+            for name in blocks
+        ),
+        peak,
+        measure_nodes(model, example) if nodes else (),
+        measure_workspace(model, example) if workspace else None,
+    )
+
+
+def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Divide the live bytes of a step among blocks.
+
+    Args:
+        events: Of the step.
+        blocks: Names, in the order of the forward pass.
+
+    Returns:
+        Name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks before
+        it keep.
+    """
+    after: dict[str, int] = {}
+    highest: dict[str, int] = dict.fromkeys(blocks, 0)
+    current, owners = blocks[0], dict[str, str | None]()
+    for event in events:
+        if event.running not in owners:
+            owners[event.running] = owner_of(event.running, blocks)
+        owner = owners[event.running]
+        if owner is not None:
+            current = owner
+        if event.pass_ == FORWARD:
+            after[current] = event.now
+        highest[current] = max(highest[current], event.now)
+    kept: dict[str, int] = {}
+    before = 0
+    worst: dict[str, int] = {}
+    for name in blocks:
+        worst[name] = highest[name] - before
+        kept[name] = max(0, after.get(name, before) - before)
+        before += kept[name]
+    return kept, worst

@@ -1,0 +1,101 @@
+"""What one forward pass shows of every block: what it saves, its operations, and whether it may be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.memory.inputs import call_with
+from rmm_linear.memory.peak import storages
+from rmm_linear.planning.step.flops import flop_counter
+from rmm_linear.planning.step.step import prepared
+
+
+@dataclass
+class Observed:
+    """A block in a forward pass.
+
+    Attributes:
+        storages: Bytes of the storages that it saves first, largest first.
+        flops: Operations of its matrix products, convolutions and attention.
+        writes_input: Whether a tensor that it was given was changed in place, by it or later.
+        returns: Whether it ran again after another block had run.
+    """
+
+    storages: list[int] = field(default_factory=list)
+    flops: int = 0
+    writes_input: bool = False
+    returns: bool = False
+
+
+def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
+    """Run a forward pass and note what every block saves and does.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+        blocks: Names of blocks, none inside of another.
+
+    Returns:
+        Name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
+    """
+    found: dict[str, Observed] = {}
+    running, order = list[str](), list[str]()
+    given: list[tuple[str, Tensor, int]] = []
+    seen: dict[int, Any] = {}  # storages, which keeps them: a key is of one that is alive
+    counter = flop_counter()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if running and storage._cdata not in seen:
+            found[running[-1]].storages.append(storage.nbytes())
+        seen.setdefault(storage._cdata, storage)
+        return tensor
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            running.append(name)
+            block = found.setdefault(name, Observed())
+            block.returns |= name in order and order[-1] != name
+            order.append(name)
+            block.flops -= counter.get_total_flops()
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given.extend((name, leaf, leaf._version) for leaf in leaves)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        found[running.pop()].flops += counter.get_total_flops()
+
+    def run(model: nn.Module, batch: Any) -> None:
+        tensors = (*model.parameters(), *model.buffers())
+        seen.update((storage._cdata, storage) for storage in storages(tensors))
+        with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = call_with(model, batch)
+        for name, tensor, version in given:
+            found[name].writes_input |= tensor._version != version
+        del output
+
+    with prepared(model, example, run) as step, _hooked(model, blocks, enter, leave):
+        step()
+    for block in found.values():
+        block.storages.sort(reverse=True)
+    return found
+
+
+@contextmanager
+def _hooked(
+    model: nn.Module, names: Sequence[str], enter: Callable[[str], Callable[..., None]], leave: Callable[..., None]
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        yield

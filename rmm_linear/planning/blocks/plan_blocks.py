@@ -1,0 +1,164 @@
+"""Plan which blocks of a model are recomputed: a solver proposes, the simulation judges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear.planning.blocks.find import alike, find_inner
+from rmm_linear.planning.blocks.measure import BlockCost, Costs, measure
+from rmm_linear.planning.blocks.plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.blocks.timing import cheap_shares, time_modules
+from rmm_linear.planning.budget import LEAST, read_budget
+from rmm_linear.planning.step.flops import by_plain, count_flops
+from rmm_linear.planning.step.watch import watch
+from rmm_linear.planning.step.workspace import Workspace
+
+
+def plan_blocks(
+    model: nn.Module,
+    example: Any,
+    memory: int | float | str,
+    *,
+    selective: bool = True,
+    nested: bool = True,
+    workspace: Workspace | None = None,
+) -> BlockPlan:
+    """Plan which blocks of a model are recomputed in the backward pass, so that a step fits into a memory budget.
+
+    Loss, gradients and buffers stay those of the model to the bit; random numbers repeat. What it costs is time: up to
+    one more forward pass, two where blocks are nested. Planning takes some simulated steps and up to five real forward
+    passes without gradients; the model stays as it is until the plan is applied.
+
+    Args:
+        model: The model, in any mode; steps are those of training.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
+        memory: Budget for what a step makes, as :func:`rmm_linear.planning.simulate` counts it: bytes, a text such as
+            "2GB", or a share of the plain step's peak in (0, 1]; "least" is the lowest peak that is found.
+        selective: Whether blocks may keep the results of products and recompute all others, which costs little time.
+        nested: Whether parts of a block may be recomputed once more while it is recomputed, which takes more time.
+        workspace: What operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it counts
+            too; None leaves it out.
+
+    Returns:
+        The plan; ``plan.apply()`` makes it so.
+
+    Raises:
+        ValueError: If nothing fits: with the least budget, and what binds; or if a block does not compute the same
+            twice.
+
+    Example:
+        >>> import torch
+        >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        >>> plan = plan_blocks(nn.Sequential(*layers), torch.ones(1000, 64), memory=0.6)
+        >>> plan.predicted <= 0.6 * plan.plain
+        True
+    """
+    costs = measure(model, example)
+    if workspace:
+        costs = replace(costs, peak=watch(model, example, workspace)[0])
+    budget = read_budget(memory, costs.peak.bytes)
+    plans = Proposals(model, example, costs, budget, workspace)
+    if costs.peak.bytes <= budget:
+        kept = plans.plan([0] * len(costs.blocks), costs.peak)
+        kept.flops = 1.0
+        return kept
+    choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
+    Recomputations(model, example, costs, choices).add_to(plans)
+    best = plans.search() or plans.smallest()
+    if memory == LEAST:
+        best.memory = best.predicted
+    elif best.predicted > budget:
+        raise ValueError(
+            f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
+            f"which the {best.moment} needs. Use more memory, or a smaller batch."
+        )
+    best.flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
+    return best
+
+
+def count_planned_flops(plan: BlockPlan, example: Any) -> int:
+    """Count the floating-point operations of a planned step.
+
+    Args:
+        plan: A plan for a model.
+        example: A training batch.
+
+    Returns:
+        The operations.
+    """
+    with plan.applied() as planned:
+        return count_flops(planned, example)
+
+
+class Recomputations:
+    """The ways in which the blocks of a model may be recomputed, and what time each adds."""
+
+    def __init__(self, model: nn.Module, example: Any, costs: Costs, choices: Sequence[str]) -> None:
+        """Measure times.
+
+        Args:
+            model: The model.
+            example: A training batch.
+            costs: What :func:`rmm_linear.planning.measure` found.
+            choices: Of "recompute", "selective" and "nested".
+        """
+        self.model, self.costs, self.choices = model, costs, choices
+        names = [block.name for block in costs.blocks]
+        self.inner = {name: find_inner(model, name) for name in names}
+        parts = [name for inner in self.inner.values() for name in inner]
+        self.seconds = time_modules(model, example, parts) if NESTED in choices and parts else {}
+        self.cheap = cheap_shares(model, example, names) if SELECTIVE in choices else {}
+
+    def add_to(self, proposals: Proposals) -> None:
+        """Add them to the options of the blocks.
+
+        Args:
+            proposals: The options.
+
+        Raises:
+            ValueError: If a block does not compute the same when it runs again.
+        """
+        for choice in self.choices:
+            refused = self._refusing_selective(proposals) if choice == SELECTIVE else set[str]()
+            rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]
+            if all(row is None for row in rows):
+                continue
+            try:
+                proposals.add(rows)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    "A block must compute the same when it runs again, and one does not: it may keep something between "
+                    "calls, as caches of keys and values do. Set model.config.use_cache=False in transformers. It "
+                    f"raised {type(error).__name__}: {reason}"
+                ) from error
+
+    def _row(self, block: BlockCost, choice: str) -> PlannedBlock | None:
+        inner = self.inner[block.name] if choice == NESTED else ()
+        if block.writes_input or (choice == NESTED and not inner):
+            return None
+        share = self.cheap[block.name] if choice == SELECTIVE else 1.0
+        extra = share * block.seconds + sum(self.seconds[name] for name in inner)
+        return PlannedBlock(block.name, choice, seconds=extra, inner=inner)
+
+    def _refusing_selective(self, proposals: Proposals) -> set[str]:
+        """Blocks that change a product's result in place, which then cannot be kept."""
+        refused, tried = set[str](), dict[str, bool]()
+        for number, block in enumerate(self.costs.blocks):
+            kind = alike(self.model, block.name)
+            if kind not in tried:
+                rows = [PlannedBlock(each.name, KEEP) for each in self.costs.blocks]
+                rows[number] = self._row(block, SELECTIVE) or rows[number]
+                try:
+                    proposals.events(rows)
+                    tried[kind] = True
+                except RuntimeError:
+                    tried[kind] = False
+            refused |= set() if tried[kind] else {block.name}
+        return refused

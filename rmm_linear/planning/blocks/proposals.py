@@ -1,0 +1,165 @@
+"""Plans for the blocks of a model: a solver proposes, by what simulated steps show of each option; another judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.blocks.measure import Costs, by_block
+from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
+from rmm_linear.planning.step.follow import Event, FollowedTensors
+from rmm_linear.planning.step.watch import Held, watch
+from rmm_linear.planning.step.workspace import Workspace
+
+_TRIES = 10
+_EXACT = 0.99
+
+Cost = Callable[[Option], float]
+Rows = Sequence[PlannedBlock | None]
+
+
+def seconds_of(option: Option) -> float:
+    """Return the time that an option adds, which is what most plans cost."""
+    return option.seconds
+
+
+class Proposals:
+    """The options of every block, and the plans made of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        costs: Costs,
+        budget: int,
+        workspace: Workspace | None = None,
+        *,
+        cost: Cost = seconds_of,
+        solver: str = "rounded",
+        configure: Callable[[Sequence[PlannedBlock]], RMMConfig | None] | None = None,
+        folder: str | None = None,
+        held: Held | None = None,
+    ) -> None:
+        """Begin with blocks that keep everything.
+
+        Args:
+            model: The model.
+            example: A training batch.
+            costs: What :func:`rmm_linear.planning.measure` found.
+            budget: Bytes of a step.
+            workspace: What operators take beyond their results.
+            cost: What the solver makes least.
+            solver: As for :func:`rmm_linear.planning.blocks.solve.choose`.
+            configure: Makes the configuration for the converted blocks of a plan.
+            folder: Of files, for offloaded blocks of a model on the CPU.
+            held: As for :func:`rmm_linear.planning.step.watch.watch`.
+        """
+        self.model, self.example, self.costs, self.budget = model, example, costs, budget
+        self.workspace, self.cost, self.solver = workspace, cost, solver
+        self.configure, self.folder, self.held = configure, folder, held
+        self.names = [block.name for block in costs.blocks]
+        self.rows = [[PlannedBlock(block.name, KEEP, block.kept, block.worst)] for block in costs.blocks]
+
+    @property
+    def options(self) -> list[list[Option]]:
+        """What the solver chooses from."""
+        return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
+
+    def add(self, rows: Rows) -> None:
+        """Add an option to some blocks: a step with all of them shows what each block keeps and needs with it.
+
+        Args:
+            rows: For every block what happens to it, or None where it does not have this option.
+        """
+        events = self.events([row or self.rows[number][0] for number, row in enumerate(rows)])
+        kept, worst = by_block(events, self.names)
+        for known, row in zip(self.rows, rows, strict=True):
+            if row is not None:
+                known.append(replace(row, kept=kept[row.name], worst=worst[row.name]))
+
+    def events(self, rows: Sequence[PlannedBlock]) -> list[Event]:
+        """Follow the tensors of a step in which every block has one option."""
+        with self.plan_of(rows).applied() as planned:
+            return self._watch(planned)[1].events
+
+    def _watch(self, model: nn.Module) -> tuple[Peak, FollowedTensors]:
+        return watch(model, self.example, self.workspace, self.held)
+
+    def plan_of(self, rows: Sequence[PlannedBlock]) -> BlockPlan:
+        """Make a plan of what happens to every block."""
+        config = self.configure(rows) if self.configure is not None else None
+        return BlockPlan(list(rows), config=config, folder=self.folder, _model=self.model)
+
+    def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:
+        """Make a plan.
+
+        Args:
+            chosen: Index of the option of every block.
+            peak: Of a step with it, as far as it is known.
+
+        Returns:
+            The plan.
+        """
+        made = self.plan_of([self.rows[number][index] for number, index in enumerate(chosen)])
+        made.memory, made.plain = self.budget, self.costs.peak.bytes
+        made.predicted, made.moment = peak.bytes, peak.moment
+        return made
+
+    def judge(self, chosen: Sequence[int]) -> BlockPlan:
+        """Make a plan and simulate it."""
+        made = self.plan(chosen, Peak())
+        with made.applied() as planned:
+            peak = self._watch(planned)[0]
+        made.predicted, made.moment, made.peak = peak.bytes, peak.moment, peak
+        return made
+
+    def cost_of(self, chosen: Sequence[int]) -> float:
+        """Return what a choice costs."""
+        return sum(self.cost(block[index]) for block, index in zip(self.options, chosen, strict=True))
+
+    def search(self, tries: int = _TRIES) -> BlockPlan | None:
+        """The cheapest plan found that fits: the solver's budget falls by its plan's excess, or rises into the rest."""
+        options = self.options
+        low, high, target = least(options), None, self.budget
+        best, least_cost, judged = None, float("inf"), dict[tuple[int, ...], BlockPlan]()
+        for _ in range(tries):
+            chosen = choose(options, max(target, low), self.cost, solver=self.solver)
+            if chosen is None:
+                break
+            is_known = tuple(chosen) in judged
+            made = judged[tuple(chosen)] if is_known else judged.setdefault(tuple(chosen), self.judge(chosen))
+            excess = made.predicted - self.budget
+            if excess <= 0:
+                if (cost := self.cost_of(chosen)) < least_cost:
+                    best, least_cost = made, cost
+                if high is None and made.predicted >= _EXACT * peak_of(options, chosen):
+                    break  # the sum is what the step takes, so a larger one would not fit
+                low = max(target, low)
+                target = low - excess if high is None else (low + high) // 2
+            elif target <= low:
+                break
+            else:
+                high = target
+                halve = is_known or best is not None
+                target = (low + high) // 2 if halve else max(target - excess, low)
+        return best
+
+    def smallest(self) -> BlockPlan:
+        """The plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
+        options = self.options
+        tried = [choose(options, least(options), self.cost, solver=self.solver) or []]
+        for name in {option.name for block in options for option in block} - {KEEP}:
+            tried.append([_place(block, name) for block in options])
+        return min((self.judge(chosen) for chosen in tried), key=lambda plan: plan.predicted)
+
+
+def _place(block: Sequence[Option], name: str) -> int:
+    """Index of an option, or of the next best."""
+    names = [option.name for option in block]
+    return next((names.index(one) for one in (name, RECOMPUTE) if one in names), 0)

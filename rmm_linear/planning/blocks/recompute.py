@@ -1,0 +1,124 @@
+"""Recompute a module in the backward pass, bit by bit as it ran before: random numbers, buffers and sketches repeat."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rmm_linear.context.repeated_seeds import RepeatedSeeds
+from rmm_linear.planning.replay.reusable import Reusable
+from rmm_linear.planning.step.flops import PRODUCTS
+
+
+class Recomputed:
+    """The forward pass of a module under activation checkpointing.
+
+    It takes the place of the method ``forward`` of one module, so hooks of the module itself run once.
+    """
+
+    def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
+        """Wrap a module's forward pass; :meth:`attach` puts it in place.
+
+        Args:
+            module: The module.
+            selective: Whether the results of products are kept and all others recomputed.
+        """
+        self.module = module
+        self.selective = selective
+        self.replaced = module.__dict__.get("forward")  # by another library
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """The module's own forward pass; looked up at each call, so that copies and pickled models have their own."""
+        return MethodType(type(self.module).forward, self.module) if self.replaced is None else self.replaced
+
+    def attach(self) -> None:
+        """Recompute the module from now on."""
+        self.module.forward = self
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        if self.replaced is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.forward = self.replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, and again in the backward pass.
+
+        Args:
+            *args: Of the module.
+            **kwargs: Of the module.
+
+        Returns:
+            What the module returns.
+
+        Raises:
+            RuntimeError: If it is given a cache of keys and values.
+        """
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if any(hasattr(one, "get_seq_length") for one in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"{type(self.module).__name__} was given a cache of keys and values, to which it would add them twice. "
+                "Set model.config.use_cache=False."
+            )
+        buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if not self.selective:
+                return nullcontext(), Reusable(lambda: _all(buffers.as_before(), seeds.again()))
+            saved, cached = create_selective_checkpoint_contexts(_keep_products)
+            return saved, Reusable(lambda: _all(buffers.as_before(), seeds.again(), cached))
+
+        # Keyword arguments go past checkpoint, which has some of its own.
+        run = functools.partial(self.inner, **kwargs)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+        seeds.finish()
+        return output
+
+
+class _Buffers:
+    """The buffers of a module in training as they were before its forward pass: the tensors, and their values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        training = [inner for inner in module.modules() if inner.training]
+        self.before = [
+            (inner, name, buffer, buffer.detach().clone())
+            for inner in training
+            for name, buffer in inner.named_buffers(recurse=False)
+        ]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Run a recomputation on the buffers of the first time, and leave them as they are now."""
+        now = [(inner._buffers[name], buffer.detach().clone()) for inner, name, buffer, _ in self.before]
+        try:
+            for inner, name, buffer, value in self.before:
+                inner._buffers[name] = buffer
+                buffer.data.copy_(value)
+            yield
+        finally:
+            for (inner, name, buffer, _), (tensor, value) in zip(self.before, now, strict=True):
+                buffer.data.copy_(value)
+                inner._buffers[name] = tensor
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "_overloadpacket", operator)
+    return CheckpointPolicy.MUST_SAVE if packet in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _all(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield

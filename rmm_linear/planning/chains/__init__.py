@@ -1,0 +1,1 @@
+"""Long chains of steps: bptt, sweep, checkpoint_chain."""

@@ -1,0 +1,153 @@
+"""What one recorded step of a cell shows: the bytes of its state and of its graph, and the parameters it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmm_linear.memory.ledger import StorageKey, storage_key
+from rmm_linear.planning.chains.bptt_plans import StepBytes
+from rmm_linear.planning.chains.cells import Recorded, Step, is_differentiable, module_of
+from rmm_linear.planning.replay.buffers import buffer_places, buffer_values, restored_buffers
+from rmm_linear.planning.replay.generators import accelerators, forked, generator_states
+
+# Autocast keeps one copy of a parameter for all steps; its node keeps nothing, so that it may be run for each of them.
+_CAST = "ToCopyBackward0"
+
+
+@dataclass
+class Trial:
+    """What two recorded steps show.
+
+    Attributes:
+        bytes: What one step keeps.
+        parameters: Tensors beside inputs and state that get a gradient.
+    """
+
+    bytes: StepBytes
+    parameters: list[Tensor]
+
+
+def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
+    """Record a step twice, and leave random numbers and buffers as they were.
+
+    What both graphs save is not a step's own: parameters, their copies under autocast, what the cell has captured.
+    Where a step draws random numbers or changes buffers, every kept state and graph has the generators' states and the
+    buffers' values with it.
+
+    Args:
+        step: The cell.
+        x: Inputs of one step.
+        state: The initial state.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: If the cell has captured the result of another computation that needs a gradient: its backward pass
+            would run at every step.
+    """
+    module = module_of(step.cell)
+    devices, places = accelerators((*x, *state)), [] if module is None else buffer_places([module])
+    with ExitStack() as stack:
+        stack.enter_context(forked(devices))
+        stack.enter_context(restored_buffers([] if module is None else [module]))
+        before = generator_states(devices), buffer_values(places)
+        first, first_saved = _recorded(step, x, state)
+        drawn = generator_states(devices, before[0])
+        around = [] if drawn is before[0] else list(drawn)
+        around += [new for new, old in zip(buffer_values(places, before[1]), before[1], strict=True) if new is not old]
+        # Copies, so that the state that the second one reads is its own.
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in state]
+        second, saved = _recorded(step, x, copies)
+        shared = graph(first.results) & graph(second.results)
+    captured = sorted(node.name() for node in shared if not hasattr(node, "variable") and node.name() != _CAST)
+    if captured:
+        raise ValueError(
+            f"cell must not capture the result of another computation that needs a gradient, got one of {captured[0]}. "
+            "Give it to the cell as a part of the state that the cell returns unchanged, or detach it."
+        )
+    passed = _storages(second.state).keys() & _storages(second.new).keys()
+    own = _storages(second.new) | _storages(second.outputs) | saved
+    kept = own.keys() - passed - first_saved.keys() - _storages(x).keys()
+    new = [leaf for leaf in second.new if isinstance(leaf, Tensor) and storage_key(leaf) not in passed]
+    besides = sum(one.numel() * one.element_size() for one in around)
+    measured = StepBytes(
+        state=sum(leaf.numel() * leaf.element_size() for leaf in new) + besides,
+        graph=sum(own[key] for key in kept) + besides,
+        plain=sum(own[key] for key in kept - _storages(second.state).keys()),
+    )
+    return Trial(measured, leaves_of(second))
+
+
+def graph(results: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of the autograd graph behind tensors."""
+    todo = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen: set[Any] = set(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return seen
+
+
+def leaves_of(recorded: Recorded) -> list[Tensor]:
+    """Return the tensors that need a gradient, reached by a recorded step, beside its inputs and its state."""
+    own = {id(leaf) for leaf in (*recorded.inputs, *recorded.state)}
+    return [leaf for leaf in leaves_behind(recorded.results) if id(leaf) not in own]
+
+
+def leaves_behind(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that get a gradient when one goes back from results that need it."""
+    found = [node.variable for node in graph(results) if hasattr(node, "variable")]
+    found += [leaf for leaf in results if leaf.is_leaf]  # returned as they are, without a node
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:
+    """Raise if a step reaches a tensor whose gradient would be missing.
+
+    Args:
+        leaves: Tensors that need a gradient and that the step reaches.
+        known: Those that get one.
+        module: The module that the cell is, or None for a function.
+
+    Raises:
+        ValueError: If it does.
+    """
+    ids = {id(leaf) for leaf in known}
+    for leaf in leaves:
+        if id(leaf) in ids:
+            continue
+        got = f"got a tensor of shape {tuple(leaf.shape)} that needs a gradient and is none of"
+        if module is None:
+            raise ValueError(
+                f"cell must reach the same parameters at every step as at the first one, {got} those. "
+                "Give an nn.Module that has all of them."
+            )
+        raise ValueError(
+            f"cell must find its parameters in its module, {got} {type(module).__name__}'s. Register it there, or give "
+            "a function, if every step reaches it: lambda x, state: cell(x, state)."
+        )
+
+
+def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[Recorded, dict[StorageKey, int]]:
+    """A recorded step, and the storages that its graph saves."""
+    saved: dict[StorageKey, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return step.record(x, state, [is_differentiable(leaf) for leaf in (*x, *state)]), saved
+
+
+def _storages(leaves: Sequence[Any]) -> dict[StorageKey, int]:
+    return {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)}

@@ -1,0 +1,246 @@
+"""Runs a schedule on a chain of steps: its actions until the forward pass ends, and the rest in the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from rmm_linear.planning.chains.schedules import package
+from rmm_linear.planning.chains.sweep_report import SweepReport
+from rmm_linear.planning.chains.sweep_steps import Recorded, Stepper, go_back, reached
+from rmm_linear.planning.replay.snapshots import Snapshot
+from rmm_linear.planning.replay.surroundings import Surroundings
+from rmm_linear.planning.stores.transfers import Transfers
+
+Gradients = list[Tensor | None]
+
+
+class Length:
+    """How many steps there are: known, or found out by asking before every step.
+
+    Attributes:
+        known: The number, or None while it is not known.
+    """
+
+    def __init__(self, steps: int | Callable[[int, Any], Any], structure: TreeSpec) -> None:
+        """Ask nothing yet.
+
+        Args:
+            steps: The number, or ``steps(i, state) -> bool``.
+            structure: Structure of the state.
+        """
+        self._condition = steps if not isinstance(steps, int) else None
+        self.known = steps if isinstance(steps, int) else None
+        self._structure, self._asked = structure, -1
+
+    def has(self, number: int, leaves: Sequence[Tensor]) -> bool:
+        """Say whether there is a step; the condition is asked once for each.
+
+        Args:
+            number: The step.
+            leaves: The state before it.
+
+        Returns:
+            Whether there is.
+        """
+        if self.known is not None:
+            return number < self.known
+        if number > self._asked and self._condition is not None:
+            with torch.no_grad():
+                if not self._condition(number, tree_unflatten(list(leaves), self._structure)):
+                    self.known = number
+                    return False
+            self._asked = number
+        return True
+
+
+class Run:
+    """One sweep between its start and the end of its backward pass."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        schedule: Any,
+        length: Length,
+        early: dict[int, Snapshot],
+        surroundings: Surroundings,
+        parameters: Sequence[Tensor],
+        transfers: Transfers | None,
+        report: SweepReport,
+    ) -> None:
+        """Run nothing yet.
+
+        Args:
+            stepper: Runs the steps.
+            schedule: What to do.
+            length: How many steps there are.
+            early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
+            surroundings: What steps see.
+            parameters: What they reach.
+            transfers: The way to the store, if there is one.
+            report: What to fill in.
+        """
+        self._stepper, self._schedule, self._length = stepper, schedule, length
+        self._surroundings, self._transfers, self._report = surroundings, transfers, report
+        # Not the saved ones: hooks of saved tensors may give others back, which no step reaches.
+        self._parameters = parameters
+        self._known = {id(parameter) for parameter in parameters}
+        self._early, self._begin = early, early[0]
+        self._work, self._generators = early[0].leaves, early[0].generators
+        self._ram: dict[int, Snapshot] = {}
+        self._strides: dict[int, list[tuple[int, ...]]] = {}
+        self._current: tuple[int, Snapshot] | None = None  # the stored state that was last in use
+        self._recorded: Recorded | None = None
+        self._ended = False
+
+    def forward(self, needed: list[bool]) -> list[Tensor]:
+        """Run the chain forward.
+
+        Args:
+            needed: Which tensors of the initial state need a gradient.
+
+        Returns:
+            The tensors of the final state.
+        """
+        self._needed = needed
+        made = package()
+        try:
+            with self._surroundings.again():
+                for action in self._schedule:
+                    if isinstance(action, made.EndForward):
+                        break
+                    self._forward(action)
+        except BaseException:
+            self.close()
+            raise
+        self._early = {}
+        self._begin = dataclasses.replace(self._begin, leaves=[])  # autograd keeps them, until the backward pass
+        self._report.steps = self._length.known or 0
+        self._tell("forward")
+        return [leaf.detach() for leaf in self._work]
+
+    def backward(self, initial: Sequence[Tensor], gradients: Gradients) -> tuple[Gradients, Gradients]:
+        """Run the chain backwards.
+
+        Args:
+            initial: The tensors of the initial state.
+            gradients: With respect to the tensors of the final state.
+
+        Returns:
+            The gradients with respect to the initial state and to the parameters.
+
+        Raises:
+            RuntimeError: If it has run before.
+        """
+        if self._ended:
+            raise RuntimeError(
+                "A sweep must go backwards once, got a second backward pass, but the states that it needs are gone "
+                "after the first. Sum what you differentiate, or call sweep again."
+            )
+        made = package()
+        totals: Gradients = [None] * len(self._parameters)
+        self._begin = Snapshot([leaf.detach() for leaf in initial], self._begin.strides, self._begin.generators)
+        try:
+            with self._surroundings.again(), self._surroundings.generators_kept(), self._stepper.buffers_kept():
+                for action in self._schedule:
+                    if isinstance(action, made.EndReverse):
+                        break
+                    if isinstance(action, made.Forward):
+                        self._forward(action)
+                    elif isinstance(action, made.Reverse):
+                        gradients, totals = self._reverse(action, gradients, totals)
+                    else:
+                        self._fetch(action.n, stored=action.from_storage == made.StorageType.DISK)
+        finally:
+            self._tell("backward")
+            self.close()
+        return gradients, totals
+
+    def close(self) -> None:
+        """Give up all states, those in the store too."""
+        self._ended = True
+        self._ram, self._current, self._recorded, self._early, self._work = {}, None, None, {}, []
+        self._begin = Snapshot([], [], [])
+        if self._transfers is not None:
+            self._transfers.close()
+
+    def _forward(self, action: Any) -> None:
+        for number in range(action.n0, action.n1):
+            if not self._length.has(number, self._work):
+                break
+            if number == action.n0 and action.write_ics:
+                self._keep(number, action.storage)
+            if action.write_adj_deps:
+                self._record(number)
+            elif number + 1 in self._early:
+                snapshot = self._early.pop(number + 1)
+                self._work, self._generators = snapshot.restored(number + 1), snapshot.generators
+            else:
+                self._work, self._generators = self._stepper.advance(number, self._work), None
+        known = self._length.known
+        if self._schedule.max_n is None and known is not None and action.n1 >= known:
+            self._schedule.finalize(known)
+
+    def _record(self, number: int) -> None:
+        self._recorded = self._stepper.record(number, self._work, None if number else self._needed)
+        if any(id(leaf) not in self._known for leaf in reached(self._recorded)):
+            raise RuntimeError(
+                f"step must reach the same parameters every time, but step {number} reaches one that step 0 does not. "
+                "Make step an nn.Module that has all of them (or a method of one)."
+            )
+        self._work, self._generators = [leaf.detach() for leaf in self._recorded.outputs], None
+        self._early.pop(number + 1, None)
+
+    def _reverse(self, action: Any, gradients: Gradients, totals: Gradients) -> tuple[Gradients, Gradients]:
+        if self._recorded is None or action.n1 != action.n0 + 1:
+            raise RuntimeError(f"A schedule must record every step before it reverses it, got {action}.")
+        recorded, self._recorded = self._recorded, None
+        found = go_back(recorded, gradients, self._parameters, totals)
+        # Nothing from this step on is asked for again; not every schedule says so. The last one kept is the highest.
+        while self._ram and next(reversed(self._ram)) >= action.n0:
+            self._ram.popitem()
+        if self._transfers is not None:
+            self._transfers.drop_from(action.n0)
+        return found
+
+    def _keep(self, number: int, storage: Any) -> None:
+        if number == 0:
+            return  # autograd has it
+        snapshot = Snapshot.of(self._work, self._generators or self._surroundings.generators())
+        if storage == package().StorageType.RAM or self._transfers is None:
+            self._ram[number] = snapshot
+            return
+        self._transfers.put(number, [*snapshot.leaves, *snapshot.generators])
+        self._strides[number] = snapshot.strides
+        self._current = number, snapshot
+
+    def _fetch(self, number: int, *, stored: bool) -> None:
+        if number == 0:
+            snapshot = self._begin
+        elif not stored or self._transfers is None:
+            snapshot = self._ram[number]
+        else:
+            if self._current is None or self._current[0] != number:
+                self._current = None  # its memory is free before the next one comes
+                tensors = self._transfers.get(number)
+                count = len(self._strides[number])
+                self._current = number, Snapshot(tensors[:count], self._strides[number], tensors[count:])
+            snapshot = self._current[1]
+            self._transfers.prefetch(number)
+        self._work, self._generators = snapshot.restored(number), None
+        self._surroundings.set_generators(snapshot.generators)
+
+    def _tell(self, which: str) -> None:
+        report, transfers = self._report, self._transfers
+        report.forward_steps = self._stepper.count
+        if transfers is not None:
+            report.stored, report.stored_bytes, report.read = transfers.count, transfers.bytes, transfers.reads
+            if which == "forward":
+                report.waited_forward = transfers.waited
+            else:
+                report.waited_backward = transfers.waited - report.waited_forward

@@ -1,0 +1,292 @@
+"""A plan for a captured graph, as data: print it, save it, apply it, revert it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from rmm_linear._support.files import write_text
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.graphs.costs import GraphCosts
+from rmm_linear.planning.graphs.pieces import run_in_pieces, simulate_graph
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.step.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """A piece of a graph.
+
+    Attributes:
+        first: Name of its first node.
+        last: Name of its last node.
+        nodes: Number of its nodes.
+        choice: "keep" or "recompute".
+        saved: Bytes that its nodes save for the backward pass if it is kept.
+        seconds: A rough time of its forward pass.
+    """
+
+    first: str
+    last: str
+    nodes: int
+    choice: str
+    saved: int
+    seconds: float
+
+
+@dataclass
+class GraphPlan:
+    """Which pieces of a captured graph are recomputed in the backward pass.
+
+    Attributes:
+        method: How it was found: "cuts", "chen", "kusumoto", "kusumoto-exact", "order"; "blocks" where graphs break.
+        graph: Fingerprint of the graph.
+        part: By node: the number of its part.
+        recomputed: Numbers of the parts that are recomputed.
+        pieces: The parts, for the reader.
+        memory: The budget in bytes; 0 where there is none.
+        predicted: Peak of a step with the plan, simulated.
+        plain: Peak of a step without it, simulated.
+        flops: Operations of a step, by those of a step without the plan.
+        order: The nodes in the order in which they run; empty if that is the graph's own.
+        asked: The budget as it was asked for, of which graphs of other shapes have theirs.
+    """
+
+    FORMAT: ClassVar[str] = "rmm_linear graph plan 1"
+
+    method: str
+    graph: str
+    part: list[int]
+    recomputed: list[int]
+    pieces: list[PlannedPiece]
+    memory: int = 0
+    predicted: int = 0
+    plain: int = 0
+    flops: float = 1.0
+    order: list[int] = field(default_factory=list)
+    asked: int | float | str = 0
+    _model: nn.Module | None = field(default=None, repr=False, compare=False)
+    _workspace: Workspace | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        header = ("piece", "nodes", "choice", "saved", "seconds")
+        rows = [
+            (f"{one.first} … {one.last}", str(one.nodes), one.choice, show_bytes(one.saved), f"{one.seconds:.2g}")
+            for one in self.pieces
+        ]
+        return f"{self.summary()}\n{table(header, rows)}"
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        budget = f"budget {show_bytes(self.memory)}" if self.memory else "no budget"
+        return (
+            f"rmm_linear plan: method={self.method} pieces={len(self.pieces)} recompute={len(self.recomputed)} "
+            f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, {budget}, "
+            f"operations × {self.flops:.3f}"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """A rough time that is added to a step."""
+        return sum(piece.seconds for piece in self.pieces if piece.choice == "recompute")
+
+    def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+        """Return a captured graph in the plan's pieces.
+
+        Args:
+            graph: The graph that was planned, captured anew.
+            inputs: Its inputs.
+
+        Returns:
+            A module with the same inputs and outputs.
+
+        Raises:
+            ValueError: If it is another graph.
+        """
+        self.check(graph, inputs)
+        return self.of(graph_costs(graph, inputs))
+
+    def of(self, costs: GraphCosts) -> fx.GraphModule:
+        """Return the measured graph in the plan's pieces.
+
+        Args:
+            costs: Of the graph.
+
+        Returns:
+            A module with the same inputs and outputs.
+        """
+        return run_in_pieces(costs, self.part, set(self.recomputed), self.order)
+
+    def simulated(self, example: Any, workspace: Workspace | None = None) -> Peak:
+        """Return the peak of a step with the plan, as :func:`rmm_linear.planning.simulate` does.
+
+        Args:
+            example: A training batch of the planned shape.
+            workspace: What operators take beyond their results.
+
+        Returns:
+            The peak, whose modules are pieces.
+
+        Raises:
+            ValueError: If the plan has no model, or is of another graph.
+        """
+        graph, inputs = capture(self._given(self._model), example)
+        self.check(graph, inputs)
+        costs = graph_costs(graph, inputs)
+        peak = simulate_graph(costs, self.of(costs), workspace)
+        names = {
+            str(number): f"{piece.first} … {piece.last}"
+            for number, piece in zip(sorted(set(self.part)), self.pieces, strict=True)
+        }
+
+        def named(text: str) -> str:
+            return re.sub(r"submod_(\d+)(\.piece)?", lambda found: names[found[1]], text)
+
+        peak.moment, by_module = named(peak.moment), dict[str, int]()
+        for name, size in peak.by_module.items():
+            by_module[named(name)] = by_module.get(named(name), 0) + size
+        peak.by_module, peak.timeline = by_module, [(size, named(moment)) for size, moment in peak.timeline]
+        return peak
+
+    def apply(self, model: nn.Module | None = None) -> Any:
+        """Return the model to train, which shares its parameters with the given one.
+
+        Args:
+            model: The planned model; None is the one that the plan was made for.
+
+        Returns:
+            The model, compiled by torch.compile's front end alone: its operators are PyTorch's own. Graphs of other
+            shapes than the planned one are planned anew for the same budget.
+
+        Raises:
+            ValueError: If the plan has no model, or is of a graph after a graph break.
+        """
+        from rmm_linear.planning.graphs.backend import Backend  # it makes plans
+
+        self._model = model = self._given(self._model if model is None else model)
+        if self.method == "blocks":
+            raise ValueError("The plan is of one graph of several and cannot be applied to a model. Use plan_blocks().")
+        method = "keep" if self.method == "order" else self.method
+        made = Backend(self.asked or self.memory, method, known=[self], workspace=self._workspace)
+        return torch.compile(model, backend=made, dynamic=False)
+
+    def revert(self) -> nn.Module | None:
+        """Return the model itself, which the plan has not changed."""
+        return self._model
+
+    def check(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Check that a graph is the planned one.
+
+        Args:
+            graph: A captured graph.
+            inputs: Its inputs.
+
+        Raises:
+            ValueError: If it is another one.
+        """
+        if fingerprint(graph, inputs) != self.graph:
+            raise ValueError("The plan is of another graph: the model or the shapes differ. Plan it with plan_graph().")
+
+    @staticmethod
+    def _given(model: nn.Module | None) -> nn.Module:
+        if model is None:
+            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
+        return model
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan.
+
+        Args:
+            path: A JSON file.
+        """
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON types.
+
+        Returns:
+            Its fields.
+        """
+        fields = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"format": self.FORMAT, **fields, "pieces": [*map(asdict, self.pieces)]}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> GraphPlan:
+        """Make a plan of what :meth:`to_dict` returned, the format left out.
+
+        Args:
+            fields: Plain JSON types.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: If its fields contradict each other.
+        """
+        pieces = [PlannedPiece(**piece) for piece in fields.pop("pieces")]
+        plan = cls(pieces=pieces, **fields)
+        numbers, nodes = set(plan.part), len(plan.part)
+        if len(pieces) != len(numbers) or not {*plan.recomputed} <= numbers:
+            raise ValueError(f"pieces and recomputed must be of the parts, got {len(pieces)} pieces of {len(numbers)}")
+        if plan.order and sorted(plan.order) != [*range(nodes)]:
+            raise ValueError(f"order must have each of the {nodes} nodes once, got {len(plan.order)} numbers")
+        return plan
+
+
+def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> list[PlannedPiece]:
+    """Describe the pieces of a plan.
+
+    Args:
+        costs: Of the graph.
+        part: By node: the number of its part.
+        recomputed: Numbers of the parts that are recomputed.
+
+    Returns:
+        A row per part.
+    """
+    rows, seconds = [], costs.seconds
+    for number in sorted(set(part)):
+        places = [place for place, one in enumerate(part) if one == number]
+        keys = set().union(*(costs.saved[place] for place in places))
+        saved = sum(costs.size[key] for key in keys if part[costs.made[key]] == number)
+        rows.append(
+            PlannedPiece(
+                costs.nodes[places[0]].name,
+                costs.nodes[places[-1]].name,
+                len(places),
+                "recompute" if number in recomputed else "keep",
+                saved,
+                sum(seconds[place] for place in places),
+            )
+        )
+    return rows
+
+
+def fingerprint(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Return what tells a graph and its shapes from others.
+
+    Args:
+        graph: A captured graph.
+        inputs: Its inputs.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    nodes = [f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}" for node in graph.graph.nodes]
+    shapes = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in inputs if isinstance(each, Tensor)]
+    return hashlib.sha256(repr((nodes, shapes)).encode()).hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__qualname__", str(target))

@@ -1,0 +1,120 @@
+"""Plan which pieces of a captured graph are recomputed: several methods propose, the simulation judges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.budget import LEAST, read_budget
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
+from rmm_linear.planning.graphs.plan import GraphPlan, fingerprint, planned_pieces
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.graphs.search import METHODS, Search
+from rmm_linear.planning.step.flops import by_plain
+from rmm_linear.planning.step.workspace import Workspace
+
+
+def plan_graph(
+    model: nn.Module,
+    example: Any,
+    memory: int | float | str,
+    *,
+    method: str = "cuts",
+    workspace: Workspace | None = None,
+) -> GraphPlan:
+    """Plan which pieces of a model's graph are recomputed, so that a step fits into a memory budget.
+
+    The graph is captured by torch.compile's front end; nothing is compiled. Loss, gradients and buffers stay those of
+    the model to the bit. Pieces may begin and end between any two operators, so networks without a list of like blocks,
+    convolutional ones above all, save more than with :func:`rmm_linear.planning.plan_blocks`.
+
+    Args:
+        model: The model, in training mode.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`. The graph must be a single one.
+        memory: Budget for what a step makes: bytes, a text such as "2GB", or a share of the plain peak in (0, 1];
+            "least" is the lowest peak that is found, whatever time it takes.
+        method: "cuts": ours, over cuts of the order of execution, or the best of the others where they are better;
+            "chen": segments of about the same size, all but the last recomputed; "kusumoto": the dynamic program over
+            the lower sets of every node; "kusumoto-exact": over all lower sets, which suits small graphs.
+        workspace: What operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it counts
+            too; None leaves it out.
+
+    Returns:
+        The plan; ``plan.apply()`` returns the model to train.
+
+    Raises:
+        ValueError: If nothing fits, with the least budget that was found; if the method is unknown; or if the model is
+            no single graph, with the line.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(*(each for _ in range(12) for each in (nn.Linear(64, 64), nn.Tanh())))
+        >>> plan = plan_graph(model, torch.ones(1000, 64), memory=0.7)
+        >>> plan.predicted <= 0.7 * plan.plain
+        True
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}")
+    graph, inputs = capture(model, example)
+    plan = plan_captured(graph, inputs, memory, method, workspace)
+    plan._model, plan._workspace = model, workspace
+    return plan
+
+
+def plan_captured(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    memory: int | float | str,
+    method: str,
+    workspace: Workspace | None = None,
+) -> GraphPlan:
+    """Plan a captured graph.
+
+    Args:
+        graph: The graph.
+        inputs: Its inputs.
+        memory: The budget, as for :func:`plan_graph`.
+        method: As for :func:`plan_graph`.
+        workspace: As for :func:`plan_graph`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If nothing fits, with the least budget that was found.
+    """
+    costs = graph_costs(graph, inputs)
+    plain = simulate_graph(costs, graph, workspace).bytes
+    budget = read_budget(memory, plain)
+    search = Search(costs, plain, workspace)
+    for each in () if plain <= budget else (method,) if method != "cuts" else ("cuts", "chen", "kusumoto"):
+        search.propose(each, budget)
+    best = search.smallest() if memory == LEAST or plain <= budget else search.best(budget)
+    if best is None:
+        smallest, least = search.smallest()
+        raise ValueError(
+            f"memory={memory!r} cannot be met with method={method!r}: the least found is {least} bytes "
+            f"({show_bytes(least)}), in {len(set(smallest.parts[0]))} pieces. Use more memory, or a smaller batch."
+        )
+    proposal, predicted = best
+    part, recomputed = proposal.parts
+    flops = 1.0
+    if recomputed:
+        flops = by_plain(graph_flops(costs, run_in_pieces(costs, part, recomputed)), graph_flops(costs, graph))
+    return GraphPlan(
+        proposal.method if recomputed else method,
+        fingerprint(graph, inputs),
+        part,
+        sorted(recomputed),
+        planned_pieces(costs, part, recomputed),
+        budget or predicted,
+        predicted,
+        plain,
+        flops,
+        asked=memory,
+    )

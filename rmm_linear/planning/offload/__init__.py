@@ -1,0 +1,1 @@
+"""Offload what blocks save."""

@@ -1,0 +1,250 @@
+"""Offload what blocks save for the backward pass: an accelerator's to the CPU's memory, the CPU's to files.
+
+A block's forward pass runs under ``torch.autograd.graph.saved_tensors_hooks``. Every storage that it saves is copied
+out once, however many views of it are saved, and comes back for the backward pass, one block ahead. Only the time of a
+step depends on that order: a tensor whose block was not fetched ahead is fetched when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from rmm_linear.planning.offload.copies import Copy, FileCopy, Files, PinnedCopy, Returning, SizeCopy
+from rmm_linear.planning.offload.pack import Packer, unpack
+
+
+class OffloadChain:
+    """What the offloaded blocks of a model share: the folder, and the order in which they ran."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        """Begin without a file.
+
+        Args:
+            folder: Where blocks on the CPU put files, each process in a folder of its own inside of it, removed at
+                the latest when the process ends; None is for models on an accelerator.
+        """
+        self.folder = None if folder is None else Path(folder)
+        self._files: Files | None = None
+        self._last: weakref.ref[_Call] | None = None
+        self._task = -1  # the backward pass that is running
+        self._back: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def __reduce__(self) -> Any:
+        """Copy the folder and no more: a copied model has not run yet."""
+        return OffloadChain, (self.folder,)
+
+    def takes(self, device: torch.device) -> bool:
+        """Say whether a device's memory can be copied out."""
+        return device.type == "cuda" or (device.type == "cpu" and self.folder is not None)
+
+    def copy(self, content: Tensor) -> Copy:
+        """Copy bytes out.
+
+        Args:
+            content: Shape (N,), uint8, on a device that it takes.
+
+        Returns:
+            The copy.
+        """
+        if isinstance(content, FakeTensor):
+            return SizeCopy(content)
+        if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
+            return PinnedCopy(content)
+        if self._files is None or self._files.owner != os.getpid():
+            self._files = Files(self.folder)
+        return FileCopy(content, self._files)
+
+    def enter(self) -> _Call:
+        """Begin a block's forward pass; the block before the last may free its memory now, as it is copied.
+
+        So an accelerator has the memory of two blocks at most: of the one that runs, and of the last.
+
+        Returns:
+            What the block saves goes there.
+        """
+        last = self._last() if self._last is not None else None
+        before = last.before() if last is not None and last.before is not None else None
+        if before is not None:
+            for saved in before.alive():
+                saved.copy.let_go()
+        return _Call(self, self._last)
+
+    def leave(self, call: _Call) -> None:
+        """End a block's forward pass.
+
+        Args:
+            call: What :meth:`enter` returned.
+        """
+        if call.saved:
+            self._last = weakref.ref(call)
+
+    def begin(self, task: int) -> None:
+        """Note which backward pass is running, so that what it fetched and did not need is freed with it.
+
+        Args:
+            task: Its number.
+        """
+        if self._task != task:
+            self.end()
+            self._task = task
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(_end, weakref.ref(self)))
+
+    def fetched(self, saved: _Saved) -> None:
+        """Note that a storage is back."""
+        self._back.add(saved)
+
+    def end(self) -> None:
+        """Free what is back: of a backward pass that ended, also by an error."""
+        self._task = -1
+        for saved in list(self._back):
+            saved.forget()
+        self._back.clear()
+
+
+def _end(chain: weakref.ref[OffloadChain]) -> None:
+    found = chain()
+    if found is not None:
+        found.end()
+
+
+class Offloaded:
+    """The forward pass of a module whose saved tensors are offloaded.
+
+    It takes the place of the method ``forward`` of one module, so hooks of the module itself run once. Gradients are
+    those of the module, to the bit. Parameters and the module's buffers stay where they are, and so do storages of
+    64 KiB and less, sparse tensors and tensor subclasses.
+    """
+
+    def __init__(self, module: nn.Module, chain: OffloadChain) -> None:
+        """Wrap a module's forward pass; :meth:`attach` puts it in place.
+
+        Args:
+            module: The module.
+            chain: Shared with the other offloaded blocks of the model.
+        """
+        self.module = module
+        self.chain = chain
+        self.inner: Callable[..., Any] = module.forward
+        self.replaced = module.__dict__.get("forward")  # by another library
+
+    def attach(self) -> None:
+        """Offload what the module saves from now on.
+
+        Raises:
+            ValueError: If the module is on a device whose memory has nowhere to go.
+        """
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if tensor.device.type == "cpu" and not self.chain.takes(tensor.device):
+                raise ValueError(
+                    f"offload puts what a block on the CPU saves into files, got {type(self.module).__name__} on the "
+                    "CPU and no folder: the CPU's memory is where it would go. Give folder=..., or leave offload out."
+                )
+            if tensor.device.type != "meta" and not self.chain.takes(tensor.device):
+                raise ValueError(
+                    f"offload knows CUDA and the CPU, got {type(self.module).__name__} on {tensor.device}. "
+                    "Leave offload out."
+                )
+        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        if self.replaced is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.forward = self.replaced
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass.
+
+        Args:
+            *args: Of the module.
+            **kwargs: Of the module.
+
+        Returns:
+            What the module returns.
+
+        Raises:
+            StoreError: If a file cannot be written.
+        """
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        call = self.chain.enter()
+        with saved_tensors_hooks(Packer(self.module, self.chain.takes, call.save), unpack):
+            output = self.inner(*args, **kwargs)
+        self.chain.leave(call)
+        return output
+
+
+class _Call:
+    """One forward pass of one block. What is saved has it, so it goes when the graph does."""
+
+    def __init__(self, chain: OffloadChain, before: weakref.ref[_Call] | None) -> None:
+        self.chain, self.before = chain, before
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.task = -1
+
+    def save(self, content: Tensor) -> _Saved:
+        return _Saved(self, self.chain.copy(content))
+
+    def alive(self) -> list[_Saved]:
+        return [saved for ref in self.saved if (saved := ref()) is not None]
+
+    def begin(self, task: int) -> None:
+        """Fetch this block and the one before it, if its backward pass begins."""
+        if self.task == task:
+            return
+        self.task = task
+        self.chain.begin(task)
+        before = self.before() if self.before is not None else None
+        for saved in (*self.alive(), *(before.alive() if before is not None else ())):
+            saved.fetch()
+
+
+class _Saved:
+    """A storage that was copied out."""
+
+    def __init__(self, call: _Call, copy: Copy) -> None:
+        self.call, self.copy = call, copy
+        self._tensors = 0
+        self._back: Returning | None = None
+        self._unpacked = set[int]()
+        call.saved.append(weakref.ref(self))
+
+    def add(self) -> int:
+        self._tensors += 1
+        return self._tensors
+
+    def fetch(self) -> Returning:
+        back = self._back
+        if back is None:
+            self._back = back = self.copy.begin()
+            self.call.chain.fetched(self)
+        return back
+
+    def unpack(self, number: int) -> Tensor:
+        """Return the bytes for one of the tensors; after the last one of a backward pass only autograd has them."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # somebody looks at a node of the graph
+            return self.copy.begin().wait()
+        self.call.begin(task)
+        back = self.fetch()
+        self._unpacked.add(number)
+        if len(self._unpacked) == self._tensors:
+            self.forget()
+        return back.wait()
+
+    def forget(self) -> None:
+        self._back = None
+        self._unpacked.clear()

@@ -1,0 +1,243 @@
+"""Bytes out of the memory that a step computes in, and back again, begun early.
+
+A CPU's go to files, an accelerator's to pinned memory, fake ones nowhere: of them only the size is kept. Each copy has
+``begin()``, which allocates on the calling thread and begins to copy back, and ``let_go()``, which frees what a copy
+still reads; what ``begin()`` returns has ``wait()``, which returns the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rmm_linear.planning.stores.base import StoreError
+from rmm_linear.planning.stores.copies import _side_stream
+from rmm_linear.planning.stores.files import _LEAVE_ALONE, FileStore, _bytes_of, _digest, _entries, _read_header
+
+_READER = "rmm_linear-offload"  # a thread's name begins so
+
+
+class Returning(Protocol):
+    """Bytes on their way back."""
+
+    def wait(self) -> Tensor:
+        """Return them, shape (N,), uint8, fit for the stream that computes now."""
+        ...
+
+
+class Copy(Protocol):
+    """Bytes that are elsewhere."""
+
+    def begin(self) -> Returning:
+        """Begin to bring them back; as often as is asked for."""
+        ...
+
+    def let_go(self) -> None:
+        """Free the memory that they came from, once it is copied."""
+        ...
+
+
+class Files:
+    """A folder of this process for copies, and the thread that reads them back."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make a folder in the user's; it is removed with this object, at the latest when the process ends.
+
+        Args:
+            folder: The user's folder; made if it is not there.
+        """
+        self.owner = os.getpid()  # a forked process has neither the thread nor a right to the files
+        self.store = FileStore(folder)
+        self.reader = ThreadPoolExecutor(1, _READER)
+        self.numbers = itertools.count()
+
+
+class FileCopy:
+    """A file, written when it is made and removed when it is forgotten."""
+
+    def __init__(self, content: Tensor, files: Files) -> None:
+        """Write the file.
+
+        Args:
+            content: Bytes on the CPU, shape (N,), uint8.
+            files: Where.
+
+        Raises:
+            StoreError: If it cannot be written.
+        """
+        self._files, self._key, self._size = files, f"offload-{next(files.numbers):08d}", content.numel()
+        files.store.put(self._key, [content])
+        weakref.finalize(self, _drop, files.store, self._key, files.owner)
+
+    def begin(self) -> _FromFile:
+        """Allocate, and let the thread read.
+
+        Returns:
+            The bytes, on their way; an error comes when they are asked for, as perhaps nobody does.
+        """
+        return _FromFile(self._size, self._files, self._key)
+
+    def let_go(self) -> None:
+        """Do nothing: the file is complete."""
+
+
+class _FromFile:
+    def __init__(self, size: int, files: Files, key: str) -> None:
+        self._content = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._box, self._owner = [self._content], files.owner
+        self._future: Future[None] | None = Future()
+        if os.getpid() == files.owner:
+            self._future = files.reader.submit(_read, files.store, key, self._box)
+        else:
+            self._future.set_exception(
+                StoreError(
+                    f"{files.store.path(key)} is of another process. Run the backward pass in the process that ran "
+                    "the forward pass."
+                )
+            )
+
+    def wait(self) -> Tensor:
+        future = self._future
+        try:
+            if future is not None:
+                future.result()
+        finally:  # an error has this frame, which must not have the future that has the error
+            self._future = None
+            del future
+        return self._content
+
+    def __del__(self) -> None:
+        """Wait until the thread has not the tensor any more, so that memory does not depend on its speed."""
+        # The thread itself may collect garbage, and a forked process has no such thread.
+        waits = os.getpid() == self._owner and not threading.current_thread().name.startswith(_READER)
+        if self._future is not None and not self._future.cancel() and waits:
+            wait([self._future])
+        self._box.clear()
+
+
+def _read(store: FileStore, key: str, box: list[Tensor]) -> None:
+    """Read a file into the tensor in a box, which nothing on this thread has once this returns."""
+    content, path = box.pop(), store.path(key)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            header = _read_header(file)
+            if _entries(header) != [(torch.uint8, [content.numel()])]:
+                raise ValueError("it has another size")
+            rest = _bytes_of(content)
+            while rest.nbytes:
+                count = file.readinto(rest)
+                if not count:
+                    raise EOFError("it ends early")
+                rest = rest[count:]
+            found = header["__metadata__"].get("sha256")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}. {_LEAVE_ALONE}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, EOFError) as error:
+        raise StoreError(f"{path} is damaged: {error!r}. {_LEAVE_ALONE}") from error
+    if found != _digest(key, [content]):
+        raise StoreError(f"{path} is damaged: its digest is another. {_LEAVE_ALONE}")
+
+
+def _drop(store: FileStore, key: str, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # the folder is emptied at the end
+            store.drop(key)
+
+
+class PinnedCopy:
+    """Pinned memory, filled on a stream of its own. Neither the host nor the stream that computes waits for that."""
+
+    def __init__(self, content: Tensor) -> None:
+        """Begin to copy.
+
+        Args:
+            content: Bytes on an accelerator, shape (N,), uint8. They live until :meth:`let_go`.
+        """
+        self._pinned = torch.empty(content.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._device = content.device
+        self._held: _OnDevice | None = _OnDevice.copied(self._pinned, content, content)
+
+    def begin(self) -> _OnDevice:
+        """Allocate and begin to copy back; bytes that are still there are returned as they are."""
+        held, self._held = self._held, None
+        if held is not None:
+            return held
+        content = torch.empty(self._pinned.shape, dtype=torch.uint8, device=self._device)
+        return _OnDevice.copied(content, self._pinned, content)
+
+    def let_go(self) -> None:
+        """Let the stream that computes wait for the copy, and free the memory on the device."""
+        self._held = None
+
+
+class _OnDevice:
+    """Memory of a device that a stream of copies uses until an event.
+
+    The allocator's ``record_stream`` would free it when the host finds the event done, so the peak would depend on how
+    far the host is ahead of the device. Here the stream that it was allocated on waits for the event before it is
+    freed, however that comes about, so it can be given away at once.
+    """
+
+    def __init__(self, content: Tensor, event: Any, stream: Any) -> None:
+        self._content, self._event, self._stream = content, event, stream
+
+    @classmethod
+    def copied(cls, target: Tensor, source: Tensor, content: Tensor) -> _OnDevice:
+        """Begin to copy between pinned memory and a device, whose tensor is the content."""
+        compute, side = torch.cuda.current_stream(content.device), _side_stream(content.device)
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            target.copy_(source, non_blocking=True)
+            event = side.record_event()
+        return cls(content, event, compute)
+
+    def wait(self) -> Tensor:
+        stream = torch.cuda.current_stream(self._content.device)
+        stream.wait_event(self._event)
+        if stream != self._stream:
+            self._content.record_stream(stream)
+        return self._content
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the device may be gone
+            self._stream.wait_event(self._event)
+
+
+class SizeCopy:
+    """Of fake bytes, only how many they are; they live as long as the others would."""
+
+    def __init__(self, content: Tensor) -> None:
+        """Note the size.
+
+        Args:
+            content: Fake bytes, shape (N,), uint8.
+        """
+        self._size, self._device = content.numel(), content.device
+        self._held = _Here(content) if content.device.type == "cuda" else None
+
+    def begin(self) -> _Here:
+        """Allocate."""
+        held, self._held = self._held, None
+        return held or _Here(torch.empty(self._size, dtype=torch.uint8, device=self._device))
+
+    def let_go(self) -> None:
+        """Free the memory as :class:`PinnedCopy` does."""
+        self._held = None
+
+
+class _Here:
+    def __init__(self, content: Tensor) -> None:
+        self._content = content
+
+    def wait(self) -> Tensor:
+        return self._content

@@ -1,0 +1,1 @@
+"""What a step that runs again must see as it was: random numbers, buffers, autocast, states."""

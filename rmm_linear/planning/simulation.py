@@ -1,0 +1,59 @@
+"""The peak memory of a training step, before it is paid: the step runs on tensors that have shapes but no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.graphs.plan import GraphPlan
+from rmm_linear.planning.step.watch import watch
+from rmm_linear.planning.step.workspace import Workspace
+
+
+def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: Workspace | None = None) -> Peak:
+    """Predict the peak memory of a training step without its memory.
+
+    A forward and a backward pass run on fake tensors, and the bytes of all tensors that operators make are added up:
+    activations, gradients of the parameters, temporary results. Parameters, buffers and the batch exist before the step
+    and are not counted, nor is the workspace inside of an operator (convolutions have some), which only the allocator
+    sees: :func:`rmm_linear.planning.workspace` measures it in a real step. The model, its gradients and the random
+    number generators stay as they are. It takes about as long as a step of a small model, whatever the size. Fake
+    tensors have no values: a model that leaves a mask out because it masks nothing is simulated with the mask. What a
+    converted model saves depends on values, so its step runs on real tensors.
+
+    A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
+    large for the machine. A converted one is taken to have no padding, whatever its mask: no row is left out, so what
+    it saves is an upper bound. (The first real step with padding checks once that none reaches the loss, which takes
+    memory for a moment.) Its ``bits="auto"`` are those of the first steps.
+
+    Args:
+        model: The model, planned or not; or a plan made for one.
+        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
+            function that runs the model on one and returns its output or loss; such a function holds its tensors on
+            the CPU. Without a loss, the sum of all outputs is differentiated.
+        workspace: What operators take beyond their results, to be added; None leaves it out.
+
+    Returns:
+        Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time. Modules of a plan
+        for a graph are its pieces.
+
+    Raises:
+        ValueError: If the model is compiled, no output depends on a trained parameter, or a converted model on the meta
+            device has norm estimators, which learn from values.
+
+    Example:
+        >>> import torch
+        >>> simulate(nn.Sequential(nn.Linear(10, 1000), nn.ReLU(), nn.Linear(1000, 1)), torch.ones(100, 10)).moment
+        'backward of 1'
+    """
+    if type(model).__name__ == "OptimizedModule":
+        raise ValueError(
+            "simulate needs a plan or a model that is not compiled, got a compiled model. Use simulate(plan, example), "
+            "or the model itself."
+        )
+    if not isinstance(model, nn.Module):
+        return model.simulated(example, workspace)
+    return watch(model, example, workspace)[0]

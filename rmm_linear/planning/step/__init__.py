@@ -1,0 +1,1 @@
+"""One training step, on real or fake tensors, and what it shows."""

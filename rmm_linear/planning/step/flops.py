@@ -1,0 +1,73 @@
+"""Count floating-point operations, and tell products from other operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from rmm_linear.planning.step.step import prepared
+
+_aten = torch.ops.aten
+
+# Products: most of the time and little of the memory. Selective recomputation keeps their results.
+PRODUCTS = {
+    packet
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if (packet := getattr(_aten, name, None)) is not None
+}
+
+
+def by_plain(planned: int, plain: int) -> float:
+    """Divide operations, also of models that have none.
+
+    Args:
+        planned: Operations of a planned step.
+        plain: Those of a plain one.
+
+    Returns:
+        1 where there are none.
+    """
+    return planned / plain if plain else 1.0
+
+
+def count_flops(model: nn.Module, example: Any) -> int:
+    """Count the floating-point operations of a step, recomputation included.
+
+    Args:
+        model: The model, planned or not.
+        example: A training batch, as for :func:`simulate`.
+
+    Returns:
+        The operations of matrix products, convolutions and attention.
+    """
+    # By itself: with live bytes counted at once, gradients of fake tensors appear twice.
+    with prepared(model, example) as step, flop_counter() as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return a counter that knows the CPU's fused attention too."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    return FlopCounterMode(display=False, custom_mapping={attention: forward_flops, backward: backward_flops})

@@ -1,0 +1,194 @@
+"""Live bytes, and which module made them in which pass, while a step runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.activations.gated import PackedGatedMLP
+from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.planning.step.workspace import Workspace, key_of
+
+FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+
+
+class Event(NamedTuple):
+    """An allocation, a release, or the beginning of a module's forward pass.
+
+    Attributes:
+        now: Live bytes after it.
+        pass_: The pass that is running: forward, backward or recomputation.
+        running: The innermost module that is running.
+        change: Bytes allocated; negative for a release, 0 where a module begins.
+        owner: The module that made the storage.
+    """
+
+    now: int
+    pass_: str
+    running: str
+    change: int
+    owner: str
+
+    @property
+    def moment(self) -> str:
+        """The pass and the module."""
+        return f"{self.pass_} of {self.running or 'the model'}"
+
+
+@dataclass
+class Place:
+    """Where a step is.
+
+    Attributes:
+        modules: The modules whose forward pass is running, outermost first.
+        backward: The module whose backward pass was entered last.
+        entered: Is called when a module's forward pass begins.
+    """
+
+    modules: list[str] = field(default_factory=list)
+    backward: str = ""
+    entered: Callable[[], None] = lambda: None
+
+    @property
+    def now(self) -> tuple[str, str]:
+        """The pass, and the innermost module."""
+        if torch._C._current_graph_task_id() == -1 and (self.modules or not self.backward):
+            return FORWARD, self.modules[-1] if self.modules else ""
+        return (RECOMPUTATION, self.modules[-1]) if self.modules else (BACKWARD, self.backward)
+
+
+@contextmanager
+def followed(model: nn.Module) -> Iterator[Place]:
+    """Know which module runs forward or backward inside the block.
+
+    A module's backward pass begins with the autograd node that made its output.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Where the step is.
+    """
+    place, known = Place(), set[int]()
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            place.modules.append(name)
+            place.entered()
+
+        return hook
+
+    def leave(name: str) -> Callable[..., None]:
+        def begin(_: Any) -> None:
+            place.backward = name
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            place.modules.pop()
+            if torch._C._current_graph_task_id() != -1:
+                return
+            for leaf in tree_leaves(output):
+                node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+                # The innermost module leaves first; those around it return the same tensor.
+                if node is not None and node._sequence_nr() not in known:
+                    known.add(node._sequence_nr())
+                    node.register_prehook(begin)
+
+        return hook
+
+    # A gated MLP whose activation has hooks runs it once more, to see whether they change something.
+    gated = [module for module in model.modules() if isinstance(module, PackedGatedMLP)]
+    skipped = {module.get_submodule(module.rmm_parts.act) for module in gated}
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if module in skipped:
+                continue
+            stack.callback(module.register_forward_pre_hook(enter(name), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave(name), always_call=True).remove)
+        yield place
+
+
+class FollowedTensors(LiveTensors):
+    """Adds up live bytes and remembers every change with its place."""
+
+    def __init__(self, result: Peak, place: Place, workspace: Workspace | None = None) -> None:
+        """Count into a result.
+
+        Args:
+            result: It has the peak so far; :meth:`finish` adds the rest.
+            place: Where the step is.
+            workspace: What operators take beyond their results.
+        """
+        super().__init__(result)
+        self.place = place
+        self.workspace = workspace or {}
+        self.events: list[Event] = []
+        self.random: set[str] = set()  # modules that draw random numbers
+        self._open = True
+        place.entered = self._enter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(self.place.now[1])
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
+        if beyond:
+            pass_, running = self.place.now
+            self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
+            self.events.append(Event(self.now, pass_, running, -beyond, running))
+        return output
+
+    def _enter(self) -> None:
+        """Note where the step is: a module may allocate nothing, and what follows is still after it."""
+        pass_, running = self.place.now
+        self.events.append(Event(self.now, pass_, running, 0, running))
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.live:
+            return
+        pass_, running = self.place.now
+        self.live[key] = size
+        self.now += size
+        self.events.append(Event(self.now, pass_, running, size, running))
+        weakref.finalize(storage, self._forget, key, running).atexit = False
+
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """Count other bytes for a tensor from now on.
+
+        Args:
+            tensor: A tensor that is counted; nothing happens with any other.
+            size: Bytes.
+        """
+        key = tensor.untyped_storage()._cdata
+        change = size - self.live.get(key, size)
+        if change:
+            self.live[key] = size
+            self.now += change
+            pass_, running = self.place.now
+            self.events.append(Event(self.now, pass_, running, change, running))
+
+    def _forget(self, key: int, owner: str) -> None:
+        size = self.live.pop(key)
+        if self._open:  # what the step leaves is not released by it
+            self.now -= size
+            self.events.append(Event(self.now, *self.place.now, -size, owner))
+
+    def finish(self) -> None:
+        """End the record and write it into the result."""
+        self._open = False
+        result = self.result
+        if not self.events:
+            return
+        highest = max(range(len(self.events)), key=lambda place: self.events[place].now)
+        result.bytes, result.moment = self.events[highest].now, self.events[highest].moment
+        for event in self.events[: highest + 1]:
+            result.by_module[event.owner] = result.by_module.get(event.owner, 0) + event.change
+        result.by_module = {name: count for name, count in result.by_module.items() if count}
+        result.timeline = [(event.now, event.moment) for event in self.events]

@@ -1,0 +1,241 @@
+"""One training step, on the real tensors or on fake ones, which have shapes but no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.planning.step.mask_values import masks_by_values
+
+FIRST_BITS = 4  # of bits="auto" before the layers have chosen
+Run = Callable[[nn.Module, Any], Any]
+
+
+def run_step(model: nn.Module, example: Any) -> None:
+    """Run a forward and a backward pass; the gradients of the parameters are left in ``.grad``.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+    """
+    total = loss_of(call_with(model, example))
+    total.backward()
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return what a step differentiates: the loss, or the sum of all outputs of a model that returns none.
+
+    Args:
+        output: What the model returned.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If no output depends on a parameter.
+    """
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss if loss.dim() == 0 else loss.sum()
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise ValueError(
+            "The model must return a tensor that depends on its trained parameters, got none. Set requires_grad on the "
+            "parameters that are trained."
+        )
+    if len(found) == 1 and found[0].dim() == 0:
+        return found[0]
+    sums = [leaf.sum() for leaf in found]
+    return sums[0] if len(sums) == 1 else sum(sums[1:], sums[0])
+
+
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[None]:
+    """Set the gradients of a model aside inside the block, so that a step makes its own.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before.
+
+    Args:
+        model: The model.
+
+    Yields:
+        Nothing.
+    """
+    with restored(model), own_gradients(model), torch.enable_grad():
+        yield
+
+
+def copied(example: Any) -> Any:
+    """Copy a batch, for a model that changes what it is given.
+
+    Args:
+        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
+
+    Returns:
+        The batch with new tensors; a function, as it is.
+    """
+    if callable(example):
+        return example
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), example)
+
+
+class _Step(nn.Module):
+    """A step as one call, because parameters are replaced for the time of a call, and the backward pass needs them."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self, example: Any) -> None:
+        self.run(self.model, example)
+
+
+def needs_values(model: nn.Module) -> bool:
+    """Say whether this library's modules are in a model: which rows they save depends on masks and norms.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Whether its step needs the values of tensors.
+    """
+    return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
+
+
+def has_memory(model: nn.Module) -> bool:
+    """Say whether a model's parameters have values.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False if one of them is on the meta device.
+    """
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
+def runs_on_fakes(model: nn.Module) -> bool:
+    """Say on which tensors a model's step runs.
+
+    Args:
+        model: The model.
+
+    Returns:
+        False for a converted model with values, whose step runs on its real tensors.
+    """
+    return not (needs_values(model) and has_memory(model))
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, example: Any, run: Run = run_step, on_gradient: Callable[[Tensor], None] | None = None
+) -> Iterator[Callable[[], None]]:
+    """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
+
+    A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
+    CPU, as what a model does, and what it saves, depends on the device.
+
+    Args:
+        model: The model.
+        example: A training batch.
+        run: What to run on the model and the batch.
+        on_gradient: Is called with every parameter whose gradient has just been added up.
+
+    Yields:
+        A function that runs it, inside of the block.
+
+    Raises:
+        ValueError: If a converted model without values has norm estimators.
+    """
+    with as_in_training(model), ExitStack() as stack:
+
+        def follow(tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors if on_gradient is not None else ():
+                if tensor.requires_grad:
+                    stack.callback(tensor.register_post_accumulate_grad_hook(on_gradient).remove)
+
+        if not runs_on_fakes(model):
+            follow(model.parameters())
+            batch = copied(example)
+            yield lambda: run(model, batch)
+            return
+        fakes_of = _Fakes()
+
+        step = _Step(model, run)
+        fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
+            f"{path}.{name}" if path else name: fakes_of(tensor)
+            for path, module in step.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        follow({id(fake): fake for fake in fakes.values()}.values())
+        batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
+        with _without_values(model), masks_by_values(example), fakes_of.mode:
+            yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
+
+
+class _Fakes:
+    """Makes fake tensors, the same one for the same tensor."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, Tensor] = {}  # by the identity of a tensor that the model or the batch keeps
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            made = self.mode.from_tensor(tensor, static_shapes=True)
+            made.grad = None
+            return made
+        if id(tensor) not in self._known:
+            with self.mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            made = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+            self._known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return self._known[id(tensor)]
+
+
+@contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """Run a converted model without values inside the block: widths that follow from them are those of a first step."""
+    layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
+    for layer in layers:
+        if layer.rmm_estimator is not None:
+            raise ValueError(
+                f"A model on the meta device is simulated without norm estimators, got norm_estimator="
+                f"{layer.rmm_config.norm_estimator!r}: they learn from values. Convert with norm_estimator=None."
+            )
+    choosing = [layer.rmm_auto_bits for layer in layers if layer.rmm_auto_bits.bits is None]
+    try:
+        for choice in choosing:
+            choice.bits = FIRST_BITS
+        yield
+    finally:
+        for choice in choosing:
+            choice.bits = None

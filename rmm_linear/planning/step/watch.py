@@ -1,0 +1,45 @@
+"""Follow the tensors of one step: its peak, and every change on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.step.follow import FollowedTensors, followed
+from rmm_linear.planning.step.step import prepared, runs_on_fakes
+from rmm_linear.planning.step.workspace import Workspace
+
+Held = Callable[[Tensor], int]
+
+
+def watch(
+    model: nn.Module, example: Any, workspace: Workspace | None = None, held: Held | None = None
+) -> tuple[Peak, FollowedTensors]:
+    """Run a step and follow its tensors.
+
+    Args:
+        model: The model.
+        example: A training batch, as for :func:`simulate`.
+        workspace: As for :func:`simulate`.
+        held: Says how many bytes of a parameter's gradient count once it is added up: 0 where gradients are there when
+            the step begins, those of one rank's part where it is sharded. None: all.
+
+    Returns:
+        The peak, and all that was followed.
+    """
+    peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
+
+    def hold(parameter: Tensor) -> None:
+        if held is not None and parameter.grad is not None:
+            live.resize(parameter.grad, held(parameter))
+
+    on_gradient = None if held is None else hold
+    with prepared(model, example, on_gradient=on_gradient) as step, followed(model) as place:
+        live = FollowedTensors(peak, place, workspace)
+        with live:
+            step()
+            live.finish()
+    return peak, live

@@ -1,0 +1,1 @@
+"""Where states wait for the backward pass."""
