@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.blocks.find import alike
 from rmm_linear.planning.blocks.plan import CONVERT, BlockPlan, PlannedBlock
-from rmm_linear.planning.replay.surroundings import Surroundings
+from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.step.step import as_in_training, copied
 
 _ROUNDS, _MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
@@ -75,7 +75,7 @@ class _Call:
     module: nn.Module
     args: Any
     kwargs: Any
-    around: Surroundings
+    around: Replayed
 
     def run(self) -> None:
         """Run both passes of the module by itself; its parameters' gradients are dropped."""
@@ -85,7 +85,7 @@ class _Call:
         if first is not None:
             leaves[first] = leaves[first].requires_grad_().clone()  # which may be changed in place
         args, kwargs = tree_unflatten(leaves, form)
-        with self.around.again():
+        with self.around.autocast():
             output = self.module(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs:
@@ -167,7 +167,7 @@ def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _C
             if name not in found:
                 args, kwargs = tree_map(_own, (args, kwargs))
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                found[name] = _Call(module, args, kwargs, Surroundings.of(tensors))
+                found[name] = _Call(module, args, kwargs, Replayed(arguments=tensors))
 
         handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear.context.repeated_seeds import RepeatedSeeds
-from rmm_linear.planning.replay.reusable import Reusable
+from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.step.flops import PRODUCTS
 
 
@@ -70,13 +71,14 @@ class Recomputed:
                 f"{type(self.module).__name__} was given a cache of keys and values, to which it would add them twice. "
                 "Set model.config.use_cache=False."
             )
-        buffers, seeds = _Buffers(self.module), RepeatedSeeds(self.module)
+        replayed, seeds = Replayed([self.module], tree_leaves((args, kwargs))), RepeatedSeeds(self.module)
+        seen = replayed.seen()
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not self.selective:
-                return nullcontext(), Reusable(lambda: _all(buffers.as_before(), seeds.again()))
+                return nullcontext(), replayed.again(seen, seeds.again)
             saved, cached = create_selective_checkpoint_contexts(_keep_products)
-            return saved, Reusable(lambda: _all(buffers.as_before(), seeds.again(), cached))
+            return saved, replayed.again(seen, seeds.again, lambda: cached)
 
         # Keyword arguments go past checkpoint, which has some of its own.
         run = functools.partial(self.inner, **kwargs)
@@ -85,40 +87,6 @@ class Recomputed:
         return output
 
 
-class _Buffers:
-    """The buffers of a module in training as they were before its forward pass: the tensors, and their values."""
-
-    def __init__(self, module: nn.Module) -> None:
-        training = [inner for inner in module.modules() if inner.training]
-        self.before = [
-            (inner, name, buffer, buffer.detach().clone())
-            for inner in training
-            for name, buffer in inner.named_buffers(recurse=False)
-        ]
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Run a recomputation on the buffers of the first time, and leave them as they are now."""
-        now = [(inner._buffers[name], buffer.detach().clone()) for inner, name, buffer, _ in self.before]
-        try:
-            for inner, name, buffer, value in self.before:
-                inner._buffers[name] = buffer
-                buffer.data.copy_(value)
-            yield
-        finally:
-            for (inner, name, buffer, _), (tensor, value) in zip(self.before, now, strict=True):
-                buffer.data.copy_(value)
-                inner._buffers[name] = tensor
-
-
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     packet = getattr(operator, "_overloadpacket", operator)
     return CheckpointPolicy.MUST_SAVE if packet in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _all(*managers: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_flatten
 
 from rmm_linear.planning.chains.bptt_plans import StepBytes
 from rmm_linear.planning.chains.bptt_run import Outputs, Run
-from rmm_linear.planning.chains.bptt_trial import check_reached, leaves_behind, try_step
+from rmm_linear.planning.chains.bptt_trial import check_reached, try_step
 from rmm_linear.planning.chains.cells import Cell, Step, adapted, module_of
+from rmm_linear.planning.replay.reached import leaves_behind
 from rmm_linear.planning.stores.open import open_store
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rmm_linear._support.autocast import autocast_as, autocast_now
 from rmm_linear.memory.ledger import storage_key
-from rmm_linear.planning.chains.bptt_frames import Around, Frame, StoredFrame, compact, release_all
 from rmm_linear.planning.chains.bptt_plans import Action, BPTTPlan
-from rmm_linear.planning.chains.bptt_trial import check_reached, leaves_of
-from rmm_linear.planning.chains.cells import Recorded, Step, is_differentiable, module_of
-from rmm_linear.planning.replay.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
-from rmm_linear.planning.replay.generators import accelerators, forked, generator_states, set_generator_states
+from rmm_linear.planning.chains.bptt_trial import check_reached
+from rmm_linear.planning.chains.cells import Recorded, Step, module_of
+from rmm_linear.planning.replay.reached import leaves_behind, pull_back
+from rmm_linear.planning.replay.replayed import Replayed, Seen, modules_behind
+from rmm_linear.planning.replay.snapshots import Snapshot, StoredSnapshot, is_differentiable, release_all
 
 
 class Outputs:
@@ -57,6 +56,13 @@ class Outputs:
                 whole[number] = leaf.detach()
 
 
+class Frame(NamedTuple):
+    """A kept state, and the step before it if its graph is kept too."""
+
+    state: Snapshot | StoredSnapshot
+    recorded: Recorded | None = None
+
+
 class Run:
     """One call of bptt: what is kept between its forward and its backward pass."""
 
@@ -88,16 +94,14 @@ class Run:
         Returns:
             The leaves of the outputs, stacked, and of the last state.
         """
-        self.devices = accelerators((*inputs, *state))
-        self.autocast = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
+        self.replayed = Replayed(modules_behind(self.step.cell), (*inputs, *state), draws=True)
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]
         self.lasting = {storage_key(leaf) for leaf in (*inputs, *state) if isinstance(leaf, Tensor)}
-        self.buffers = [] if self.module is None else buffer_places([self.module])
-        self.begin = Around(generator_states(self.devices), buffer_values(self.buffers))
+        self.begin = self.replayed.seen()
         outputs, actions = Outputs(self.plan.steps), self.plan.actions()
-        read = Frame(0, [*inputs, *state])
-        self.inputs, self.frames = inputs, [Frame(0, state, self.begin)]
+        read = Snapshot.of(0, [*inputs, *state], lasting=self.lasting)
+        self.inputs, self.frames = inputs, [Frame(Snapshot.of(0, state, self.begin, self.lasting))]
 
         def work() -> None:
             for action in actions:
@@ -109,14 +113,15 @@ class Run:
         try:
             self._inside(work)
         except BaseException:  # the traceback keeps the frames
-            release_all(self.frames)
+            release_all([frame.state for frame in self.frames])
             self.inputs, self.frames, self.current, self.rest = [], [], None, None
             raise
-        read.read()  # raises if the cell changed its inputs
-        self._forget_what_stays()
+        read.restored()  # raises if the cell changed its inputs
+        seen = [self.replayed.seen(self.begin), *(frame.state.seen for frame in self.frames)]
+        self.is_moved = any(one is not None and one is not self.begin for one in seen)
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
-        last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].read()]
-        self.inputs, self.frames[0] = [], Frame(0, [])  # saved for backward instead
+        last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].state.restored()]
+        self.inputs, self.frames[0] = [], Frame(Snapshot.of(0, []))  # saved for backward instead
         return outputs.leaves or [], last
 
     def backward(
@@ -139,7 +144,7 @@ class Run:
         self.grad_inputs: list[Tensor | None] = [None] * len(inputs)
         self.grad_parameters: list[Tensor | None] = [None] * len(self.leaves)
         self.inputs, self.current, self.is_replayed = inputs, None, True
-        begin = Frame(0, state, self.begin)
+        begin = Frame(Snapshot.of(0, state, self.begin, self.lasting))
         if actions is None:  # a second backward pass, with retain_graph: from the beginning
             actions, frames = self.plan.actions(), [begin]
         frames[0] = begin
@@ -150,12 +155,12 @@ class Run:
                 self._do(action)
 
         try:
-            modules = [] if self.module is None else [self.module]
-            with forked(self.devices), restored_buffers(modules), autocast_as(self.autocast):
+            with self.replayed.kept(), self.replayed.autocast(cached=True):
+                self.replayed.set(self.begin)
                 self._inside(work)
             return [*self.grad_inputs, *self.grad_state, *self.grad_parameters]
         finally:
-            release_all(self.frames)
+            release_all([frame.state for frame in self.frames])
             self.inputs, self.frames, self.current, self.grads = [], [], None, []
             del self.grad_inputs, self.grad_state, self.grad_parameters
 
@@ -169,73 +174,51 @@ class Run:
     def _do(self, action: Action, put: Callable[[int, list[Any]], None] | None = None) -> None:
         if action.kind == "advance":
             state = self._state()
-            with torch.no_grad(), autocast_as(self.autocast, cached=False):
+            with torch.no_grad(), self.replayed.autocast():
                 for number in range(action.step, action.end):
                     found, state = self.step([leaf[number] for leaf in self.inputs], state)
                     if put is not None:
                         put(number, found)
             self.current = state
         elif action.kind == "store":
-            leaves = compact(self.current or [], self.lasting)
-            if self.store is None:
-                self.frames.append(Frame(action.step, leaves, self._around()))
-            else:
-                self.frames.append(StoredFrame(action.step, leaves, self._around(), self.store, self.name))
+            state = Snapshot.of(action.step, self.current or [], self._seen(), self.lasting)
+            self.frames.append(Frame(state if self.store is None else StoredSnapshot(state, self.store, self.name)))
             # What is in a store need not be read to go on; what is in memory is, which sees if it was changed.
-            self.current = None if self.store is None else leaves
+            self.current = None if self.store is None else state.leaves
         elif action.kind == "record":
             recorded = self._record(action.step)
             if put is not None:
                 put(action.step, recorded.outputs)
             new = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in recorded.new]
-            self.frames.append(Frame(action.step + 1, new, self._around() if action.is_kept else None, recorded))
+            seen = self._seen() if action.is_kept else None
+            self.frames.append(Frame(Snapshot.of(action.step + 1, new, seen, self.lasting), recorded))
             self.current = None
         else:
             frame = self.frames.pop()
             if frame.recorded is not None:
-                self._backpropagate(frame.position - 1, frame.recorded)
-            frame.release()
+                self._backpropagate(frame.state.position - 1, frame.recorded)
+            frame.state.release()
 
     def _state(self) -> list[Any]:
         """The state to go on from: where the last action ended, or the newest kept one."""
         if self.current is not None:
             return self.current
-        frame = self.frames[-1]
-        if self.is_replayed and self.is_moved and frame.around is not None:
-            set_generator_states(frame.around.generators, self.devices)
-            set_buffer_values(self.buffers, frame.around.buffers)
-        return frame.read()
+        state = self.frames[-1].state
+        if self.is_replayed and self.is_moved and state.seen is not None:
+            self.replayed.set(state.seen)
+        return state.restored()
 
-    def _around(self) -> Around | None:
+    def _seen(self) -> Seen | None:
         """What the step that comes next reads besides its state; what has not changed is kept once."""
         if self.is_replayed and not self.is_moved:
             return None
-        last = self.frames[-1].around or self.begin
-        return Around(generator_states(self.devices, last.generators), buffer_values(self.buffers, last.buffers))
-
-    def _forget_what_stays(self) -> None:
-        """At the end of the forward pass: keep no copies of buffers that the steps do not change."""
-        end = Around(
-            generator_states(self.devices, self.begin.generators), buffer_values(self.buffers, self.begin.buffers)
-        )
-        seen = [end, *(frame.around for frame in self.frames if frame.around is not None)]
-        moving = [
-            place
-            for place, old in enumerate(self.begin.buffers)
-            if any(around.buffers[place] is not old for around in seen)
-        ]
-        for frame in self.frames:
-            if frame.around is not None:
-                frame.around = frame.around._replace(buffers=[frame.around.buffers[place] for place in moving])
-        self.begin = self.begin._replace(buffers=[self.begin.buffers[place] for place in moving])
-        self.buffers = [self.buffers[place] for place in moving]
-        self.is_moved = bool(moving) or end.generators is not self.begin.generators
+        return self.replayed.seen(self.frames[-1].state.seen or self.begin)
 
     def _record(self, number: int) -> Recorded:
         state = self._state()
         needs = self.needs_state if number == 0 else [is_differentiable(leaf) for leaf in state]
         recorded = self.step.record([leaf[number] for leaf in self.inputs], state, [*self.needs, *needs])
-        check_reached(leaves_of(recorded), self.leaves, self.module)
+        check_reached(leaves_behind(recorded.results, recorded.given), self.leaves, self.module)
         return recorded
 
     def _backpropagate(self, number: int, recorded: Recorded) -> None:
@@ -243,13 +226,11 @@ class Run:
         pairs = [(leaf, None if g is None else g[number]) for leaf, g in zip(recorded.outputs, self.grads, strict=True)]
         pairs += zip(recorded.new, self.grad_state, strict=True)
         pairs = [(leaf, g) for leaf, g in pairs if g is not None and isinstance(leaf, Tensor) and leaf.requires_grad]
-        own = [*recorded.inputs, *recorded.state]
-        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in own]
-        leaves = [*(leaf for leaf, needed in zip(own, wanted, strict=True) if needed), *self.leaves]
-        found: Iterator[Tensor | None] = itertools.repeat(None)
-        if pairs and leaves:
-            results, grads = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(results, leaves, grads, allow_unused=True))
+        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in recorded.given]
+        own = [leaf for leaf, needed in zip(recorded.given, wanted, strict=True) if needed]
+        with self.replayed.as_left():
+            results, self.grad_parameters = pull_back(pairs, own, self.leaves, self.grad_parameters)
+        found = iter(results)
         values = [next(found) if needed else None for needed in wanted]
         for place, value in enumerate(values[: len(recorded.inputs)]):
             if value is not None:
@@ -258,9 +239,6 @@ class Run:
                 total[number] = value
                 self.grad_inputs[place] = total
         self.grad_state = values[len(recorded.inputs) :]
-        for place, (value, total) in enumerate(zip(found, self.grad_parameters, strict=False)):
-            if value is not None:  # cloned, for gradients of two parameters may be one tensor
-                self.grad_parameters[place] = value.clone() if total is None else total.add_(value)
 
 
 class _Holder(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from rmm_linear.memory.ledger import StorageKey, storage_key
 from rmm_linear.planning.chains.bptt_plans import StepBytes
-from rmm_linear.planning.chains.cells import Recorded, Step, is_differentiable, module_of
-from rmm_linear.planning.replay.buffers import buffer_places, buffer_values, restored_buffers
-from rmm_linear.planning.replay.generators import accelerators, forked, generator_states
+from rmm_linear.planning.chains.cells import Recorded, Step
+from rmm_linear.planning.replay.reached import leaves_behind, nodes_behind
+from rmm_linear.planning.replay.replayed import Replayed, modules_behind
+from rmm_linear.planning.replay.snapshots import is_differentiable
 
 # Autocast keeps one copy of a parameter for all steps; its node keeps nothing, so that it may be run for each of them.
 _CAST = "ToCopyBackward0"
@@ -52,20 +52,17 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
         ValueError: If the cell has captured the result of another computation that needs a gradient: its backward pass
             would run at every step.
     """
-    module = module_of(step.cell)
-    devices, places = accelerators((*x, *state)), [] if module is None else buffer_places([module])
-    with ExitStack() as stack:
-        stack.enter_context(forked(devices))
-        stack.enter_context(restored_buffers([] if module is None else [module]))
-        before = generator_states(devices), buffer_values(places)
+    replayed = Replayed(modules_behind(step.cell), (*x, *state), draws=True)
+    with replayed.kept():
+        before = replayed.seen()
         first, first_saved = _recorded(step, x, state)
-        drawn = generator_states(devices, before[0])
-        around = [] if drawn is before[0] else list(drawn)
-        around += [new for new, old in zip(buffer_values(places, before[1]), before[1], strict=True) if new is not old]
+        after = replayed.seen(before)
+        changed = [] if after.generators is before.generators else list(after.generators)
+        changed += [one.value for one in after.buffers.held if one not in before.buffers.held]
         # Copies, so that the state that the second one reads is its own.
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in state]
         second, saved = _recorded(step, x, copies)
-        shared = graph(first.results) & graph(second.results)
+        shared = nodes_behind(first.results).keys() & nodes_behind(second.results).keys()
     captured = sorted(node.name() for node in shared if not hasattr(node, "variable") and node.name() != _CAST)
     if captured:
         raise ValueError(
@@ -76,38 +73,13 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
     own = _storages(second.new) | _storages(second.outputs) | saved
     kept = own.keys() - passed - first_saved.keys() - _storages(x).keys()
     new = [leaf for leaf in second.new if isinstance(leaf, Tensor) and storage_key(leaf) not in passed]
-    besides = sum(one.numel() * one.element_size() for one in around)
+    besides = sum(one.numel() * one.element_size() for one in changed)
     measured = StepBytes(
         state=sum(leaf.numel() * leaf.element_size() for leaf in new) + besides,
         graph=sum(own[key] for key in kept) + besides,
         plain=sum(own[key] for key in kept - _storages(second.state).keys()),
     )
-    return Trial(measured, leaves_of(second))
-
-
-def graph(results: Iterable[Tensor]) -> set[Any]:
-    """Return the nodes of the autograd graph behind tensors."""
-    todo = [result.grad_fn for result in results if result.grad_fn is not None]
-    seen: set[Any] = set(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                todo.append(node)
-    return seen
-
-
-def leaves_of(recorded: Recorded) -> list[Tensor]:
-    """Return the tensors that need a gradient, reached by a recorded step, beside its inputs and its state."""
-    own = {id(leaf) for leaf in (*recorded.inputs, *recorded.state)}
-    return [leaf for leaf in leaves_behind(recorded.results) if id(leaf) not in own]
-
-
-def leaves_behind(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that get a gradient when one goes back from results that need it."""
-    found = [node.variable for node in graph(results) if hasattr(node, "variable")]
-    found += [leaf for leaf in results if leaf.is_leaf]  # returned as they are, without a node
-    return list({id(leaf): leaf for leaf in found}.values())
+    return Trial(measured, leaves_behind(second.results, second.given))
 
 
 def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:

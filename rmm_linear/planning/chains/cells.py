@@ -84,6 +84,11 @@ class Recorded:
     new: list[Any]
 
     @property
+    def given(self) -> list[Any]:
+        """All that the step read."""
+        return [*self.inputs, *self.state]
+
+    @property
     def results(self) -> list[Tensor]:
         """Tensors that depend on what needs a gradient."""
         return [leaf for leaf in (*self.outputs, *self.new) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -138,8 +143,3 @@ class Step:
         x, state = leaves[: len(x)], leaves[len(x) :]
         with torch.enable_grad():
             return Recorded(x, state, *self(x, state))
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Say whether gradients can flow through a leaf."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

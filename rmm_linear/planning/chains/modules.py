@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from itertools import compress, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.planning.chains.subsets import ChainPlan
-from rmm_linear.planning.replay.buffers import buffer_places, buffer_values, restored_buffers, set_buffer_values
-from rmm_linear.planning.replay.snapshots import versions
+from rmm_linear.planning.replay.buffers import buffers_kept, parts_of
+from rmm_linear.planning.replay.replayed import Replayed
 
 
 def chain_sizes(modules: Iterable[nn.Module], input: Any) -> list[int]:
@@ -33,7 +33,7 @@ def chain_sizes(modules: Iterable[nn.Module], input: Any) -> list[int]:
     tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
     devices = sorted({leaf.device.index for leaf in tensors if leaf.device.type == "cuda"})
     sizes, before = [_bytes(input, set())], _storages(input)
-    with torch.random.fork_rng(devices=devices), restored_buffers(chain), torch.no_grad():
+    with torch.random.fork_rng(devices=devices), buffers_kept(parts_of(chain)), torch.no_grad():
         for module in chain:
             input = module(input)
             sizes.append(_bytes(input, before))
@@ -84,7 +84,7 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
         if len(segment) == 1 or end == len(chain) or not torch.is_grad_enabled():
             input = _run(segment, input)
         else:
-            contexts = functools.partial(_contexts, segment, _versions(input), input)
+            contexts = functools.partial(_contexts, segment, tree_leaves(input))
             input = checkpoint(_run, segment, input, use_reentrant=False, context_fn=contexts)
     return input
 
@@ -96,51 +96,25 @@ def _run(segment: Sequence[nn.Module], input: Any) -> Any:
 
 
 def _contexts(
-    segment: Sequence[nn.Module], versions_before: list[int], input: Any
+    segment: Sequence[nn.Module], leaves: Sequence[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a segment's forward pass and of its repetition."""
-    first = _First(segment, versions_before, input)
-    return first, _Again(segment, first)
+    replayed = Replayed(segment, leaves)
+    return _unwritten(segment, replayed), replayed.again(replayed.seen())
 
 
-class _First:
-    """The first run of a segment: what its repetition must begin with."""
-
-    def __init__(self, segment: Sequence[nn.Module], versions_before: list[int], input: Any) -> None:
-        self.segment, self.versions, self.input = segment, versions_before, input
-        self.places, self.values = buffer_places(segment), []
-
-    def __enter__(self) -> None:
-        self.values = buffer_values(self.places)
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        now, self.input, before = _versions(self.input), None, self.values
-        changed = [new is not old for new, old in zip(buffer_values(self.places, before), before, strict=True)]
-        self.places, self.values = list(compress(self.places, changed)), list(compress(before, changed))
-        if kind is None and now != self.versions:
-            names = ", ".join(type(module).__name__ for module in self.segment)
-            raise ValueError(
-                f"Modules between two kept outputs must leave their input as it was, got {names}, which changed it in "
-                "place: they run on it once more. Use inplace=False, or plans that keep the changed output too."
-            )
-
-
-class _Again:
-    """A repetition, from the buffers of the first run; afterwards they are as they were. It may come twice."""
-
-    def __init__(self, segment: Sequence[nn.Module], first: _First) -> None:
-        self.segment, self.first, self.stack = segment, first, ExitStack()
-
-    def __enter__(self) -> None:
-        self.stack.enter_context(restored_buffers(self.segment))
-        set_buffer_values(self.first.places, self.first.values)
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-
-def _versions(tree: Any) -> list[int]:
-    return versions([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)])
+@contextmanager
+def _unwritten(segment: Sequence[nn.Module], replayed: Replayed) -> Iterator[None]:
+    """Raise if a segment changes what it begins with, which its repetition needs."""
+    yield
+    try:
+        replayed.check()
+    except RuntimeError:
+        names = ", ".join(type(module).__name__ for module in segment)
+        raise ValueError(
+            f"Modules between two kept outputs must leave their input as it was, got {names}, which changed it in "
+            "place: they run on it once more. Use inplace=False, or plans that keep the changed output too."
+        ) from None
 
 
 def _chain(modules: Iterable[nn.Module]) -> list[nn.Module]:

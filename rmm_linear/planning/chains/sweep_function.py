@@ -15,8 +15,8 @@ from rmm_linear.planning.chains.sweep_report import SweepReport
 from rmm_linear.planning.chains.sweep_run import Gradients, Length, Run
 from rmm_linear.planning.chains.sweep_settings import Settings
 from rmm_linear.planning.chains.sweep_steps import Stepper, reached
-from rmm_linear.planning.replay.snapshots import Snapshot, differentiable
-from rmm_linear.planning.replay.surroundings import Surroundings
+from rmm_linear.planning.replay.replayed import Replayed
+from rmm_linear.planning.replay.snapshots import Snapshot, is_differentiable
 from rmm_linear.planning.stores.copies import wait_for_devices
 from rmm_linear.planning.stores.open import open_store
 from rmm_linear.planning.stores.transfers import Transfers
@@ -41,18 +41,18 @@ def differentiable_run(
     """
     schedules.package()  # says at once that it is missing
     owned = [] if stepper.module is None else [p for p in stepper.module.parameters() if p.requires_grad]
-    surroundings = Surroundings.of([*leaves, *owned])
-    early = {0: Snapshot.of([leaf.detach() for leaf in leaves], surroundings.generators())}
-    with surroundings.again():
-        parameters, early[1] = _first_step(stepper, leaves, owned, surroundings)
+    replayed = Replayed(stepper.modules, leaves, draws=True)
+    early = {0: Snapshot.of(0, [leaf.detach() for leaf in leaves], replayed.seen())}
+    with replayed.autocast():
+        parameters, early[1] = _first_step(stepper, leaves, owned, replayed, early[0])
     if not parameters and not any(leaf.requires_grad for leaf in leaves):
         return _without_gradients(stepper, early[1].leaves, length, report)
     transfers = None
     if settings.store is not None and length.known != 1:
         transfers = Transfers(open_store(settings.store), owned=not hasattr(settings.store, "put"))
     try:
-        with surroundings.again():
-            schedule, uses_store = _schedule(stepper, early, length, settings, surroundings, transfers, report)
+        with replayed.autocast():
+            schedule, uses_store = _schedule(stepper, early, length, settings, replayed, transfers, report)
     except BaseException:
         if transfers is not None:
             transfers.close()
@@ -60,12 +60,12 @@ def differentiable_run(
     if transfers is not None and not uses_store:
         transfers.close()
         transfers = None
-    run = Run(stepper, schedule, length, early, surroundings, parameters, transfers, report)
+    run = Run(stepper, schedule, length, early, replayed, parameters, transfers, report)
     return list(_Sweep.apply(run, len(leaves), *leaves, *parameters))
 
 
 def _first_step(
-    stepper: Stepper, leaves: Sequence[Tensor], owned: Sequence[Tensor], surroundings: Surroundings
+    stepper: Stepper, leaves: Sequence[Tensor], owned: Sequence[Tensor], replayed: Replayed, begin: Snapshot
 ) -> tuple[list[Tensor], Snapshot]:
     """Run step 0 with its graph, and return the parameters that it reaches beside a module's own, and its result."""
     with torch.enable_grad():
@@ -73,7 +73,7 @@ def _first_step(
     recorded = stepper.record(0, leaves, [leaf.requires_grad for leaf in leaves])
     found = {id(leaf): leaf for leaf in owned}
     found |= {id(leaf): leaf for leaf in reached(recorded, since=before._sequence_nr())}
-    return [*found.values()], Snapshot.of([leaf.detach() for leaf in recorded.outputs], surroundings.generators())
+    return [*found.values()], Snapshot.of(1, [leaf.detach() for leaf in recorded.outputs], replayed.seen(begin.seen))
 
 
 def _without_gradients(stepper: Stepper, leaves: list[Tensor], length: Length, report: SweepReport) -> list[Tensor]:
@@ -96,7 +96,7 @@ def _schedule(
     early: dict[int, Snapshot],
     length: Length,
     settings: Settings,
-    surroundings: Surroundings,
+    replayed: Replayed,
     transfers: Transfers | None,
     report: SweepReport,
 ) -> tuple[Any, bool]:
@@ -110,7 +110,7 @@ def _schedule(
     if settings.disk is not None and costs is not None:
         return schedules.hierarchical(_known(length), slots, settings.disk, *costs), True
     if interval == "auto":
-        measured = _measure(stepper, early, length, slots, surroundings, transfers)
+        measured = _measure(stepper, early, length, slots, replayed, transfers)
         if measured is None:  # the chain has ended before
             return schedules.two_level(max(early), slots), False
         report.step_seconds, report.transfer_seconds = measured
@@ -132,7 +132,7 @@ def _measure(
     early: dict[int, Snapshot],
     length: Length,
     slots: int,
-    surroundings: Surroundings,
+    replayed: Replayed,
     transfers: Transfers,
 ) -> tuple[float, float] | None:
     """Time some steps, whose results are kept, and a transfer; None if the chain has ended before."""
@@ -141,16 +141,16 @@ def _measure(
     leaves = early[number].leaves
     # The last step is not among them, where it is known: the backward pass may need its graph.
     while len(times) < min(_TIMED, slots) and number + 1 != length.known and length.has(number, leaves):
-        wait_for_devices(surroundings.devices)
+        wait_for_devices(replayed.devices)
         begin = time.perf_counter()
         leaves = stepper.advance(number, leaves)
-        wait_for_devices(surroundings.devices)
+        wait_for_devices(replayed.devices)
         times.append(time.perf_counter() - begin)
         number += 1
-        early[number] = Snapshot.of(leaves, surroundings.generators())
+        early[number] = Snapshot.of(number, leaves, replayed.seen(early[number - 1].seen))
     if not times or length.known == number:
         return None
-    return min(times), transfers.seconds([*early[number].leaves, *early[number].generators])
+    return min(times), transfers.seconds(early[number].tensors)
 
 
 def _known(length: Length) -> int:
@@ -168,7 +168,7 @@ class _Sweep(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         final = run.forward([leaf.requires_grad for leaf in tensors[:count]])
-        ctx.mark_non_differentiable(*[leaf for leaf in final if not differentiable(leaf)])
+        ctx.mark_non_differentiable(*[leaf for leaf in final if not is_differentiable(leaf)])
         return tuple(final)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from rmm_linear.planning.chains.schedules import package
 from rmm_linear.planning.chains.sweep_report import SweepReport
 from rmm_linear.planning.chains.sweep_steps import Recorded, Stepper, go_back, reached
+from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot
-from rmm_linear.planning.replay.surroundings import Surroundings
 from rmm_linear.planning.stores.transfers import Transfers
 
 Gradients = list[Tensor | None]
@@ -68,7 +69,7 @@ class Run:
         schedule: Any,
         length: Length,
         early: dict[int, Snapshot],
-        surroundings: Surroundings,
+        replayed: Replayed,
         parameters: Sequence[Tensor],
         transfers: Transfers | None,
         report: SweepReport,
@@ -80,22 +81,23 @@ class Run:
             schedule: What to do.
             length: How many steps there are.
             early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
-            surroundings: What steps see.
+            replayed: What steps see.
             parameters: What they reach.
             transfers: The way to the store, if there is one.
             report: What to fill in.
         """
         self._stepper, self._schedule, self._length = stepper, schedule, length
-        self._surroundings, self._transfers, self._report = surroundings, transfers, report
+        self._replayed, self._transfers, self._report = replayed, transfers, report
         # Not the saved ones: hooks of saved tensors may give others back, which no step reaches.
         self._parameters = parameters
         self._known = {id(parameter) for parameter in parameters}
         self._early, self._begin = early, early[0]
-        self._work, self._generators = early[0].leaves, early[0].generators
+        self._work, self._seen = early[0].leaves, early[0].seen  # None: what is there now
         self._ram: dict[int, Snapshot] = {}
-        self._strides: dict[int, list[tuple[int, ...]]] = {}
+        self._stored: dict[int, Snapshot] = {}  # without tensors
         self._current: tuple[int, Snapshot] | None = None  # the stored state that was last in use
         self._recorded: Recorded | None = None
+        self._last = early[0].seen  # of the newest snapshot: its copies serve the next one where nothing has changed
         self._ended = False
 
     def forward(self, needed: list[bool]) -> list[Tensor]:
@@ -110,7 +112,7 @@ class Run:
         self._needed = needed
         made = package()
         try:
-            with self._surroundings.again():
+            with self._replayed.autocast():
                 for action in self._schedule:
                     if isinstance(action, made.EndForward):
                         break
@@ -119,7 +121,9 @@ class Run:
             self.close()
             raise
         self._early = {}
-        self._begin = dataclasses.replace(self._begin, leaves=[])  # autograd keeps them, until the backward pass
+        self._begin = dataclasses.replace(
+            self._begin, leaves=[], versions=None
+        )  # autograd keeps them, until the backward pass
         self._report.steps = self._length.known or 0
         self._tell("forward")
         return [leaf.detach() for leaf in self._work]
@@ -144,9 +148,9 @@ class Run:
             )
         made = package()
         totals: Gradients = [None] * len(self._parameters)
-        self._begin = Snapshot([leaf.detach() for leaf in initial], self._begin.strides, self._begin.generators)
+        self._begin = dataclasses.replace(self._begin, leaves=[leaf.detach() for leaf in initial])
         try:
-            with self._surroundings.again(), self._surroundings.generators_kept(), self._stepper.buffers_kept():
+            with self._replayed.autocast(), self._replayed.kept():
                 for action in self._schedule:
                     if isinstance(action, made.EndReverse):
                         break
@@ -164,8 +168,8 @@ class Run:
     def close(self) -> None:
         """Give up all states, those in the store too."""
         self._ended = True
-        self._ram, self._current, self._recorded, self._early, self._work = {}, None, None, {}, []
-        self._begin = Snapshot([], [], [])
+        self._ram, self._current, self._recorded, self._early, self._work, self._last = {}, None, None, {}, [], None
+        self._begin = dataclasses.replace(self._begin, leaves=[], versions=None, seen=None)
         if self._transfers is not None:
             self._transfers.close()
 
@@ -179,28 +183,33 @@ class Run:
                 self._record(number)
             elif number + 1 in self._early:
                 snapshot = self._early.pop(number + 1)
-                self._work, self._generators = snapshot.restored(number + 1), snapshot.generators
+                self._work, self._seen = snapshot.restored(), snapshot.seen
             else:
-                self._work, self._generators = self._stepper.advance(number, self._work), None
+                self._work, self._seen = self._stepper.advance(number, self._work), None
         known = self._length.known
         if self._schedule.max_n is None and known is not None and action.n1 >= known:
             self._schedule.finalize(known)
 
     def _record(self, number: int) -> None:
-        self._recorded = self._stepper.record(number, self._work, None if number else self._needed)
+        again = self._early.pop(number + 1, None)  # it has run before
+        with contextlib.ExitStack() as stack:
+            if again is not None and self._seen is not None:
+                stack.enter_context(self._replayed.again(self._seen))
+            self._recorded = self._stepper.record(number, self._work, None if number else self._needed)
         if any(id(leaf) not in self._known for leaf in reached(self._recorded)):
             raise RuntimeError(
                 f"step must reach the same parameters every time, but step {number} reaches one that step 0 does not. "
                 "Make step an nn.Module that has all of them (or a method of one)."
             )
-        self._work, self._generators = [leaf.detach() for leaf in self._recorded.outputs], None
-        self._early.pop(number + 1, None)
+        self._work = [leaf.detach() for leaf in self._recorded.outputs]
+        self._seen = None if again is None else again.seen
 
     def _reverse(self, action: Any, gradients: Gradients, totals: Gradients) -> tuple[Gradients, Gradients]:
         if self._recorded is None or action.n1 != action.n0 + 1:
             raise RuntimeError(f"A schedule must record every step before it reverses it, got {action}.")
         recorded, self._recorded = self._recorded, None
-        found = go_back(recorded, gradients, self._parameters, totals)
+        with self._replayed.as_left():
+            found = go_back(recorded, gradients, self._parameters, totals)
         # Nothing from this step on is asked for again; not every schedule says so. The last one kept is the highest.
         while self._ram and next(reversed(self._ram)) >= action.n0:
             self._ram.popitem()
@@ -211,12 +220,13 @@ class Run:
     def _keep(self, number: int, storage: Any) -> None:
         if number == 0:
             return  # autograd has it
-        snapshot = Snapshot.of(self._work, self._generators or self._surroundings.generators())
+        seen = self._seen or self._replayed.seen(self._last)
+        snapshot, self._last = Snapshot.of(number, self._work, seen), seen
         if storage == package().StorageType.RAM or self._transfers is None:
             self._ram[number] = snapshot
             return
-        self._transfers.put(number, [*snapshot.leaves, *snapshot.generators])
-        self._strides[number] = snapshot.strides
+        self._transfers.put(number, snapshot.tensors)
+        self._stored[number] = snapshot.without_tensors()
         self._current = number, snapshot
 
     def _fetch(self, number: int, *, stored: bool) -> None:
@@ -227,13 +237,12 @@ class Run:
         else:
             if self._current is None or self._current[0] != number:
                 self._current = None  # its memory is free before the next one comes
-                tensors = self._transfers.get(number)
-                count = len(self._strides[number])
-                self._current = number, Snapshot(tensors[:count], self._strides[number], tensors[count:])
+                self._current = number, self._stored[number].with_tensors(self._transfers.get(number))
             snapshot = self._current[1]
             self._transfers.prefetch(number)
-        self._work, self._generators = snapshot.restored(number), None
-        self._surroundings.set_generators(snapshot.generators)
+        self._work, self._seen = snapshot.restored(), None
+        if snapshot.seen is not None:
+            self._replayed.set(snapshot.seen)
 
     def _tell(self, which: str) -> None:
         report, transfers = self._report, self._transfers

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from rmm_linear.planning.replay.snapshots import differentiable, flatten, versions
+from rmm_linear.planning.replay.reached import leaves_behind, nodes_behind, pull_back
+from rmm_linear.planning.replay.replayed import modules_behind, versions
+from rmm_linear.planning.replay.snapshots import flatten, is_differentiable
 
 Step = Callable[[int, Any], Any]
 
@@ -37,6 +39,7 @@ class Stepper:
         self.step, self.structure, self.count = step, structure, 0
         owner = getattr(step, "__self__", step)  # a method of a module, or a module
         self.module = owner if isinstance(owner, nn.Module) else None
+        self.modules = modules_behind(step)
 
     def run(self, number: int, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Run one step.
@@ -84,23 +87,10 @@ class Stepper:
         Returns:
             The step.
         """
-        needed = needed or [differentiable(leaf) for leaf in leaves]
+        needed = needed or [is_differentiable(leaf) for leaf in leaves]
         inputs = [leaf.detach().requires_grad_(need) for leaf, need in zip(leaves, needed, strict=True)]
         with torch.enable_grad():
             return Recorded(inputs, self.run(number, inputs))
-
-    @contextlib.contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """Leave the module's buffers as they were: running statistics count a step once, however often it runs."""
-        buffers = [*self.module.buffers()] if self.module is not None else []
-        before = [(buffer, buffer.clone()) for buffer in buffers]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in before:
-                    if not torch.equal(buffer, values):  # version counters do not tell: batch_norm changes without
-                        buffer.copy_(values)
 
 
 def reached(recorded: Recorded, since: int | None = None) -> list[Tensor]:
@@ -116,26 +106,14 @@ def reached(recorded: Recorded, since: int | None = None) -> list[Tensor]:
     Raises:
         RuntimeError: If the step reaches a tensor that was computed outside of it, with a graph of its own.
     """
-    known = {id(leaf) for leaf in recorded.inputs}
-    found = {id(leaf): leaf for leaf in recorded.outputs if leaf.is_leaf and leaf.requires_grad}
-    seen: set[Any] = set()
-    todo = [leaf.grad_fn for leaf in recorded.outputs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
-        if variable is not None:
-            found[id(variable)] = variable
-        elif since is not None and node._sequence_nr() <= since:
+    for node in nodes_behind(recorded.outputs) if since is not None else ():
+        if not hasattr(node, "variable") and node._sequence_nr() <= since:
             raise RuntimeError(
                 "A tensor that step captures and that needs a gradient must be a parameter, got the result of a "
                 f"computation outside of step ({node.name()}). Compute it inside of step, or make it a part of the "
                 "state."
             )
-        todo.extend(following for following, _ in node.next_functions)
-    return [leaf for key, leaf in found.items() if key not in known]
+    return leaves_behind(recorded.outputs, recorded.inputs)
 
 
 def go_back(
@@ -146,9 +124,6 @@ def go_back(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Run one step backwards.
 
-    The parameters' totals enter the graph as the gradient of one more use of each of them, later than the step's own:
-    autograd then sums in the order in which it would for the whole chain, and rounds alike.
-
     Args:
         recorded: The step; its graph is used up.
         gradients: With respect to what it returned.
@@ -158,17 +133,11 @@ def go_back(
     Returns:
         The gradients with respect to what the step started from, and the new totals.
     """
-    roots = [(o, g) for o, g in zip(recorded.outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    wanted = [leaf for leaf in recorded.inputs if leaf.requires_grad]
-    if not roots or not (wanted or parameters):
-        return [None] * len(recorded.inputs), list(totals)
-    with torch.enable_grad():
-        roots += [(p[...], total) for p, total in zip(parameters, totals, strict=True) if total is not None]
-    ends, starts = zip(*roots, strict=True)
+    results = [(o, g) for o, g in zip(recorded.outputs, gradients, strict=True) if g is not None and o.requires_grad]
     with without_hooks(parameters):
-        found = torch.autograd.grad(ends, [*wanted, *parameters], starts, allow_unused=True)
-    of_inputs = iter(found[: len(wanted)])
-    return [next(of_inputs) if leaf.requires_grad else None for leaf in recorded.inputs], list(found[len(wanted) :])
+        found, totals = pull_back(results, [one for one in recorded.inputs if one.requires_grad], parameters, totals)
+    of_inputs = iter(found)
+    return [next(of_inputs) if leaf.requires_grad else None for leaf in recorded.inputs], totals
 
 
 @contextlib.contextmanager

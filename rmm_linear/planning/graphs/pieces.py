@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.graphs.costs import GraphCosts
-from rmm_linear.planning.replay.reusable import Reusable
+from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.step.flops import flop_counter
 from rmm_linear.planning.step.follow import FollowedTensors, followed
 from rmm_linear.planning.step.step import loss_of
@@ -51,32 +51,22 @@ class RecomputedPiece(nn.Module):
         if not torch.is_grad_enabled():
             return self.piece(*args)
         written: dict[int, Tensor] = {place: args[place] for place in self.written}
-        before = {place: tensor.detach().clone() for place, tensor in written.items()}
+        others = [each for place, each in enumerate(args) if place not in written]
+        replayed = Replayed(arguments=others, written=[*written.values()])
+        seen = replayed.seen()
 
         def run(*others: Any) -> Any:
             # What is changed is no argument of checkpoint, which would find it changed in the backward pass.
             rest = iter(others)
             return self.piece(*(written[place] if place in written else next(rest) for place in range(len(args))))
 
-        @contextmanager
-        def as_before() -> Iterator[None]:
-            now = {place: tensor.detach().clone() for place, tensor in written.items()}
-            try:
-                for place, tensor in written.items():
-                    tensor.data.copy_(before[place])
-                yield
-            finally:
-                for place, tensor in written.items():
-                    tensor.data.copy_(now[place])
-
-        others = [each for place, each in enumerate(args) if place not in written]
         with set_checkpoint_early_stop(not self.to_the_end):
             return checkpoint(
                 run,
                 *others,
                 use_reentrant=False,
                 preserve_rng_state=self.random,
-                context_fn=lambda: (nullcontext(), Reusable(as_before)),
+                context_fn=lambda: (nullcontext(), replayed.again(seen)),
             )
 
 

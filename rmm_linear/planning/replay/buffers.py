@@ -1,81 +1,166 @@
-"""What a step or a layer writes besides its result: buffers such as BatchNorm's running statistics."""
+"""Buffers of modules, such as running statistics: which tensors the modules have, and what these hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+Overwritten = dict[int, tuple[Tensor, Tensor]]  # by the tensor's id: the tensor, and what it held
 
 
-class Place(NamedTuple):
-    """Where a buffer is: a module may put another tensor there."""
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A tensor and a copy of what it held. The reference is weak: a tensor that was replaced may be gone."""
 
-    owner: nn.Module
-    name: str
+    tensor: TensorWeakRef
+    value: Tensor
+
+    def restored(self, overwritten: Overwritten) -> Tensor:
+        """Write the value into the tensor, behind autograd's back: a graph may have saved it."""
+        tensor = self.tensor()
+        if tensor is None:
+            return self.value.clone()  # a copy, for it may be changed, and be needed again
+        _note(tensor, overwritten)
+        if id(tensor) in overwritten:
+            tensor.data.copy_(self.value)
+        return tensor
+
+
+class Buffers:
+    """The buffers of modules at one moment."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor] = (), last: Buffers | None = None
+    ) -> None:
+        """Copy the buffers.
+
+        Args:
+            modules: All modules that have some, parts of modules too: see :func:`parts_of`.
+            tensors: Other tensors to take as buffers.
+            last: The same modules' earlier. Its copies take no memory again where nothing has changed since.
+        """
+        self.modules, self.held = modules, list[_Held]()
+        numbers: dict[int, int] = {}
+
+        def number(tensor: Tensor, name: str, names: dict[str, int | None]) -> int:
+            if id(tensor) not in numbers:
+                numbers[id(tensor)] = len(self.held)
+                place = names.get(name)
+                old = None if last is None or place is None else last.held[place]
+                if old is None or old.tensor() is not tensor or not torch.equal(tensor, old.value):
+                    copy = tensor.detach()
+                    old = _Held(TensorWeakRef(tensor), copy if _is_expanded(tensor) else copy.clone())
+                self.held.append(old)
+            return numbers[id(tensor)]
+
+        earlier = [{}] * len(modules) if last is None else last.names
+        self.names: list[dict[str, int | None]] = [
+            {name: None if one is None else number(one, name, names) for name, one in module._buffers.items()}
+            for module, names in zip(modules, earlier, strict=True)
+        ]
+        for tensor in tensors:
+            number(tensor, "", {})
+
+    def is_as(self, last: Buffers) -> bool:
+        """Say whether nothing has changed since the ones that were handed in as ``last``."""
+        return self.names == last.names and all(new is old for new, old in zip(self.held, last.held, strict=True))
 
     @property
-    def tensor(self) -> Tensor:
-        """The buffer that is there now."""
-        return self.owner.get_buffer(self.name)
+    def values(self) -> list[Tensor]:
+        """What the tensors held, for a store; :meth:`with_values` takes it back."""
+        return [held.value for held in self.held]
+
+    def with_values(self, values: Sequence[Tensor]) -> Buffers:
+        """Return the same buffers with other copies of what they held."""
+        made = object.__new__(Buffers)
+        made.modules, made.names = self.modules, self.names
+        made.held = [replace(held, value=value) for held, value in zip(self.held, values, strict=True)]
+        return made
+
+    def set(self, overwritten: Overwritten) -> None:
+        """Put the tensors back where they were, with what they held.
+
+        Args:
+            overwritten: Of :func:`buffers_kept`, which puts back what this overwrites.
+        """
+        tensors = [held.restored(overwritten) for held in self.held]
+        for module, names in zip(self.modules, self.names, strict=True):
+            _put(module, {name: None if place is None else tensors[place] for name, place in names.items()})
 
 
-def buffer_places(modules: Iterable[nn.Module]) -> list[Place]:
-    """Return the places of the modules' buffers, one of each buffer that they share."""
-    found: dict[int, Place] = {}
-    for owner in (part for module in modules for part in module.modules()):
-        for name, buffer in owner.named_buffers(recurse=False):
-            found.setdefault(id(buffer), Place(owner, name))
-    return list(found.values())
-
-
-def buffer_values(places: Sequence[Place], last: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return copies of buffers.
-
-    Args:
-        places: Where they are.
-        last: Earlier copies. They are returned, and take no memory again, where nothing has changed since.
-
-    Returns:
-        A tensor for each.
-    """
-    earlier = [None] * len(places) if last is None else last
-    return [
-        old if old is not None and torch.equal(place.tensor, old) else place.tensor.detach().clone()
-        for place, old in zip(places, earlier, strict=True)
-    ]
-
-
-def set_buffer_values(places: Sequence[Place], values: Sequence[Tensor]) -> None:
-    """Write what :func:`buffer_values` returned, behind autograd's back: a graph may have saved a buffer.
-
-    Args:
-        places: Where the buffers are.
-        values: What to write.
-    """
-    for place, value in zip(places, values, strict=True):
-        if not torch.equal(place.tensor, value):
-            place.tensor.data.copy_(value)
+def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and the modules inside of them, each once."""
+    return [*dict.fromkeys(part for module in modules for part in module.modules())]
 
 
 @contextmanager
-def restored_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the modules' buffers at the end of the block: a repeated forward pass would update them once more.
+def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[Overwritten]:
+    """Leave buffers as they are now: the same tensors, with the same values.
 
     Args:
-        modules: The modules.
+        modules: As for :class:`Buffers`.
+        tensors: As for :class:`Buffers`.
+
+    Yields:
+        What to hand to :meth:`Buffers.set`.
+    """
+    there = [dict(module._buffers.items()) for module in modules]
+    overwritten: Overwritten = {}
+    for tensor in (*(each for named in there for each in named.values()), *tensors):
+        if tensor is not None:
+            _note(tensor, overwritten)
+    try:
+        yield overwritten
+    finally:
+        for module, named in zip(modules, there, strict=True):
+            _put(module, named)
+        _write(overwritten.values())
+
+
+@contextmanager
+def buffers_as_left(overwritten: Overwritten) -> Iterator[None]:
+    """Inside of :func:`buffers_kept`, show what it will leave to a backward pass that has saved some of the tensors.
+
+    Args:
+        overwritten: What :func:`buffers_kept` yielded.
 
     Yields:
         Nothing.
     """
-    places = buffer_places(modules)
-    before = buffer_values(places)
+    # On other devices than the CPU to compare would wait for them.
+    differs = [(t, value) for t, value in overwritten.values() if t.device.type != "cpu" or not torch.equal(t, value)]
+    working = [(tensor, tensor.detach().clone()) for tensor, _ in differs]
+    _write(differs)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for place, value in zip(places, before, strict=True):
-                if not torch.equal(place.tensor, value):
-                    place.tensor.copy_(value)
+        _write(working)
+
+
+def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in values:
+        tensor.data.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory, so that nothing can be written, and nothing need be."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _note(tensor: Tensor, overwritten: Overwritten) -> None:
+    if id(tensor) not in overwritten and not _is_expanded(tensor):
+        overwritten[id(tensor)] = tensor, tensor.detach().clone()
+
+
+def _put(module: nn.Module, named: dict[str, Tensor | None]) -> None:
+    now = dict(module._buffers.items())
+    for name in now.keys() - named.keys():
+        del module._buffers[name]
+    for name, tensor in named.items():
+        if name not in now or now[name] is not tensor:
+            module._buffers[name] = tensor

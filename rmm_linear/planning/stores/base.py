@@ -1,7 +1,9 @@
-"""What a store is, and its error."""
+"""The interface of stores, and their error."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -39,3 +41,20 @@ class Store(Protocol):
             key: What was given to :meth:`put`.
         """
         ...
+
+
+def named(error: BaseException, step: int, what: str, key: str) -> StoreError:
+    """Turn an error of a store into one that names the step and the key."""
+    begin = f"The state before step {step} could not be {what}"
+    if isinstance(error, StoreError):
+        return StoreError(f"{begin}: {error}")
+    return StoreError(f"{begin} under the key {key!r}: {error!r}. See to the store, and run the forward pass again.")
+
+
+@contextmanager
+def naming(step: int, what: str, key: str) -> Iterator[None]:
+    """Name the step and the key in errors of a store."""
+    try:
+        yield
+    except Exception as error:
+        raise named(error, step, what, key) from error

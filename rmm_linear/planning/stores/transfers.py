@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rmm_linear.planning.stores.base import Store, StoreError
+from rmm_linear.planning.stores.base import Store, StoreError, named
 from rmm_linear.planning.stores.copies import claim, to_device, to_host
 
 _logger = logging.getLogger(__name__)
@@ -170,14 +170,8 @@ class Transfers:
                     "Run the backward pass in the process that ran the forward pass, and run that again."
                 )
         self.waited += time.perf_counter() - begin
-        error = future.exception()
-        if isinstance(error, StoreError):
-            raise StoreError(f"The state before step {number} could not be {what}: {error}") from error
-        if error is not None:
-            raise StoreError(
-                f"The state before step {number} could not be {what} under the key {self._key(number)!r}: "
-                f"{error!r}. See to the store, and run the forward pass again."
-            ) from error
+        if (error := future.exception()) is not None:
+            raise named(error, number, what, self._key(number)) from error
         return future.result()
 
 

@@ -205,6 +205,6 @@ def test_a_view_of_a_large_tensor_is_not_kept_whole():
         return None, (state.repeat(1, 50) + 0)[:, :H]
 
     _, last = bptt(run, inputs(), torch.zeros(B, H), slots=30, internal=False)
-    kept = [leaf.untyped_storage().nbytes() for frame in last.grad_fn.run.frames[1:-1] for leaf in frame.read()]
+    kept = [leaf.untyped_storage().nbytes() for frame in last.grad_fn.run.frames[1:-1] for leaf in frame.state.leaves]
     assert len(kept) == 30
     assert set(kept) == {B * H * 4}

@@ -1,0 +1,69 @@
+"""The graph of a recorded step: which nodes and leaves it has, in a fixed order, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nodes_behind(results: Iterable[Tensor]) -> dict[Any, None]:
+    """Return the nodes of the autograd graph behind tensors.
+
+    They are in a dictionary, not in a set: every process, and every repetition, finds them in the same order.
+    """
+    todo = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen = dict.fromkeys(todo)
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                todo.append(node)
+    return seen
+
+
+def leaves_behind(results: Sequence[Tensor], own: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Return the tensors that get a gradient when one goes back from results that need it.
+
+    Args:
+        results: What a step returned.
+        own: Leaves to leave out: those of what the step was given.
+
+    Returns:
+        The leaves, in the same order in every process.
+    """
+    found = [leaf for leaf in results if leaf.is_leaf and leaf.requires_grad]  # returned as they are, without a node
+    found += [node.variable for node in nodes_behind(results) if hasattr(node, "variable")]
+    known = {id(leaf) for leaf in own}
+    return [leaf for key, leaf in {id(leaf): leaf for leaf in found}.items() if key not in known]
+
+
+def pull_back(
+    results: Sequence[tuple[Tensor, Tensor]],
+    wanted: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    totals: Sequence[Tensor | None],
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Run the backward pass of one step.
+
+    The parameters' totals enter the graph as the gradient of one more use of each of them, later than the step's own:
+    autograd then sums in the order in which it would for the whole chain, and rounds alike.
+
+    Args:
+        results: What the step returned and needs a gradient, with that gradient. The graph is used up.
+        wanted: Leaves of the step's own.
+        parameters: The leaves that it shares with other steps.
+        totals: Their gradients so far.
+
+    Returns:
+        The gradients of the step's own leaves, and the new totals.
+    """
+    if not results or not (wanted or parameters):
+        return [None] * len(wanted), list(totals)
+    with torch.enable_grad():
+        roots = [(p[...], total) for p, total in zip(parameters, totals, strict=True) if total is not None]
+    ends, starts = zip(*results, *roots, strict=True)
+    found = torch.autograd.grad(ends, [*wanted, *parameters], starts, allow_unused=True)
+    return list(found[: len(wanted)]), list(found[len(wanted) :])

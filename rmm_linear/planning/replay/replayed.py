@@ -1,0 +1,210 @@
+"""Run a forward pass again as it ran: with the same random numbers, buffers, autocast and parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CellType, TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from rmm_linear._support.autocast import autocast_as, autocast_now
+from rmm_linear.planning.replay.buffers import Buffers, Overwritten, buffers_as_left, buffers_kept, parts_of
+from rmm_linear.planning.replay.generators import accelerators, generator_states, set_generator_states
+
+_EMPTY = CellType()  # as of a function that captures a name before it is given a value
+_MANY = 1000  # entries of a container in which modules are looked for
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the version counters of tensors; those of inference mode have none."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward pass reads besides its arguments and its parameters, at one moment.
+
+    Attributes:
+        generators: States of the global random generators; empty where somebody else repeats the numbers.
+        buffers: Buffers of the modules.
+    """
+
+    generators: list[Tensor]
+    buffers: Buffers
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it, for a store; :meth:`with_tensors` takes it back."""
+        return [*self.generators, *self.buffers.values]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Seen:
+        """Return the same with the tensors that a store gave back."""
+        drawn = len(self.generators)
+        return Seen([*tensors[:drawn]], self.buffers.with_values(tensors[drawn:]))
+
+
+def modules_behind(function: Any) -> list[nn.Module]:
+    """Return the modules that a callable is, belongs to, or names: in its arguments or closure, or globally."""
+    found: list[nn.Module] = []
+    todo, seen = [function], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module):
+            found.append(one)
+        elif isinstance(one, functools.partial):
+            todo += [one.func, *one.args, *one.keywords.values()]
+        elif inspect.ismethod(one):
+            todo += [one.__self__, one.__func__]
+        elif inspect.isfunction(one):
+            cells = [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
+            named = [one.__globals__.get(name) for name in one.__code__.co_names]
+            todo += [*cells, *(each for each in named if not inspect.isfunction(each) or _is_beside(each, one))]
+        elif isinstance(one, list | tuple | dict) and len(one) <= _MANY:
+            todo += one.values() if isinstance(one, dict) else one
+    return found
+
+
+def _is_beside(function: Any, other: Any) -> bool:
+    return function.__module__ == other.__module__
+
+
+class Replayed:
+    """Modules, or a function that reaches some, that run once and then again."""
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module] = (),
+        arguments: Iterable[Any] = (),
+        *,
+        written: Sequence[Tensor] = (),
+        draws: bool = False,
+    ) -> None:
+        """Look at what there is before the first run.
+
+        Args:
+            modules: Those that run.
+            arguments: What they are given, and what else must stay until the last repetition; others than tensors are
+                left out.
+            written: Tensors to repeat like buffers.
+            draws: Whether random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them too.
+        """
+        self.parts, self.written = parts_of(modules), [*written]
+        constant = [each for each in arguments if isinstance(each, Tensor)]
+        constant += [one for part in self.parts for one in part._parameters.values() if one is not None]
+        # Weak: whoever needs an argument again has it, or has it in host memory.
+        self._constant = [
+            (TensorWeakRef(each), version) for each, version in zip(constant, versions(constant), strict=True)
+        ]
+        self.draws, self.devices = draws, accelerators(constant)
+        self.autocasts = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
+        self._overwritten: Overwritten = {}  # inside of kept()
+
+    def seen(self, last: Seen | None = None) -> Seen:
+        """Return what a run would read now.
+
+        Args:
+            last: What one read before. It takes no memory again where nothing has changed since.
+
+        Returns:
+            Generators and buffers; ``last`` itself if all is as it was.
+        """
+        drawn = generator_states(self.devices, None if last is None else last.generators) if self.draws else []
+        buffers = Buffers(self.parts, self.written, None if last is None else last.buffers)
+        if last is not None and drawn is last.generators and buffers.is_as(last.buffers):
+            return last
+        return Seen(drawn, buffers)
+
+    def set(self, seen: Seen) -> None:
+        """Let the next run read what :meth:`seen` found; to be called inside of :meth:`kept`."""
+        if seen.generators:
+            set_generator_states(seen.generators, self.devices)
+        seen.buffers.set(self._overwritten)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave generators and buffers as they are now."""
+        states, outer = generator_states(self.devices) if self.draws else [], self._overwritten
+        try:
+            with buffers_kept(self.parts, self.written) as self._overwritten:
+                yield
+        finally:
+            self._overwritten = outer
+            if states:
+                set_generator_states(states, self.devices)
+
+    def as_left(self) -> AbstractContextManager[None]:
+        """Inside of :meth:`kept`, show buffers as they will be left, to a backward pass that has saved some."""
+        return buffers_as_left(self._overwritten)
+
+    def autocast(self, *, cached: bool = False) -> AbstractContextManager[None]:
+        """Enter autocast as it was before the first run; see :func:`autocast_as`."""
+        return autocast_as(self.autocasts, cached=cached)
+
+    def again(self, seen: Seen, *others: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+        """Return a context in which a run repeats one; a graph that is retained enters it once per backward pass.
+
+        Args:
+            seen: What the first run read.
+            *others: Make more contexts to enter.
+
+        Returns:
+            The context. It leaves generators and buffers as they are when it is entered.
+
+        Raises:
+            RuntimeError: On entering, if a parameter or an argument was changed in place.
+        """
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            self.check()
+            with self.kept(), ExitStack() as stack:
+                self.set(seen)
+                for make in others:
+                    stack.enter_context(make())
+                yield
+
+        return _Reusable(entered)
+
+    def check(self) -> None:
+        """Raise if a repetition would not compute what the first run did.
+
+        Raises:
+            RuntimeError: If a parameter or an argument was changed in place.
+        """
+        for reference, version in self._constant:
+            tensor = reference()
+            if tensor is not None and versions([tensor]) != [version]:
+                named = {id(one): name for part in self.parts for name, one in part._parameters.items()}
+                what = f"the parameter {named[id(tensor)]!r}" if id(tensor) in named else "an input"
+                raise RuntimeError(
+                    f"The backward pass computes again what the forward pass computed, but {what} of shape "
+                    f"{tuple(tensor.shape)} was changed in place between the two. Run the backward pass before the "
+                    "optimizer's step, and clone what is changed."
+                )
+
+
+class _Reusable(AbstractContextManager[None]):
+    """Makes a context every time it is entered."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, trace)
