@@ -1,8 +1,10 @@
 """What pages name is there: files, commands, flags, kinds, figures, objects of the API; and README stays short."""
 
 import csv
+import dataclasses
 import functools
 import importlib
+import inspect
 import io
 import re
 import runpy
@@ -86,8 +88,11 @@ def test_table_of_kinds_is_complete():
 def test_modules_of_the_design_page_exist():
     (table,) = re.findall(r"^\| module \|.*?\n\n", text("docs/design.md"), flags=re.M | re.S)
     named = re.findall(r"^\| `([\w./]+)` \|", table, flags=re.MULTILINE)
-    assert len(named) > 10
     assert [module for module in named if not (ROOT / "rmm_linear" / module).exists()] == []
+    library = ROOT / "rmm_linear"
+    folders = {f"{path.parent.relative_to(library)}/" for path in library.rglob("*/__init__.py")}
+    files = {path.name for path in library.glob("*.py") if not path.name.startswith("_")}
+    assert sorted((folders | files) - {*named, "./", "estimators.py"}) == []  # the public name of norm_estimators
 
 
 def test_the_demos_output_is_that_of_the_demo():
@@ -166,3 +171,33 @@ def test_every_public_name_is_on_an_api_page(module):
     public = set(importlib.import_module(module).__all__) - NO_OBJECTS
     named = [full.rpartition(".")[2] for full in api_names() if full.rpartition(".")[0] == module]
     assert sorted(named) == sorted(public)
+
+
+def api_functions():
+    """The functions that API pages show, methods too, and how they are named there."""
+    for full in api_names():
+        module, _, attribute = full.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        if not inspect.isclass(found):
+            yield full, found
+            continue
+        for own, each in vars(found).items():
+            function = each.__func__ if isinstance(each, classmethod | staticmethod) else each
+            shown = not own.startswith("_") or (own == "__init__" and not dataclasses.is_dataclass(found))
+            if inspect.isfunction(function) and shown:
+                yield f"{full}.{own}", function
+
+
+def test_what_api_pages_show_says_what_it_takes_and_returns():
+    lacking = []
+    for full, function in api_functions():
+        doc = function.__doc__
+        if doc is None or "\n" not in doc.strip():  # one line says all, or the base class does
+            continue
+        signature = inspect.signature(function)
+        section = re.search(r"^ +Args:\n(.*?)(?=^ +(?:Returns|Yields|Raises|Example):|\Z)", doc, flags=re.M | re.S)
+        said = set(re.findall(r"\*{0,2}(\w+)(?= ?(?:\([^)]*\))?:)", section[1])) if section else set()
+        lacking += [f"{full}({each})" for each in signature.parameters if each not in {"self", "cls"} | said]
+        if signature.return_annotation not in (None, "None") and not re.search(r"^ +(Returns|Yields):", doc, re.M):
+            lacking += [f"{full} -> {signature.return_annotation}"]
+    assert lacking == []

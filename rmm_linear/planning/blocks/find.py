@@ -14,9 +14,6 @@ def find_blocks(model: nn.Module) -> list[str]:
     A block is an entry of a list of like modules, as a transformer's layers are, that is in no other; or a module
     beside such lists, as embeddings and heads are. A model without such a list has its children as blocks.
 
-    Args:
-        model: The model.
-
     Returns:
         Their names, in the order in which the model has them.
 
@@ -33,10 +30,6 @@ def find_blocks(model: nn.Module) -> list[str]:
 def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
     """Find the parts of a block that may be recomputed by themselves while it is recomputed.
 
-    Args:
-        model: The model.
-        block: Name of the block.
-
     Returns:
         Names of its children that have children; of the first level that has several children.
     """
@@ -51,24 +44,12 @@ def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
 
 
 def owner_of(name: str, blocks: Iterable[str]) -> str | None:
-    """Return the block that a module belongs to.
-
-    Args:
-        name: Of the module.
-        blocks: Names of blocks, none inside of another.
-
-    Returns:
-        The block, or None.
-    """
+    """Return the block that a module belongs to."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
 
 
 def alike(model: nn.Module, name: str) -> str:
     """Return what modules that cost the same have in common, the input aside.
-
-    Args:
-        model: The model.
-        name: Of a module.
 
     Returns:
         Its class and the shapes of its parameters.

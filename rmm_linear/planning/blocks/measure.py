@@ -169,10 +169,6 @@ def measure(
 def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     """Divide the live bytes of a step among blocks.
 
-    Args:
-        events: Of the step.
-        blocks: Names, in the order of the forward pass.
-
     Returns:
         Name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks before
         it keep.

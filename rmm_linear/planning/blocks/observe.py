@@ -37,11 +37,6 @@ class Observed:
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
     """Run a forward pass and note what every block saves and does.
 
-    Args:
-        model: The model.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-        blocks: Names of blocks, none inside of another.
-
     Returns:
         Name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
     """

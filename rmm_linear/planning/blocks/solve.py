@@ -34,12 +34,6 @@ def choose(
         cost: Of an option, finite; it may be negative. None: the time that it adds.
         solver: "milp", "rounded", "greedy", or "auto": the first where scipy can be imported, else the second.
 
-    Returns:
-        The index of each block's option; None if nothing fits.
-
-    Raises:
-        ValueError: If there is no such solver, or a cost is not finite.
-
     Example:
         >>> keep, again = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)
         >>> choose([[keep, again], [keep, again]], 8, solver="rounded")  # 1 + 6 bytes
@@ -66,7 +60,6 @@ def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
 
     Args:
         options: Of every block, in the order of the forward pass.
-        chosen: The index of each block's option.
 
     Returns:
         Bytes at the worst moment of any block, with what the blocks before it keep.
@@ -80,9 +73,6 @@ def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
 
 def least(options: Sequence[Sequence[Option]]) -> int:
     """Return the least budget for which :func:`choose` finds something.
-
-    Args:
-        options: Of every block.
 
     Returns:
         Bytes.

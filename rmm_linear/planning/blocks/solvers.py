@@ -67,12 +67,7 @@ def by_milp(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
     """Solve the integer program with HiGHS; what it returns is checked in integers.
 
     Args:
-        blocks: Options of every block.
-        prices: Their costs.
         budget: Bytes.
-
-    Returns:
-        The index of each block's option.
     """
     for target in (budget, budget - budget // _TOLERANCE - 1):
         chosen = _milp(blocks, prices, target)
@@ -128,12 +123,7 @@ def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
     budget is spent on options that cost less.
 
     Args:
-        blocks: Options of every block.
-        prices: Their costs.
         budget: Bytes.
-
-    Returns:
-        The index of each block's option.
     """
     floors = [min(option.kept for option in block) for block in blocks]
     bases = list(accumulate(floors, initial=0))
@@ -168,12 +158,7 @@ def by_greedy(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
     """Begin with the cheapest options, and change what costs least per byte of the highest peak until all fit.
 
     Args:
-        blocks: Options of every block.
-        prices: Their costs.
         budget: Bytes.
-
-    Returns:
-        The index of each block's option.
     """
     cheapest = [
         min(range(len(block)), key=lambda index: (price[index], block[index].kept))

@@ -18,12 +18,6 @@ def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: 
 
     Like modules have the same time, so that noise does not choose between them.
 
-    Args:
-        model: The model.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-        names: Names of modules.
-        repeats: Passes; the least time counts.
-
     Returns:
         Name to seconds: of the device for CUDA, of the process for the CPU.
     """
@@ -32,16 +26,7 @@ def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: 
 
 
 def cheap_shares(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, float]:
-    """Measure the share of modules' time that is not spent in products, which selective recomputation keeps.
-
-    Args:
-        model: The model.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-        names: Names of modules, none inside of another.
-
-    Returns:
-        Name to a share of the time in operators.
-    """
+    """Measure the share of modules' time that is not spent in products, which selective recomputation keeps."""
     clock = Clock(model, names)
     with _Operators(clock) as operators:
         clock.run(model, example)

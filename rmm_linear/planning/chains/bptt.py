@@ -36,9 +36,9 @@ def bptt(
     because the parts of its gradient add up in another order. Under autocast, the steps' gradients of a weight add up
     in its own dtype, not in the one it is cast to.
 
-    Steps that run again draw the same random numbers, under the same autocast. Buffers of a module are updated once,
-    and a step that runs again reads what they held when it first ran; those that a function reaches are updated by
-    every run of a step, trial steps too. A cell must have no other side effects: it runs more than once per step.
+    Steps that run again draw the same random numbers, under the same autocast. Buffers are updated once, and a step
+    that runs again reads what they held when it first ran: buffers of the module that the cell is, or of modules that a
+    function names. A cell must have no other side effects: it runs more than once per step.
     Without gradients it runs once, and nothing is kept.
 
     Args:

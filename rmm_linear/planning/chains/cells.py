@@ -16,19 +16,7 @@ Cell = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def adapted(cell: Any, state: Any, x: Tensor) -> tuple[Any, Any]:
-    """Turn PyTorch's cells into functions ``(x_t, state) -> (output, state)``; others are returned as they are.
-
-    Args:
-        cell: The cell.
-        state: Its initial state. None is that of zeros for PyTorch's cells.
-        x: The first leaf of one step's inputs.
-
-    Returns:
-        The cell and its initial state.
-
-    Raises:
-        TypeError: If it is none.
-    """
+    """Turn PyTorch's cells into functions ``(x_t, state) -> (output, state)``; others are returned as they are."""
     if isinstance(cell, nn.RNNBase):
         name = type(cell).__name__
         raise TypeError(
@@ -129,12 +117,7 @@ class Step:
         """Run one step with its graph.
 
         Args:
-            x: Its inputs.
-            state: The state before it.
             needs: For every leaf of both, whether it gets a gradient.
-
-        Returns:
-            The step.
         """
         leaves = [
             leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf

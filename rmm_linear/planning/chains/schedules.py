@@ -16,14 +16,7 @@ from rmm_linear._support.installing import INSTALL_PLANNING
 
 
 def package() -> Any:
-    """Return the package checkpoint_schedules.
-
-    Returns:
-        The module.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Return the package checkpoint_schedules."""
     try:
         return importlib.import_module("checkpoint_schedules")
     except ImportError as missing:
@@ -36,11 +29,7 @@ def in_memory(steps: int, slots: int) -> Any:
     """Return Revolve's schedule, the optimum for states in fast memory alone.
 
     Args:
-        steps: Steps of the chain.
         slots: States in fast memory, the initial one among them.
-
-    Returns:
-        The schedule.
     """
     # The package's class Revolve makes the same schedule by a search: 48 s instead of 12 ms for 1000 steps.
     return package().MultistageCheckpointSchedule(steps, slots, 0)
@@ -50,11 +39,7 @@ def two_level(interval: int, slots: int) -> Any:
     """Return Kukreja's schedule: every ``interval``-th state in the store, Revolve's between two of them.
 
     Args:
-        interval: Steps from one stored state to the next.
         slots: States in fast memory, that from which an interval starts among them.
-
-    Returns:
-        The schedule, for any number of steps.
     """
     made = package()
     return made.TwoLevelCheckpointSchedule(interval, slots - 1, binomial_storage=made.StorageType.RAM)
@@ -64,14 +49,8 @@ def hierarchical(steps: int, ram: int, disk: int, write: float, read: float) -> 
     """Return H-Revolve's schedule for two levels.
 
     Args:
-        steps: Steps of the chain, at least 2.
         ram: States in fast memory, the initial one among them.
-        disk: States in the store.
         write: Time in which a state goes to the store, in forward steps.
-        read: Time in which it comes back.
-
-    Returns:
-        The schedule; finding it takes O(steps²) time: 2 s for 1000 steps.
     """
     return package().HRevolve(steps, ram, disk, wd=write, rd=read)
 
@@ -80,11 +59,7 @@ def recomputed(steps: int, slots: int) -> int:
     """Return how many forward steps Revolve adds to the first run, in closed form (Griewank & Walther 2000).
 
     Args:
-        steps: Steps of the chain.
         slots: States in fast memory, the initial one among them.
-
-    Returns:
-        The least possible number.
 
     Example:
         >>> [recomputed(10, 3), recomputed(50, 5), recomputed(1000, 50)]
@@ -123,18 +98,7 @@ class Counts:
 
 
 def count(schedule: Any, steps: int) -> Counts:
-    """Go through a schedule without running a step.
-
-    Args:
-        schedule: A schedule that was not used yet.
-        steps: Steps of the chain.
-
-    Returns:
-        Its counts.
-
-    Raises:
-        ValueError: If it does not end.
-    """
+    """Go through a schedule without running a step."""
     made, counts, below = package(), Counts(), steps
     held: dict[Any, set[int]] = {storage: set() for storage in made.StorageType}
     ram, disk = made.StorageType.RAM, made.StorageType.DISK

@@ -49,8 +49,10 @@ def sweep(
     Memory: ``slots`` states, the graph of one step, the initial state, and with a store up to 2 states on their way;
     ``levels`` take one more.
 
-    ``step`` must be a function of its arguments, its parameters and the global random generators, which are set anew
-    for every repetition, and it must return a new state. Under ``torch.no_grad`` this is the plain loop.
+    ``step`` must be a function of its arguments, its parameters, its buffers and the global random generators, and it
+    must return a new state. Buffers and generators are set for every repetition as the first run had them: buffers of
+    the module that step is or belongs to, or of modules that a function names. Under ``torch.no_grad`` this is the
+    plain loop.
 
     Args:
         step: ``step(i, state) -> state``, with the state's structure unchanged: a function or an nn.Module. What it

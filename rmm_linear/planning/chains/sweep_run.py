@@ -29,26 +29,13 @@ class Length:
     """
 
     def __init__(self, steps: int | Callable[[int, Any], Any], structure: TreeSpec) -> None:
-        """Ask nothing yet.
-
-        Args:
-            steps: The number, or ``steps(i, state) -> bool``.
-            structure: Structure of the state.
-        """
+        """Ask nothing yet."""
         self._condition = steps if not isinstance(steps, int) else None
         self.known = steps if isinstance(steps, int) else None
         self._structure, self._asked = structure, -1
 
     def has(self, number: int, leaves: Sequence[Tensor]) -> bool:
-        """Say whether there is a step; the condition is asked once for each.
-
-        Args:
-            number: The step.
-            leaves: The state before it.
-
-        Returns:
-            Whether there is.
-        """
+        """Say whether there is a step; the condition is asked once for each."""
         if self.known is not None:
             return number < self.known
         if number > self._asked and self._condition is not None:
@@ -77,14 +64,7 @@ class Run:
         """Run nothing yet.
 
         Args:
-            stepper: Runs the steps.
-            schedule: What to do.
-            length: How many steps there are.
             early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
-            replayed: What steps see.
-            parameters: What they reach.
-            transfers: The way to the store, if there is one.
-            report: What to fill in.
         """
         self._stepper, self._schedule, self._length = stepper, schedule, length
         self._replayed, self._transfers, self._report = replayed, transfers, report
@@ -105,9 +85,6 @@ class Run:
 
         Args:
             needed: Which tensors of the initial state need a gradient.
-
-        Returns:
-            The tensors of the final state.
         """
         self._needed = needed
         made = package()
@@ -132,14 +109,7 @@ class Run:
         """Run the chain backwards.
 
         Args:
-            initial: The tensors of the initial state.
             gradients: With respect to the tensors of the final state.
-
-        Returns:
-            The gradients with respect to the initial state and to the parameters.
-
-        Raises:
-            RuntimeError: If it has run before.
         """
         if self._ended:
             raise RuntimeError(

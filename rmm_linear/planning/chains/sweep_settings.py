@@ -30,23 +30,7 @@ class Settings:
 
     @classmethod
     def read(cls, steps: Any, slots: Any, store: Any, interval: Any, length: Any, levels: Any) -> Settings:
-        """Check a sweep's arguments.
-
-        Args:
-            steps: A number or a condition.
-            slots: A number, or None with ``levels``.
-            store: A store or None.
-            interval: A number, "auto" or "sqrt".
-            length: A number, or None.
-            levels: None, or two tuples.
-
-        Returns:
-            The settings.
-
-        Raises:
-            TypeError: If an argument is of another kind.
-            ValueError: If one is out of range, or two contradict each other.
-        """
+        """Check a sweep's arguments."""
         if not callable(steps) and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise TypeError(
                 f"steps must be a number, or a condition steps(i, state) that says whether to go on, got {steps!r}."

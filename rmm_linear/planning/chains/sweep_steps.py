@@ -30,31 +30,14 @@ class Stepper:
     """Runs ``step``, counts, and checks what it returns."""
 
     def __init__(self, step: Step, structure: TreeSpec) -> None:
-        """Run nothing yet.
-
-        Args:
-            step: ``step(i, state) -> state``.
-            structure: Structure of the state.
-        """
+        """Run nothing yet."""
         self.step, self.structure, self.count = step, structure, 0
         owner = getattr(step, "__self__", step)  # a method of a module, or a module
         self.module = owner if isinstance(owner, nn.Module) else None
         self.modules = modules_behind(step)
 
     def run(self, number: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step.
-
-        Args:
-            number: Which one.
-            leaves: The state's tensors.
-
-        Returns:
-            The new state's tensors.
-
-        Raises:
-            TypeError: If step returns another structure.
-            RuntimeError: If step changes the state in place.
-        """
+        """Run one step."""
         self.count += 1
         before = versions(leaves)
         state = self.step(number, tree_unflatten(list(leaves), self.structure))
@@ -80,12 +63,7 @@ class Stepper:
         """Run one step with its graph.
 
         Args:
-            number: Which one.
-            leaves: The state's tensors.
             needed: Which of them need a gradient; None is all that can have one.
-
-        Returns:
-            The step.
         """
         needed = needed or [is_differentiable(leaf) for leaf in leaves]
         inputs = [leaf.detach().requires_grad_(need) for leaf, need in zip(leaves, needed, strict=True)]
@@ -97,14 +75,7 @@ def reached(recorded: Recorded, since: int | None = None) -> list[Tensor]:
     """Return the leaves, other than the state's, that a recorded step asks gradients for.
 
     Args:
-        recorded: The step.
         since: Number of a node of this thread that was made before it; None does not look at that.
-
-    Returns:
-        The leaves.
-
-    Raises:
-        RuntimeError: If the step reaches a tensor that was computed outside of it, with a graph of its own.
     """
     for node in nodes_behind(recorded.outputs) if since is not None else ():
         if not hasattr(node, "variable") and node._sequence_nr() <= since:
@@ -123,12 +94,6 @@ def go_back(
     totals: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Run one step backwards.
-
-    Args:
-        recorded: The step; its graph is used up.
-        gradients: With respect to what it returned.
-        parameters: The parameters.
-        totals: Their gradients so far.
 
     Returns:
         The gradients with respect to what the step started from, and the new totals.

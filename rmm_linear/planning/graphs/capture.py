@@ -29,14 +29,7 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     What torch.compile has compiled in this process is forgotten, and compiled again when it is used.
 
     Args:
-        model: The model.
         example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
-
-    Returns:
-        The graph, whose parameters and buffers are inputs, and its inputs.
-
-    Raises:
-        CaptureError: If it is no single graph, with the line where it ends.
     """
     if callable(example):
         raise CaptureError("A graph is captured from a batch, got a function. Pass the batch, or use plan_blocks().")
@@ -70,14 +63,7 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def check_graph(graph: fx.GraphModule) -> None:
-    """Refuse a graph that would draw other random numbers than its model: of sketches, or in its own checkpointing.
-
-    Args:
-        graph: A captured graph.
-
-    Raises:
-        CaptureError: If it has either.
-    """
+    """Refuse a graph that would draw other random numbers than its model: of sketches, or in its own checkpointing."""
     if any("rmm_linear" in str(node.target) for node in graph.graph.nodes):
         raise CaptureError(_CONVERTED)
     if any("activation_checkpoint" in str(node.target) for node in graph.graph.nodes):

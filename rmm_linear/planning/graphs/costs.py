@@ -90,9 +90,6 @@ class GraphCosts:
     def reordered(self, order: Sequence[int]) -> GraphCosts:
         """Return the costs of the same nodes in another order.
 
-        Args:
-            order: Numbers of the nodes.
-
         Returns:
             Costs in which nodes have the numbers of the new order.
         """
@@ -178,12 +175,6 @@ class GraphCosts:
 
         A recomputed piece must not read what other nodes made, and changed in place after it began: a convolution's
         output, say, which the ReLU that the piece begins with overwrites.
-
-        Args:
-            begin: Number of the first node.
-
-        Returns:
-            Number of the node after the last one.
         """
         spoiled = {key for key, place in self.changed.items() if self.made.get(key, begin) < begin <= place}
         if not spoiled:

@@ -45,15 +45,7 @@ class LowerSets:
     """The lower sets of a graph, and sequences of them."""
 
     def __init__(self, costs: GraphCosts, *, exact: bool = False) -> None:
-        """Find the lower sets.
-
-        Args:
-            costs: Of the graph.
-            exact: Whether all lower sets are used.
-
-        Raises:
-            ValueError: If there are too many.
-        """
+        """Find the lower sets."""
         self.count = costs.count
         self.full = (1 << costs.count) - 1
         outputs = {key for place, read in enumerate(costs.read) for key in read}
@@ -76,9 +68,6 @@ class LowerSets:
             budget: Bytes, in the terms of the paper: results of nodes, each with a gradient.
             most: The most recomputation instead, which the paper calls memory-centric: what is forgotten early frees
                 memory that its budget does not count.
-
-        Returns:
-            The stages, as bit masks; None if nothing fits.
         """
         count, last = len(self.sets), len(self.sets) - 1
         kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
@@ -122,9 +111,6 @@ class LowerSets:
 
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
         """Say which part each node belongs to, and which parts are recomputed.
-
-        Args:
-            stages: The stages.
 
         Returns:
             By node: its part; and the parts that are recomputed, which are all but those that keep everything and the
@@ -210,11 +196,7 @@ def chen_segments(costs: GraphCosts, limit: int) -> list[tuple[int, int]]:
     """Divide a graph into segments of about the same bytes, between nodes where one tensor alone crosses.
 
     Args:
-        costs: Of the graph.
         limit: Bytes that a segment makes before it is closed.
-
-    Returns:
-        Begins and ends.
     """
     crossing, made = [0] * (costs.count + 1), [0] * costs.count
     for key, place in costs.made.items():

@@ -43,18 +43,7 @@ class NodeCost:
 
 
 def measure_nodes(model: nn.Module, example: Any) -> tuple[NodeCost, ...]:
-    """Measure the nodes of a model's graph.
-
-    Args:
-        model: The model. Its graph must be a single one.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-
-    Returns:
-        A row per node, in the order of execution.
-
-    Raises:
-        ValueError: If the model is no single graph.
-    """
+    """Measure the nodes of a model's graph."""
     graph, inputs = capture(model, example)
     costs = graph_costs(graph, inputs)
     with as_in_training(model), torch.no_grad():

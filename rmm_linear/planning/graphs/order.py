@@ -71,16 +71,7 @@ def order(
 
 
 def improve(costs: GraphCosts, before: Sequence[set[int]], first: list[int]) -> list[list[int]]:
-    """Look for better orders.
-
-    Args:
-        costs: Of the graph.
-        before: By node: those that must come before it.
-        first: An order that is legal.
-
-    Returns:
-        The given order, and the best others by their estimated peaks.
-    """
+    """Look for better orders."""
     candidates = [first, *_candidates(costs, before, first)]
     candidates.sort(key=lambda each: estimate(costs, each))
     best = _moved(costs, before, candidates[0])
@@ -91,10 +82,6 @@ def improve(costs: GraphCosts, before: Sequence[set[int]], first: list[int]) -> 
 
 def estimate(costs: GraphCosts, nodes: Sequence[int]) -> tuple[int, int]:
     """Estimate the peak of a step without recomputation.
-
-    Args:
-        costs: Of the graph.
-        nodes: Its nodes, in some order.
 
     Returns:
         The peak in bytes, and the sum of the bytes of all moments.

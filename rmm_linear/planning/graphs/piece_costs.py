@@ -57,11 +57,7 @@ class PieceCosts:
     """The costs of pieces of a graph."""
 
     def __init__(self, costs: GraphCosts) -> None:
-        """Prepare the sums.
-
-        Args:
-            costs: Of the graph.
-        """
+        """Prepare the sums."""
         self.costs = costs
         self.seconds, self.made_by = costs.seconds, costs.made_by()
         self.crossing, self.weights = _crossing(costs), _weights(costs)
@@ -74,10 +70,6 @@ class PieceCosts:
 
     def beginning(self, begin: int, ends: Collection[int]) -> list[PieceCost]:
         """Return the costs of pieces with one begin.
-
-        Args:
-            begin: Number of the first node.
-            ends: Where pieces may end.
 
         Returns:
             Those of every piece that is kept, and of every one that can be recomputed: not the last one, whose
@@ -122,10 +114,6 @@ class PieceCosts:
 
 def estimate(costs: GraphCosts, parts: Parts) -> tuple[int, float]:
     """Estimate what a graph in pieces needs.
-
-    Args:
-        costs: Of the graph.
-        parts: The pieces.
 
     Returns:
         The peak in bytes, and the time of the recomputation.
@@ -182,15 +170,7 @@ def _weights(costs: GraphCosts) -> list[int]:
 
 
 def of_pieces(count: int, pieces: Sequence[Piece]) -> Parts:
-    """Return the parts of pieces that follow each other; neighbours that are kept are one.
-
-    Args:
-        count: Number of nodes.
-        pieces: From the first node to the last.
-
-    Returns:
-        The parts.
-    """
+    """Return the parts of pieces that follow each other; neighbours that are kept are one."""
     part, recomputed, number, was_kept = [0] * count, set[int](), -1, False
     for piece in pieces:
         number += 0 if was_kept and not piece.recomputed else 1

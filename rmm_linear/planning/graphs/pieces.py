@@ -28,7 +28,6 @@ class RecomputedPiece(nn.Module):
         """Wrap a piece.
 
         Args:
-            piece: The piece.
             written: Places of the arguments that it changes: statistics of norms, counters.
             random: Whether it draws random numbers, which are to be repeated.
             to_the_end: Whether all of it is to be run again, as it switches something off that it has switched on.
@@ -40,14 +39,7 @@ class RecomputedPiece(nn.Module):
         self.to_the_end = to_the_end
 
     def forward(self, *args: Any) -> Any:
-        """Run the piece, and again in the backward pass.
-
-        Args:
-            *args: Of the piece.
-
-        Returns:
-            What the piece returns.
-        """
+        """Run the piece, and again in the backward pass."""
         if not torch.is_grad_enabled():
             return self.piece(*args)
         written: dict[int, Tensor] = {place: args[place] for place in self.written}
@@ -76,13 +68,7 @@ def run_in_pieces(
     """Split a graph and recompute some of its parts.
 
     Args:
-        costs: Of the graph.
-        part: By node: the number of its part.
-        recomputed: Numbers of the parts that are recomputed.
         order: The nodes in the order in which they run, if that is another one.
-
-    Returns:
-        A module with the graph's inputs and outputs.
     """
     ordered = _in_order(costs, part, order) if recomputed or order else costs.graph
     if not recomputed:
@@ -118,16 +104,7 @@ def _in_order(costs: GraphCosts, part: Sequence[int], order: Sequence[int]) -> f
 
 
 def simulate_graph(costs: GraphCosts, run: fx.GraphModule, workspace: Workspace | None = None) -> Peak:
-    """Simulate a forward and a backward pass of a graph.
-
-    Args:
-        costs: Of the graph.
-        run: The graph, in pieces or not.
-        workspace: What operators take beyond their results.
-
-    Returns:
-        The peak; its modules are pieces.
-    """
+    """Simulate a forward and a backward pass of a graph."""
     peak = Peak(measure="simulated live tensors")
     with costs.mode, followed(run) as place, FollowedTensors(peak, place, workspace) as live:
         graph_step(run, costs.inputs)
@@ -136,27 +113,14 @@ def simulate_graph(costs: GraphCosts, run: fx.GraphModule, workspace: Workspace 
 
 
 def graph_flops(costs: GraphCosts, run: Callable[..., Any]) -> int:
-    """Count the floating-point operations of a forward and a backward pass.
-
-    Args:
-        costs: Of the graph.
-        run: The graph, in pieces or not.
-
-    Returns:
-        The operations of matrix products, convolutions and attention.
-    """
+    """Count the floating-point operations of a forward and a backward pass."""
     with costs.mode, flop_counter() as counter:
         graph_step(run, costs.inputs)
     return counter.get_total_flops()
 
 
 def graph_step(run: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """Run a forward and a backward pass of a graph; gradients are left in ``.grad`` of its inputs.
-
-    Args:
-        run: The graph, in pieces or not.
-        inputs: Its inputs, whose gradients are forgotten first.
-    """
+    """Run a forward and a backward pass of a graph; gradients are left in ``.grad`` of its inputs."""
     for each in inputs:
         if isinstance(each, Tensor):
             each.grad = None

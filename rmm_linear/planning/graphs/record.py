@@ -20,15 +20,7 @@ _PURE = ("_operator", "operator", "builtins", "math")  # modules whose functions
 
 
 def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
-    """Run a graph on fake tensors, node by node.
-
-    Args:
-        graph: A graph whose parameters and buffers are inputs.
-        inputs: Its inputs.
-
-    Returns:
-        What was seen.
-    """
+    """Run a graph on fake tensors, node by node."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [fake_input(mode, each) for each in inputs]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
@@ -44,15 +36,7 @@ def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
 
 
 def fake_input(mode: FakeTensorMode, each: Any) -> Any:
-    """Return a fake leaf like an input of a graph.
-
-    Args:
-        mode: Of the fake tensors.
-        each: A tensor, real or fake, or anything else.
-
-    Returns:
-        The fake tensor; what is no tensor, as it is.
-    """
+    """Return a fake leaf like an input of a graph."""
     if not isinstance(each, Tensor):
         return each
     with mode:

@@ -46,13 +46,7 @@ class Search:
     """Proposals, of which some are simulated."""
 
     def __init__(self, costs: GraphCosts, plain: int, workspace: Workspace | None = None) -> None:
-        """Begin with the graph as it is.
-
-        Args:
-            costs: Of the graph.
-            plain: Its peak, simulated.
-            workspace: What operators take beyond their results.
-        """
+        """Begin with the graph as it is."""
         self.costs, self.plain, self.workspace = costs, plain, workspace
         whole = Proposal(([0] * costs.count, set()), "keep", plain, 0.0)
         self.proposals = {_key(whole.parts): whole}
@@ -62,7 +56,6 @@ class Search:
         """Let a method make proposals.
 
         Args:
-            method: "cuts", "chen", "kusumoto" or "kusumoto-exact".
             budget: Bytes; 0 for as little as can be.
         """
         for parts in self._proposed(method, budget):
@@ -75,9 +68,6 @@ class Search:
 
         Args:
             budget: Bytes.
-
-        Returns:
-            It and its peak, simulated; None if nothing fits.
         """
         limit, found = budget, None
         for _ in range(_JUDGED):
@@ -94,11 +84,7 @@ class Search:
         return found or self._fitting(self.smallest(), budget)
 
     def smallest(self) -> tuple[Proposal, int]:
-        """Find the proposal with the lowest peak: those that the formula ranks first are simulated.
-
-        Returns:
-            It and its peak, simulated.
-        """
+        """Find the proposal with the lowest peak: those that the formula ranks first are simulated."""
         by_method: dict[str, list[Proposal]] = {}
         for each in sorted(self.proposals.values(), key=lambda p: (p.estimated, p.seconds)):
             by_method.setdefault(each.method, []).append(each)
@@ -114,9 +100,6 @@ class Search:
 
     def judge(self, proposal: Proposal) -> int:
         """Simulate a proposal, once.
-
-        Args:
-            proposal: The proposal.
 
         Returns:
             Its peak in bytes.

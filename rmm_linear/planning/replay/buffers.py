@@ -41,7 +41,6 @@ class Buffers:
 
         Args:
             modules: All modules that have some, parts of modules too: see :func:`parts_of`.
-            tensors: Other tensors to take as buffers.
             last: The same modules' earlier. Its copies take no memory again where nothing has changed since.
         """
         self.modules, self.held = modules, list[_Held]()
@@ -83,11 +82,7 @@ class Buffers:
         return made
 
     def set(self, overwritten: Overwritten) -> None:
-        """Put the tensors back where they were, with what they held.
-
-        Args:
-            overwritten: Of :func:`buffers_kept`, which puts back what this overwrites.
-        """
+        """Put the tensors back where they were, with what they held."""
         tensors = [held.restored(overwritten) for held in self.held]
         for module, names in zip(self.modules, self.names, strict=True):
             _put(module, {name: None if place is None else tensors[place] for name, place in names.items()})
@@ -100,15 +95,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 @contextmanager
 def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[Overwritten]:
-    """Leave buffers as they are now: the same tensors, with the same values.
-
-    Args:
-        modules: As for :class:`Buffers`.
-        tensors: As for :class:`Buffers`.
-
-    Yields:
-        What to hand to :meth:`Buffers.set`.
-    """
+    """Leave buffers as they are now: the same tensors, with the same values."""
     there = [dict(module._buffers.items()) for module in modules]
     overwritten: Overwritten = {}
     for tensor in (*(each for named in there for each in named.values()), *tensors):
@@ -124,14 +111,7 @@ def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -
 
 @contextmanager
 def buffers_as_left(overwritten: Overwritten) -> Iterator[None]:
-    """Inside of :func:`buffers_kept`, show what it will leave to a backward pass that has saved some of the tensors.
-
-    Args:
-        overwritten: What :func:`buffers_kept` yielded.
-
-    Yields:
-        Nothing.
-    """
+    """Inside of :func:`buffers_kept`, show what it will leave to a backward pass that has saved some of the tensors."""
     # On other devices than the CPU to compare would wait for them.
     differs = [(t, value) for t, value in overwritten.values() if t.device.type != "cpu" or not torch.equal(t, value)]
     working = [(tensor, tensor.detach().clone()) for tensor, _ in differs]

@@ -20,11 +20,7 @@ def generator_states(devices: Sequence[torch.device], last: list[Tensor] | None 
     """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others.
 
     Args:
-        devices: The devices beside the CPU.
         last: Earlier states. They are returned, and take no memory again, if nothing has been drawn since.
-
-    Returns:
-        The CPU's state, then those of the devices.
     """
     found = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
     if last is not None and all(torch.equal(new, old) for new, old in zip(found, last, strict=True)):
@@ -41,14 +37,7 @@ def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.devic
 
 @contextmanager
 def forked(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore the generators at the end of the block.
-
-    Args:
-        devices: The devices beside the CPU.
-
-    Yields:
-        Nothing.
-    """
+    """Restore the generators at the end of the block."""
     before = generator_states(devices)
     try:
         yield

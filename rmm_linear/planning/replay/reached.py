@@ -28,11 +28,7 @@ def leaves_behind(results: Sequence[Tensor], own: Iterable[Tensor] = ()) -> list
     """Return the tensors that get a gradient when one goes back from results that need it.
 
     Args:
-        results: What a step returned.
         own: Leaves to leave out: those of what the step was given.
-
-    Returns:
-        The leaves, in the same order in every process.
     """
     found = [leaf for leaf in results if leaf.is_leaf and leaf.requires_grad]  # returned as they are, without a node
     found += [node.variable for node in nodes_behind(results) if hasattr(node, "variable")]
@@ -53,12 +49,6 @@ def pull_back(
 
     Args:
         results: What the step returned and needs a gradient, with that gradient. The graph is used up.
-        wanted: Leaves of the step's own.
-        parameters: The leaves that it shares with other steps.
-        totals: Their gradients so far.
-
-    Returns:
-        The gradients of the step's own leaves, and the new totals.
     """
     if not results or not (wanted or parameters):
         return [None] * len(wanted), list(totals)

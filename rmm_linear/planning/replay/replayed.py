@@ -91,13 +91,12 @@ class Replayed:
         """Look at what there is before the first run.
 
         Args:
-            modules: Those that run.
             arguments: What they are given, and what else must stay until the last repetition; others than tensors are
                 left out.
-            written: Tensors to repeat like buffers.
             draws: Whether random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them too.
         """
-        self.parts, self.written = parts_of(modules), [*written]
+        self.modules = [*modules]
+        self.parts, self.written = parts_of(self.modules), [*written]
         constant = [each for each in arguments if isinstance(each, Tensor)]
         constant += [one for part in self.parts for one in part._parameters.values() if one is not None]
         # Weak: whoever needs an argument again has it, or has it in host memory.
@@ -152,15 +151,8 @@ class Replayed:
     def again(self, seen: Seen, *others: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """Return a context in which a run repeats one; a graph that is retained enters it once per backward pass.
 
-        Args:
-            seen: What the first run read.
-            *others: Make more contexts to enter.
-
         Returns:
             The context. It leaves generators and buffers as they are when it is entered.
-
-        Raises:
-            RuntimeError: On entering, if a parameter or an argument was changed in place.
         """
 
         @contextmanager
@@ -175,15 +167,11 @@ class Replayed:
         return _Reusable(entered)
 
     def check(self) -> None:
-        """Raise if a repetition would not compute what the first run did.
-
-        Raises:
-            RuntimeError: If a parameter or an argument was changed in place.
-        """
+        """Raise if a repetition would not compute what the first run did."""
         for reference, version in self._constant:
             tensor = reference()
             if tensor is not None and versions([tensor]) != [version]:
-                named = {id(one): name for part in self.parts for name, one in part._parameters.items()}
+                named = {id(one): name for module in self.modules for name, one in module.named_parameters()}
                 what = f"the parameter {named[id(tensor)]!r}" if id(tensor) in named else "an input"
                 raise RuntimeError(
                     f"The backward pass computes again what the forward pass computed, but {what} of shape "

@@ -18,18 +18,7 @@ from rmm_linear.planning.stores.base import Store, StoreError, naming
 
 
 def flatten(state: Any, origin: str) -> tuple[list[Tensor], TreeSpec]:
-    """Take a state apart.
-
-    Args:
-        state: A pytree (tuples, lists, dictionaries) of tensors.
-        origin: Where it comes from, for the error.
-
-    Returns:
-        Its tensors, and the structure from which ``tree_unflatten`` makes it anew.
-
-    Raises:
-        TypeError: If a leaf is no dense tensor, or there is none.
-    """
+    """Take a state apart."""
     leaves, structure = tree_flatten(state)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -70,30 +59,13 @@ class Snapshot:
     def of(
         cls, position: int, leaves: Sequence[Any], seen: Seen | None = None, lasting: Collection[StorageKey] = ()
     ) -> Snapshot:
-        """Take a snapshot of a state; a tensor is copied only where it is a small part of a larger storage.
-
-        Args:
-            position: The step before which it is taken.
-            leaves: The state's leaves.
-            seen: What the step reads besides.
-            lasting: Storages that stay in memory anyway.
-
-        Returns:
-            The snapshot.
-        """
+        """Take a snapshot of a state; a tensor is copied only where it is a small part of a larger storage."""
         kept = [_compact(leaf, lasting) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         strides = [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)]
         return cls(position, kept, strides, versions(_tensors(kept)), seen)
 
     def restored(self) -> list[Any]:
-        """Return the leaves as the step saw them, tensors with their strides.
-
-        Returns:
-            The leaves.
-
-        Raises:
-            RuntimeError: If somebody changed a tensor in place.
-        """
+        """Return the leaves as the step saw them, tensors with their strides."""
         if self.versions is not None and self.versions != versions(_tensors(self.leaves)):
             raise RuntimeError(
                 f"The state before step {self.position} must stay as it was until the backward pass, but one of its "
@@ -132,16 +104,7 @@ class StoredSnapshot:
     """
 
     def __init__(self, snapshot: Snapshot, store: Store, run: str) -> None:
-        """Put a state into a store.
-
-        Args:
-            snapshot: The state.
-            store: The store.
-            run: A name that no other run has.
-
-        Raises:
-            StoreError: If it cannot be put there.
-        """
+        """Put a state into a store."""
         tensors = _tensors(snapshot.leaves)
         self.position, self.seen = snapshot.position, snapshot.seen
         self._rest = replace(snapshot, seen=None).without_tensors()
@@ -159,14 +122,7 @@ class StoredSnapshot:
             raise
 
     def restored(self) -> list[Any]:
-        """Return the state from the store.
-
-        Returns:
-            Its leaves.
-
-        Raises:
-            StoreError: If it does not come back as it was.
-        """
+        """Return the state from the store."""
         with naming(self.position, "read", self._key):
             tensors = self._store.get(self._key)
             kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]

@@ -18,12 +18,7 @@ class Clock:
     """Reads the time when modules, or whatever has a name, begin and end."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Begin without spans.
-
-        Args:
-            model: The model, whose device's time is read.
-            names: Of its modules.
-        """
+        """Begin without spans."""
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.names = names
         self.running: list[tuple[str, Any]] = []
@@ -39,10 +34,6 @@ class Clock:
 
     def run(self, model: nn.Module, example: Any) -> dict[str, float]:
         """Run a forward pass.
-
-        Args:
-            model: The model.
-            example: A training batch.
 
         Returns:
             Name to seconds.
@@ -65,9 +56,6 @@ class Clock:
 
     def sums(self, spans: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
         """Add up the time between what :meth:`now` returned.
-
-        Args:
-            spans: Name, begin and end.
 
         Returns:
             Name to seconds.

@@ -31,28 +31,12 @@ PRODUCTS = {
 
 
 def by_plain(planned: int, plain: int) -> float:
-    """Divide operations, also of models that have none.
-
-    Args:
-        planned: Operations of a planned step.
-        plain: Those of a plain one.
-
-    Returns:
-        1 where there are none.
-    """
+    """Divide operations, also of models that have none."""
     return planned / plain if plain else 1.0
 
 
 def count_flops(model: nn.Module, example: Any) -> int:
-    """Count the floating-point operations of a step, recomputation included.
-
-    Args:
-        model: The model, planned or not.
-        example: A training batch, as for :func:`simulate`.
-
-    Returns:
-        The operations of matrix products, convolutions and attention.
-    """
+    """Count the floating-point operations of a step, recomputation included."""
     # By itself: with live bytes counted at once, gradients of fake tensors appear twice.
     with prepared(model, example) as step, flop_counter() as counter:
         step()

@@ -69,12 +69,6 @@ def followed(model: nn.Module) -> Iterator[Place]:
     """Know which module runs forward or backward inside the block.
 
     A module's backward pass begins with the autograd node that made its output.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Where the step is.
     """
     place, known = Place(), set[int]()
 
@@ -122,8 +116,6 @@ class FollowedTensors(LiveTensors):
 
         Args:
             result: It has the peak so far; :meth:`finish` adds the rest.
-            place: Where the step is.
-            workspace: What operators take beyond their results.
         """
         super().__init__(result)
         self.place = place

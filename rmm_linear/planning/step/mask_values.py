@@ -20,12 +20,6 @@ def masks_by_values(batch: Any) -> Iterator[None]:
     Where it cannot, it takes the tokens of a row for several texts, and a mask of ones for one that has zeros: then
     there is a mask for all pairs of tokens. With position ids, rows may be packed; of a batch on the meta device, the
     mask may have zeros.
-
-    Args:
-        batch: The batch with its values.
-
-    Yields:
-        Nothing.
     """
     masks = sys.modules.get("transformers.masking_utils")
     given = batch if isinstance(batch, Mapping) else {}

@@ -21,28 +21,13 @@ Run = Callable[[nn.Module, Any], Any]
 
 
 def run_step(model: nn.Module, example: Any) -> None:
-    """Run a forward and a backward pass; the gradients of the parameters are left in ``.grad``.
-
-    Args:
-        model: The model.
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-    """
+    """Run a forward and a backward pass; the gradients of the parameters are left in ``.grad``."""
     total = loss_of(call_with(model, example))
     total.backward()
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return what a step differentiates: the loss, or the sum of all outputs of a model that returns none.
-
-    Args:
-        output: What the model returned.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: If no output depends on a parameter.
-    """
+    """Return what a step differentiates: the loss, or the sum of all outputs of a model that returns none."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.sum()
@@ -60,14 +45,7 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Set the gradients of a model aside inside the block, so that a step makes its own.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Set the gradients of a model aside inside the block, so that a step makes its own."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in kept:
@@ -80,27 +58,13 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before."""
     with restored(model), own_gradients(model), torch.enable_grad():
         yield
 
 
 def copied(example: Any) -> Any:
-    """Copy a batch, for a model that changes what it is given.
-
-    Args:
-        example: A training batch, as for :func:`rmm_linear.planning.simulate`.
-
-    Returns:
-        The batch with new tensors; a function, as it is.
-    """
+    """Copy a batch, for a model that changes what it is given."""
     if callable(example):
         return example
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), example)
@@ -118,22 +82,12 @@ class _Step(nn.Module):
 
 
 def needs_values(model: nn.Module) -> bool:
-    """Say whether this library's modules are in a model: which rows they save depends on masks and norms.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Whether its step needs the values of tensors.
-    """
+    """Say whether this library's modules are in a model: which rows they save depends on masks and norms."""
     return any(type(module).__module__.startswith("rmm_linear.") for module in model.modules())
 
 
 def has_memory(model: nn.Module) -> bool:
     """Say whether a model's parameters have values.
-
-    Args:
-        model: The model.
 
     Returns:
         False if one of them is on the meta device.
@@ -143,9 +97,6 @@ def has_memory(model: nn.Module) -> bool:
 
 def runs_on_fakes(model: nn.Module) -> bool:
     """Say on which tensors a model's step runs.
-
-    Args:
-        model: The model.
 
     Returns:
         False for a converted model with values, whose step runs on its real tensors.
@@ -163,16 +114,8 @@ def prepared(
     CPU, as what a model does, and what it saves, depends on the device.
 
     Args:
-        model: The model.
-        example: A training batch.
         run: What to run on the model and the batch.
         on_gradient: Is called with every parameter whose gradient has just been added up.
-
-    Yields:
-        A function that runs it, inside of the block.
-
-    Raises:
-        ValueError: If a converted model without values has norm estimators.
     """
     with as_in_training(model), ExitStack() as stack:
 

@@ -21,14 +21,8 @@ def watch(
     """Run a step and follow its tensors.
 
     Args:
-        model: The model.
-        example: A training batch, as for :func:`simulate`.
-        workspace: As for :func:`simulate`.
         held: Says how many bytes of a parameter's gradient count once it is added up: 0 where gradients are there when
             the step begins, those of one rank's part where it is sharded. None: all.
-
-    Returns:
-        The peak, and all that was followed.
     """
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
 

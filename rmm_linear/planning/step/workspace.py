@@ -52,10 +52,6 @@ def workspace(model: nn.Module, example: Any) -> Workspace:
 def allocator_peak(run: Callable[[], Any], *, is_cuda: bool = False) -> int:
     """Return how far PyTorch's allocator rises above where it began.
 
-    Args:
-        run: What to run.
-        is_cuda: Whether CUDA's allocator is meant.
-
     Returns:
         Bytes.
     """
@@ -65,10 +61,6 @@ def allocator_peak(run: Callable[[], Any], *, is_cuda: bool = False) -> int:
 
 def allocations(run: Callable[[], Any], *, is_cuda: bool = False) -> list[dict[str, Any]]:
     """Run something under PyTorch's profiler.
-
-    Args:
-        run: What to run.
-        is_cuda: Whether CUDA's allocations are meant.
 
     Returns:
         Operators and allocations, in the form of a Chrome trace, in the order of time.
@@ -92,16 +84,7 @@ def allocations(run: Callable[[], Any], *, is_cuda: bool = False) -> list[dict[s
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Shapes]:
-    """Return the key of a call of an operator.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        As in :data:`Workspace`.
-    """
+    """Return the key of a call of an operator."""
     shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
     return func._schema.name, shapes
 
