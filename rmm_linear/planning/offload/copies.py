@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.stores.base import StoreError
-from rmm_linear.planning.stores.copies import _side_stream
-from rmm_linear.planning.stores.files import _LEAVE_ALONE, FileStore, _bytes_of, _digest, _entries, _read_header
+from rmm_linear.planning.stores.copies import side_stream
+from rmm_linear.planning.stores.files import FileStore
 
 _READER = "rmm_linear-offload"  # a thread's name begins so
 
@@ -127,25 +127,7 @@ class _FromFile:
 
 def _read(store: FileStore, key: str, box: list[Tensor]) -> None:
     """Read a file into the tensor in a box, which nothing on this thread has once this returns."""
-    content, path = box.pop(), store.path(key)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            header = _read_header(file)
-            if _entries(header) != [(torch.uint8, [content.numel()])]:
-                raise ValueError("it has another size")
-            rest = _bytes_of(content)
-            while rest.nbytes:
-                count = file.readinto(rest)
-                if not count:
-                    raise EOFError("it ends early")
-                rest = rest[count:]
-            found = header["__metadata__"].get("sha256")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}. {_LEAVE_ALONE}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, EOFError) as error:
-        raise StoreError(f"{path} is damaged: {error!r}. {_LEAVE_ALONE}") from error
-    if found != _digest(key, [content]):
-        raise StoreError(f"{path} is damaged: its digest is another. {_LEAVE_ALONE}")
+    store.read(key, [box.pop()])
 
 
 def _drop(store: FileStore, key: str, owner: int) -> None:
@@ -194,7 +176,7 @@ class _OnDevice:
     @classmethod
     def copied(cls, target: Tensor, source: Tensor, content: Tensor) -> _OnDevice:
         """Begin to copy between pinned memory and a device, whose tensor is the content."""
-        compute, side = torch.cuda.current_stream(content.device), _side_stream(content.device)
+        compute, side = torch.cuda.current_stream(content.device), side_stream(content.device)
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             target.copy_(source, non_blocking=True)

@@ -25,7 +25,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
         if tensor.device.type != "cuda":
             copies.append(tensor.cpu().contiguous())
             continue
-        stream = _side_stream(tensor.device)
+        stream = side_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -51,7 +51,7 @@ def to_device(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> lis
         if device.type != "cuda":
             copies.append(tensor.to(device))
             continue
-        stream = _side_stream(device)
+        stream = side_stream(device)
         with torch.cuda.stream(stream):
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             copies.append(pinned.to(device, non_blocking=True))
@@ -75,6 +75,6 @@ def wait_for_devices(devices: Sequence[torch.device]) -> None:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> Any:
     """The stream for copies; one for each device, since the allocator keeps memory for each stream."""
     return torch.cuda.Stream(device)

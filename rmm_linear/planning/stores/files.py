@@ -90,11 +90,20 @@ class FileStore:
         Raises:
             StoreError: If the file is missing, shorter, or another one.
         """
+        return self.read(key, None)
+
+    def read(self, key: str, into: list[Tensor] | None) -> list[Tensor]:
+        """As :meth:`get`, into tensors on the CPU of the same dtypes and shapes, if there are some."""
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
                 header = _read_header(file)
-                tensors = [_read_tensor(file, entry) for entry in _entries(header)]
+                entries = _entries(header)
+                if into is not None and entries != [(each.dtype, [*each.shape]) for each in into]:
+                    raise ValueError("its tensors are others")
+                tensors = [_made(file, entry) for entry in entries] if into is None else into
+                for tensor in tensors:
+                    _fill(file, tensor)
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror or error}. {_LEAVE_ALONE}") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, EOFError) as error:
@@ -163,16 +172,17 @@ def _entries(header: dict[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
     return [(getattr(torch, dtype), shape) for dtype, shape in json.loads(header["__metadata__"]["layout"])]
 
 
-def _read_tensor(file: Any, entry: tuple[torch.dtype, list[int]]) -> Tensor:
+def _made(file: Any, entry: tuple[torch.dtype, list[int]]) -> Tensor:
     dtype, shape = entry
-    size = prod(shape) * dtype.itemsize
-    if size > os.fstat(file.fileno()).st_size:
+    if prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
         raise ValueError("it is shorter than its tensors")
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _fill(file: Any, tensor: Tensor) -> None:
     rest = _bytes_of(tensor)
     while rest.nbytes:
         count = file.readinto(rest)
         if not count:
             raise EOFError("it ends early")
         rest = rest[count:]
-    return tensor

@@ -99,7 +99,7 @@ def test_the_computation_waits_for_copies_and_memory_lives_until_then(monkeypatc
         pinned.extend([made] * pin_memory)
         return made
 
-    monkeypatch.setattr(offload_copies, "_side_stream", lambda _: stream)
+    monkeypatch.setattr(offload_copies, "side_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: stream)
     monkeypatch.setattr(torch, "empty", make)
