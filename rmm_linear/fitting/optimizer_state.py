@@ -203,7 +203,7 @@ def _dry_run(
             raise TypeError(f"the callable returned {twin!r}, not an optimizer")
     _choose_foreach(twin, device)
     result = Peak()
-    with LiveTensors(result) as live:
+    with LiveTensors(result, counts_meta=made.type == "meta") as live:
         for _ in range(2):
             type(twin).step(twin)  # the step of an instance may be patched, by a scheduler, to step the user's
     transient = result.bytes - live.now

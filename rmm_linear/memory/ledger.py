@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
+from rmm_linear.memory.peak import has_bytes
 
 StorageKey = tuple[str, int]  # device and address
 
@@ -133,7 +134,8 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
     """Attribute the bytes that autograd saves for the backward pass to the modules of a model.
 
     Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``. Tensors that other such hooks inside the
-    block store themselves (activation checkpointing, ``save_on_cpu``) are not counted, nor are parameters and buffers.
+    block store themselves (activation checkpointing, ``save_on_cpu``) are not counted, nor are parameters, buffers, and
+    tensors on the meta device, which have no bytes.
 
     Args:
         model: The model that runs inside the block.
@@ -153,7 +155,7 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
     running: list[str] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        if not tensor.untyped_storage().nbytes() or storage_key(tensor) in own:
+        if not has_bytes(tensor) or not tensor.untyped_storage().nbytes() or storage_key(tensor) in own:
             return _SavedTensor(tensor, None, None)
         return _SavedTensor(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
 

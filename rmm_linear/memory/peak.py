@@ -35,16 +35,22 @@ class Peak:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Adds up the bytes of the live storages that operators returned."""
+    """Adds up the bytes of the live storages that operators returned.
 
-    def __init__(self, result: Peak) -> None:
+    Tensors on the meta device have none. Fake tensors count as if they were on the device that they name, although
+    their storages are on the meta device.
+    """
+
+    def __init__(self, result: Peak, *, counts_meta: bool = False) -> None:
         """Count into a result.
 
         Args:
             result: It has the peak so far at any time.
+            counts_meta: Whether tensors on the meta device stand for real ones and count too.
         """
         super().__init__()
         self.result = result
+        self.counts_meta = counts_meta
         self.live: dict[int, int] = {}
         self.now = 0
 
@@ -53,7 +59,9 @@ class LiveTensors(TorchDispatchMode):
         if func.is_view:  # of a constant, fake tensors make a storage that no operator has returned
             return output
         inputs = {storage._cdata for storage in storages((args, kwargs))}
-        for storage in storages(output):
+        leaves = tree_leaves(output)
+        counted = leaves if self.counts_meta else [leaf for leaf in leaves if has_bytes(leaf)]
+        for storage in storages(counted):
             if storage._cdata not in inputs:  # results written into an argument allocate nothing
                 self._add(storage)
         return output
@@ -69,6 +77,18 @@ class LiveTensors(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.now -= self.live.pop(key)
+
+
+def has_bytes(leaf: Any) -> bool:
+    """Say whether something is a tensor with memory, or a fake one that stands for such a tensor.
+
+    Args:
+        leaf: A tensor, or anything else. The device of a tensor decides; that of its storage is meta for fake ones too.
+
+    Returns:
+        False on the meta device.
+    """
+    return isinstance(leaf, Tensor) and leaf.device.type != "meta"
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:

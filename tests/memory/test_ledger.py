@@ -41,6 +41,11 @@ def test_parameters_and_buffers_do_not_count():
     assert total(lambda: layer(x), nn.Identity()) == 10 * 4 * 4 + 3 * 4 * 4
 
 
+def test_tensors_on_the_meta_device_do_not_count():
+    layer, shapes = nn.Linear(4, 3), torch.ones(1000, device="meta", requires_grad=True)
+    assert total(lambda: (layer(torch.randn(10, 4)), shapes.exp()), layer) == 10 * 4 * 4
+
+
 def test_nothing_counts_without_gradients():
     layer = nn.Linear(4, 3)
     with torch.no_grad():

@@ -4,6 +4,7 @@ import gc
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmm_linear.memory import peak
 
@@ -30,3 +31,14 @@ def test_peak_sees_the_backward_pass():
     assert forward.bytes == 1000 * 64 * 4
     assert both.bytes >= 2 * 1000 * 64 * 4
     del output
+
+
+def test_tensors_on_the_meta_device_have_no_bytes():
+    with peak("cpu") as measured:
+        shapes = torch.empty(1000, device="meta").add(1)
+        real = torch.ones(10)
+    assert measured.bytes == real.nbytes
+    with FakeTensorMode(), peak("cpu") as simulated:  # whose storages are all on the meta device
+        shapes, fake = torch.empty(1000, device="meta").add(1), torch.ones(10)
+    assert simulated.bytes == fake.nbytes
+    del shapes

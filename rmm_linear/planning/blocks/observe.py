@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.memory.inputs import call_with
-from rmm_linear.memory.peak import storages
+from rmm_linear.memory.peak import has_bytes, storages
 from rmm_linear.planning.step.flops import flop_counter
 from rmm_linear.planning.step.step import prepared
 
@@ -48,7 +48,7 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if running and storage._cdata not in seen:
+        if running and has_bytes(tensor) and storage._cdata not in seen:
             found[running[-1]].storages.append(storage.nbytes())
         seen.setdefault(storage._cdata, storage)
         return tensor

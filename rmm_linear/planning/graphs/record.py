@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.memory.peak import storages
+from rmm_linear.memory.peak import has_bytes, storages
 from rmm_linear.planning.graphs.costs import GraphCosts
 from rmm_linear.planning.step.flops import flop_counter
 
@@ -76,6 +76,7 @@ class _Runner(fx.Interpreter):
         self.index = {node: place for place, node in enumerate(costs.nodes)}
         self.current: int | None = None
         self.held: list[Any] = []  # a storage's key is of one that is alive
+        self.is_meta = any(isinstance(each, Tensor) and each.is_meta for each in costs.inputs)  # stands for a real one
         self.outer = {storage._cdata: storage.nbytes() for storage in storages(costs.inputs)}
         self.trained = {s._cdata for each in costs.inputs if isinstance(each, nn.Parameter) for s in storages([each])}
         self.users: dict[int, set[int]] = defaultdict(set)
@@ -91,13 +92,15 @@ class _Runner(fx.Interpreter):
             self.held.append(tensor)
             storage = tensor.untyped_storage()
             if storage._cdata not in self.outer:
-                self._make(storage, self.current)
+                self._make(tensor, self.current)
                 self.costs.saved[self.current].add(storage._cdata)
         return tensor
 
-    def _make(self, storage: torch.UntypedStorage, place: int) -> None:
+    def _make(self, tensor: Tensor, place: int) -> None:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if self.is_meta or has_bytes(tensor) else 0
         self.costs.made.setdefault(storage._cdata, place)
-        self.costs.size.setdefault(storage._cdata, storage.nbytes())
+        self.costs.size.setdefault(storage._cdata, size)
 
     def run_node(self, n: fx.Node) -> Any:
         place = self.index.get(n)
@@ -125,7 +128,7 @@ class _Runner(fx.Interpreter):
                 if storage._cdata in self.outer:
                     continue
                 touched += 0 if storage._cdata in costs.made else storage.nbytes()
-                self._make(storage, place)
+                self._make(leaf, place)
                 if leaf.requires_grad:
                     costs.differentiable.add(storage._cdata)
         costs.touched.append(touched)
