@@ -23,7 +23,7 @@ from glue_finetune.complete import complete_checkpoints, mark_complete, remove_c
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.files import saving
 from rmm_linear import ConversionReport
-from rmm_linear.conversion.explanation import explained
+from rmm_linear.conversion.explained import explained
 from rmm_linear.integrations.transformers import SketchStateCallback
 from rmm_linear.memory import track_saved
 

@@ -1,1 +1,3 @@
 """The command ``rmm-linear``."""
+
+PROGRAM = "rmm-linear"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rmm_linear.command.main import PROGRAM
+from rmm_linear.command import PROGRAM
 from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.explanation import explained
+from rmm_linear.conversion.explained import explained
 
 
 def explain_model(arguments: argparse.Namespace) -> int:

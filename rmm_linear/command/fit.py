@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from rmm_linear.command.main import PROGRAM
+from rmm_linear.command import PROGRAM
 from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
 from rmm_linear.fitting.fit import fit
 from rmm_linear.integrations.fit_settings import read_fit, share_or_size

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.command import PROGRAM
 
-PROGRAM = "rmm-linear"
 _EXPLAIN = """Run a model forward before and after a trial conversion, and print what it saves for the backward pass: in
 all, by operation, what is left and why, and by linear layer. Nothing is trained or written. The model has random
 weights, which change no byte."""

@@ -17,7 +17,7 @@ from rmm_linear.context.messages import checkpointed_message
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.step_checks import CHECKPOINTED
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
-from rmm_linear.conversion.explanation import explained
+from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.linears import (
     choose_linears,
     linear_features,

@@ -8,7 +8,8 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.explanation import Explanation, explained
+from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explanation import Explanation
 from rmm_linear.conversion.revert import revert
 
 

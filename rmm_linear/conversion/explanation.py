@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
-
 from rmm_linear._support.tables import table
-from rmm_linear.config import OPERATIONS
-from rmm_linear.conversion.checkpointed import BlockMemory, block_memory, inside, noting_recomputed
-from rmm_linear.conversion.exact import exact_but, set_aside
-from rmm_linear.conversion.keepers import Keeper, OperationMemory, Reasons, by_operation, keepers
-from rmm_linear.conversion.names import first_names
-from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
-from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
-from rmm_linear.memory.ledger import StorageKey
+from rmm_linear.conversion.checkpointed import BlockMemory
 
-_LOWERS_PEAK = "recomputed under activation checkpointing, where its sketch lowers the peak inside of the block"
 SHOWN = 0.02  # keepers of a smaller share are summed when an explanation is printed
 
 
@@ -34,6 +24,36 @@ class LayerMemory:
     before: int
     after: int
     reason: str | None
+
+
+@dataclass(frozen=True)
+class OperationMemory:
+    """Bytes of the modules of one operation.
+
+    Attributes:
+        before: Bytes saved for backward now.
+        after: Bytes saved for backward after the conversion.
+    """
+
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Modules that save something of which there is no stand-in after the conversion.
+
+    Attributes:
+        modules: Their name; where several differ in numbers only, ``layer.*.name``; "" is the model itself.
+        bytes: What all of them save so, those that save it first.
+        share: ``bytes`` by all that the model saves now.
+        reason: Why.
+    """
+
+    modules: str
+    bytes: int
+    share: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -125,63 +145,6 @@ class Explanation:
             share = f"{100 * count / max(self.before, 1):.1f}"
             rows.append((more, f"{count:,}", share, f"each below {SHOWN:.0%}, see remaining"))
         return rows
-
-
-def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explanation:
-    """Explain what a converted model saves, by forward passes in training mode that leave no trace in it.
-
-    Args:
-        model: A converted model.
-        report: Its conversion.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
-
-    Returns:
-        The explanation.
-    """
-    names = list(report.converted)
-    with set_aside(model):
-        with exact_but(model), noting_recomputed(model) as noted:
-            inputs, before, savers_before = layer_inputs(model, batch, names)
-            recomputed = inside(noted.names, [*names, *report.packed])
-            report = replace(report, checkpointed=tuple(dict.fromkeys((*report.checkpointed, *recomputed))))
-            exact = {name: _why_exact(report, name, seen) for name, seen in inputs.items()}
-            few = {name: reason for name, reason in exact.items() if reason is not None}
-            why = Reasons(model, batch, report, first_names(model), few)
-        with exact_but(model, [operation for operation in OPERATIONS if operation != "linear"]):
-            found = layer_inputs(model, batch, names)[0]
-            reasons = {n: _LOWERS_PEAK if n in report.checkpointed else unsaved_reason(i) for n, i in found.items()}
-        with noting_recomputed(model) as noted:
-            after, savers = saved_tensors(model, batch)
-        why.note_recomputed(noted.inputs)
-        why.note_attention(model)
-        block = block_memory(model, batch) if report.checkpointed else None
-    layers: dict[str, LayerMemory] = {}
-    # Of layers with the same input, the first one that is trained keeps it: beside LoRA, not the frozen one.
-    owners: dict[StorageKey | None, str] = {}
-    for name in sorted(inputs, key=lambda name: report.converted[name].frozen):
-        owners.setdefault(inputs[name].storage, name)
-    owners.pop(None, None)
-    for name in names:
-        seen = inputs.get(name)
-        if seen is None:
-            layers[name] = LayerMemory(0, 0, "the batch does not reach this layer")
-            continue
-        owner = owners.get(seen.storage, name)
-        own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
-        shared = None if owner == name else f"the same tensor as the input of {owner}"
-        layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
-    stand_ins, remaining = keepers(after.storages, savers, why, before.total)
-    sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block, report.unfused)
-
-
-def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:
-    """Why a layer stays exact."""
-    layer = report.converted[name]
-    if name in report.checkpointed and layer.config.checkpointed == "exact":
-        return RECOMPUTED
-    spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
-    return f"the layer sees {seen.tokens} rows and stays exact" if spec is None else None
 
 
 def _change(before: int, after: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.tables import pattern_of
 from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.conversion.explanation import Keeper, OperationMemory
 from rmm_linear.conversion.linears import is_linear_like
 from rmm_linear.conversion.names import output_heads
 from rmm_linear.conversion.packed import choose_packed
@@ -40,36 +40,6 @@ _WHY = {  # the first pattern that an operator's name matches says what it saves
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
-
-
-@dataclass(frozen=True)
-class OperationMemory:
-    """Bytes of the modules of one operation.
-
-    Attributes:
-        before: Bytes saved for backward now.
-        after: Bytes saved for backward after the conversion.
-    """
-
-    before: int
-    after: int
-
-
-@dataclass(frozen=True)
-class Keeper:
-    """Modules that save something of which there is no stand-in after the conversion.
-
-    Attributes:
-        modules: Their name; where several differ in numbers only, ``layer.*.name``; "" is the model itself.
-        bytes: What all of them save so, those that save it first.
-        share: ``bytes`` by all that the model saves now.
-        reason: Why.
-    """
-
-    modules: str
-    bytes: int
-    share: float
-    reason: str
 
 
 Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pass

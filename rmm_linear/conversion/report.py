@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -12,10 +12,8 @@ from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
+from rmm_linear.conversion.explanation import Explanation
 from rmm_linear.norm_estimators.registry import NONE
-
-if TYPE_CHECKING:
-    from rmm_linear.conversion.explanation import Explanation
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"

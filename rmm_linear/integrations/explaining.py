@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rmm_linear.conversion.exact import converted_modules, set_aside
-from rmm_linear.conversion.explanation import Explanation, explained
+from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explanation import Explanation
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.memory.inputs import saved_tensors
 

@@ -11,16 +11,15 @@ from rmm_linear.memory.peak import Peak, peak
 if TYPE_CHECKING:
     from rmm_linear.conversion.checkpointed import BlockMemory
     from rmm_linear.conversion.explain import explain
-    from rmm_linear.conversion.explanation import Explanation, LayerMemory
-    from rmm_linear.conversion.keepers import Keeper, OperationMemory
+    from rmm_linear.conversion.explanation import Explanation, Keeper, LayerMemory, OperationMemory
 
 # These live in conversion, which imports this folder, so they are imported on first access.
 _FROM_CONVERSION = {
     "BlockMemory": "checkpointed",
     "Explanation": "explanation",
-    "Keeper": "keepers",
+    "Keeper": "explanation",
     "LayerMemory": "explanation",
-    "OperationMemory": "keepers",
+    "OperationMemory": "explanation",
     "explain": "explain",
 }
 

@@ -7,7 +7,7 @@ import torch
 from trainer_helpers import make_trainer, probed, weights
 
 from rmm_linear import RMMConfig, convert
-from rmm_linear.conversion.explanation import explained
+from rmm_linear.conversion.explained import explained
 from rmm_linear.integrations.transformers import RMMCallback
 
 LAYER = "roberta.encoder.layer.1.intermediate.dense"

@@ -14,6 +14,7 @@ from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear._version import __version__
 from rmm_linear.planning.chains.bptt_costs import Envelope, is_exact, splits
+from rmm_linear.planning.chains.bptt_plots import plot_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,11 +165,15 @@ class BPTTPlan(SavedSettings):
             ax: Axes to plot on; None makes new ones.
 
         Returns:
-            The Axes.
-        """
-        from rmm_linear.planning.chains.bptt_plots import plot_plan
+            The Axes. To the right go the steps, downwards goes time, in forward steps: a line is a run of steps, a
+            circle a state that is stored, a square a step that is recorded, and it is filled if its graph waits for
+            later steps.
 
-        return plot_plan(self, ax)
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        title = f"{self.steps:,} steps, {self.slots:,} slots: {self.forward_steps:,} forward steps"
+        return plot_plan(self.actions(), self.steps, title, ax)
 
     def __str__(self) -> str:
         kinds = "states" if self.internal_cost is None else f"states, or graphs of {self.internal_cost} slots"

@@ -1,33 +1,20 @@
-"""The picture of a plan."""
+"""Plot the actions of a plan of backpropagation through time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.installing import INSTALL_EXTRA
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from rmm_linear.planning.chains.bptt_plans import BPTTPlan
-
 _RECORDED = "#0072b2"
 
 
-def plot_plan(plan: BPTTPlan, ax: Axes | None = None) -> Axes:
-    """Plot what runs from where to where, in order; see :meth:`BPTTPlan.plot`.
-
-    Args:
-        plan: The plan.
-        ax: Axes to plot on; None makes new ones.
-
-    Returns:
-        The Axes. To the right go the steps, downwards goes time, in forward steps: a line is a run of steps, a circle a
-        state that is stored, a square a step that is recorded, and it is filled if its graph waits for later steps.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+def plot_plan(actions: Iterable[Any], steps: int, title: str, ax: Axes | None = None) -> Axes:
+    """Plot actions of ``BPTTPlan.actions()`` over so many steps; raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -38,7 +25,7 @@ def plot_plan(plan: BPTTPlan, ax: Axes | None = None) -> Axes:
     kept: list[tuple[float, float]] = []
     recorded: list[tuple[float, float]] = []
     clock = 0
-    for action in plan.actions():
+    for action in actions:
         if action.kind == "advance":
             runs += [(action.step, clock), (action.end, clock + action.end - action.step), (float("nan"), float("nan"))]
             clock += action.end - action.step
@@ -47,7 +34,7 @@ def plot_plan(plan: BPTTPlan, ax: Axes | None = None) -> Axes:
             (kept if action.is_kept else recorded).append((action.step + 0.5, clock - 0.5))
         elif action.kind == "store":
             stored.append((action.step, clock))
-    size = max(1.0, min(5.0, 250 / plan.steps))
+    size = max(1.0, min(5.0, 250 / steps))
     marks = {"linestyle": "", "markersize": size, "color": _RECORDED}
     for points, label, style in (
         (runs, "steps that run", {"color": "0.45", "linewidth": 0.8}),
@@ -59,8 +46,8 @@ def plot_plan(plan: BPTTPlan, ax: Axes | None = None) -> Axes:
             ax.plot(*zip(*points, strict=True), label=label, **style)
     ax.set_xlabel("step")
     ax.set_ylabel("forward steps so far")
-    ax.set_xlim(-0.5, plan.steps + 0.5)
+    ax.set_xlim(-0.5, steps + 0.5)
     ax.invert_yaxis()
     ax.legend(loc="upper right", fontsize=8)
-    ax.set_title(f"{plan.steps:,} steps, {plan.slots:,} slots: {plan.forward_steps:,} forward steps", fontsize=10)
+    ax.set_title(title, fontsize=10)
     return ax

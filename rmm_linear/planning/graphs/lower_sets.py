@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.graphs.costs import GraphCosts
-from rmm_linear.planning.graphs.pareto import unbeaten
+from rmm_linear.planning.graphs.cuts import unbeaten
 
 MOST_SETS = 3000
 _STATES = 100

@@ -1,0 +1,77 @@
+"""Explain what a conversion saves: run the model exact, with its linear layers alone converted, and converted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.config import OPERATIONS
+from rmm_linear.conversion.checkpointed import block_memory, inside, noting_recomputed
+from rmm_linear.conversion.exact import exact_but, set_aside
+from rmm_linear.conversion.explanation import Explanation, LayerMemory
+from rmm_linear.conversion.keepers import Reasons, by_operation, keepers
+from rmm_linear.conversion.names import first_names
+from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
+from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
+from rmm_linear.memory.ledger import StorageKey
+
+_LOWERS_PEAK = "recomputed under activation checkpointing, where its sketch lowers the peak inside of the block"
+
+
+def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explanation:
+    """Explain what a converted model saves, by forward passes in training mode that leave no trace in it.
+
+    Args:
+        model: A converted model.
+        report: Its conversion.
+        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
+
+    Returns:
+        The explanation.
+    """
+    names = list(report.converted)
+    with set_aside(model):
+        with exact_but(model), noting_recomputed(model) as noted:
+            inputs, before, savers_before = layer_inputs(model, batch, names)
+            recomputed = inside(noted.names, [*names, *report.packed])
+            report = replace(report, checkpointed=tuple(dict.fromkeys((*report.checkpointed, *recomputed))))
+            exact = {name: _why_exact(report, name, seen) for name, seen in inputs.items()}
+            few = {name: reason for name, reason in exact.items() if reason is not None}
+            why = Reasons(model, batch, report, first_names(model), few)
+        with exact_but(model, [operation for operation in OPERATIONS if operation != "linear"]):
+            found = layer_inputs(model, batch, names)[0]
+            reasons = {n: _LOWERS_PEAK if n in report.checkpointed else unsaved_reason(i) for n, i in found.items()}
+        with noting_recomputed(model) as noted:
+            after, savers = saved_tensors(model, batch)
+        why.note_recomputed(noted.inputs)
+        why.note_attention(model)
+        block = block_memory(model, batch) if report.checkpointed else None
+    layers: dict[str, LayerMemory] = {}
+    # Of layers with the same input, the first one that is trained keeps it: beside LoRA, not the frozen one.
+    owners: dict[StorageKey | None, str] = {}
+    for name in sorted(inputs, key=lambda name: report.converted[name].frozen):
+        owners.setdefault(inputs[name].storage, name)
+    owners.pop(None, None)
+    for name in names:
+        seen = inputs.get(name)
+        if seen is None:
+            layers[name] = LayerMemory(0, 0, "the batch does not reach this layer")
+            continue
+        owner = owners.get(seen.storage, name)
+        own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
+        shared = None if owner == name else f"the same tensor as the input of {owner}"
+        layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
+    stand_ins, remaining = keepers(after.storages, savers, why, before.total)
+    sums = by_operation(report, (before, savers_before), (after, savers))
+    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block, report.unfused)
+
+
+def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:
+    """Why a layer stays exact."""
+    layer = report.converted[name]
+    if name in report.checkpointed and layer.config.checkpointed == "exact":
+        return RECOMPUTED
+    spec = layer.config.spec(seen.tokens, layer.in_features, seen.itemsize)
+    return f"the layer sees {seen.tokens} rows and stays exact" if spec is None else None
