@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rmm_linear._support.provided import provide
 from rmm_linear._version import __version__
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ _MODULES = {
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.functional",
 }
+# Planning applies plans with conversions, and is below them.
+provide("convert", "rmm_linear.fitting.executor", "Conversion")
 _FOLDERS = ("estimators", "integrations", "losses", "memory", "ops", "planning", "variance")
 
 

@@ -68,8 +68,8 @@ def planned(model, choice, setting="", folder=None):
         }
         does = choice if can.get(choice, True) else "keep"
         chosen.append(PlannedBlock(name, does, inner=inner, setting=setting if does == "convert" else ""))
-    plan = BlockPlan(chosen, config=conversions.configure(chosen), folder=folder, _model=model)
-    plan.apply()
+    plan = BlockPlan(chosen, config=conversions.configure(chosen), folder=folder)
+    plan.apply(model)
     return plan
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,8 @@ def test_the_contracts_are_kept(copied):
         ("packing/pack.py", "rmm_linear.backends.native"),
         ("config.py", "rmm_linear.ops.table"),
         ("context/frames.py", "rmm_linear.layers.linear"),
+        ("planning/blocks/plan.py", "rmm_linear.conversion.convert"),
+        ("planning/graphs/plan.py", "rmm_linear.fitting.fit"),
     ],
 )
 def test_an_import_upward_is_found(module, imported, copied):
@@ -44,6 +47,34 @@ def test_an_import_upward_is_found(module, imported, copied):
     found = lint(copied)
     assert found.returncode == 1
     assert imported in found.stdout
+
+
+def circles(package):
+    """Modules that import one another, also inside of functions and for types alone."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    leads = {
+        module: graph.find_upstream_modules(module) - {module}
+        for module in graph.modules
+        if graph.find_modules_directly_imported_by(module)
+    }
+    return {
+        frozenset(other for other in to if module in leads.get(other, ())) | {module} for module, to in leads.items()
+    }
+
+
+def test_no_modules_import_one_another():
+    assert [sorted(found) for found in circles("rmm_linear") if len(found) > 1] == []
+
+
+def test_a_circle_is_found(tmp_path, monkeypatch):
+    (tmp_path / "ring").mkdir()
+    for name, text in (("__init__", ""), ("a", "from ring import b"), ("b", "def f():\n    import ring.c"), ("c", "")):
+        (tmp_path / "ring" / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert all(len(found) == 1 for found in circles("ring"))
+    text = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import ring.a\n"
+    (tmp_path / "ring" / "c.py").write_text(text, encoding="utf-8")
+    assert {frozenset({"ring.a", "ring.b", "ring.c"})} == {found for found in circles("ring") if len(found) > 1}
 
 
 def test_a_part_without_a_place_in_the_list_is_found(copied):

@@ -24,9 +24,9 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model has no converted module and no plan.
     """
-    planned = [module for module in model.modules() if "rmm_plan" in vars(module)]  # a wrapper has the model inside
+    planned = [module for module in model.modules() if "rmm_applied" in vars(module)]  # a wrapper has the model inside
     for module in planned:
-        vars(module)["rmm_plan"].revert()  # which comes back here if the plan has a conversion
+        vars(module)["rmm_applied"].revert()  # which comes back here if the plan has a conversion
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
     if planned and not converted:
         return model

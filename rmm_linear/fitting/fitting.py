@@ -89,9 +89,7 @@ class Fitting:
 
     def kept(self) -> FitReport | None:
         """The report of a model that is within the budget as it is; None if a real step shows that it is not."""
-        plan = self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak)
-        plan.peak = self.costs.peak
-        return self._checked(plan)
+        return self._checked(self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak))
 
     def solved(self) -> FitReport:
         """Search for the best plan within the budget, apply it and check it with a real step."""
@@ -123,7 +121,7 @@ class Fitting:
             return None
         if self.is_within(report.peak):
             return report
-        plan.revert()
+        report.plan.revert()
         self.over.append(report.peak)
         self.proposals.budget -= report.peak - (self.total or 0)
         return None
@@ -160,16 +158,16 @@ class Fitting:
     def report(self, plan: BlockPlan) -> FitReport:
         """Apply a plan, run a real step, and say what was found."""
         before, seconds = self.before, self.candidates.seconds
-        plan.apply()
+        if self.candidates.is_noise_unknown:
+            plan = replace(plan, blocks=[replace(block, noise=0.0) for block in plan.blocks])
+        plan = replace(plan, memory=0 if self.total is None else self.total - before)
+        plan.apply(self.model)
         try:
             after = plan.peak or watch(self.model, self.example, held=self.proposals.held)[0]
             found = _measured(self.model, self.example, accumulate=self.accumulate) if self.is_real else None
         except BaseException:
             plan.revert()
             raise
-        if self.candidates.is_noise_unknown:
-            plan.blocks = [replace(block, noise=0.0) for block in plan.blocks]
-        plan.memory = 0 if self.total is None else self.total - before
         return FitReport(
             plan,
             self.total,

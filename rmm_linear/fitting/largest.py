@@ -128,8 +128,8 @@ def max_batch(
 
         plain = work.proposals.plan_of([rows[0] for rows in work.proposals.rows])
         again = BlockPlan(
-            [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks], _model=model
-        )
+            [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks]
+        ).made_for(model)
         if not work.is_within(0):
             floor = work.static.in_optimizer_step
             note = f"{show_bytes(floor)} are needed before anything is saved for a backward pass."

@@ -75,10 +75,10 @@ def measure_noise(
             wrapped, batch = _as_mapping(model, example)
             passes = Passes(wrapped, batch)
             names = [name.removeprefix(_PREFIX) for name in passes.trained]
-            sgd, exact = _exact(passes, BlockPlan(again, _model=model))
+            sgd, exact = _exact(passes, BlockPlan(again).made_for(model))
             found = {}
             for setting, plan in plans.items():
-                with plan.applied():
+                with plan.applied(model):
                     noise = dict(zip(names, _squares(passes, model, exact, draws), strict=True))
                 parameters = dict(model.named_parameters())
                 is_weight = {name: parameters[name].dim() > 1 for name in names}

@@ -1,5 +1,6 @@
 """Training within a memory budget: what is kept, what is computed again, and the peak, predicted."""
 
+import rmm_linear.planning.blocks.applied  # noqa: F401 registers the executor of BlockPlan
 from rmm_linear.planning.blocks.measure import BlockCost, Costs, measure
 from rmm_linear.planning.blocks.plan import BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.plan_blocks import plan_blocks

@@ -219,9 +219,7 @@ def test_noise_is_that_of_the_gradient():
     rows = converting(names, setting, lambda name: bool(known.chosen(name, setting)))
     rows = [row or PlannedBlock(name, "keep") for row, name in zip(rows, names, strict=True)]
     config = known.configure(rows)
-    found = measure_noise(
-        model, example, costs.blocks, {"tenth": BlockPlan(rows, config=config, _model=model)}, draws=6
-    )
+    found = measure_noise(model, example, costs.blocks, {"tenth": BlockPlan(rows, config=config)}, draws=6)
     assert not found.unknown
     expected = gradient_noise(model, example, config, draws=6, by_operation=False)
     # Both are means of ‖ĝ − g‖² over six draws, whose relative deviation is far below a tenth at these sizes.

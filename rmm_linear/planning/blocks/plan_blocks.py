@@ -65,21 +65,18 @@ def plan_blocks(
     budget = read_budget(memory, costs.peak.bytes)
     plans = Proposals(model, example, costs, budget, workspace)
     if costs.peak.bytes <= budget:
-        kept = plans.plan([0] * len(costs.blocks), costs.peak)
-        kept.flops = 1.0
-        return kept
+        return replace(plans.plan([0] * len(costs.blocks), costs.peak), flops=1.0).made_for(model)
     choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
     Recomputations(model, example, costs, choices).add_to(plans)
     best = plans.search() or plans.smallest()
-    if memory == LEAST:
-        best.memory = best.predicted
-    elif best.predicted > budget:
+    if memory != LEAST and best.predicted > budget:
         raise ValueError(
             f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
             f"which the {best.moment} needs. Use more memory, or a smaller batch."
         )
-    best.flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
-    return best
+    flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
+    memory = best.predicted if memory == LEAST else budget
+    return replace(best, memory=memory, flops=flops).made_for(model)
 
 
 def count_planned_flops(plan: BlockPlan, example: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear.config import RMMConfig
+from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.measure import Costs, by_block
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
@@ -42,7 +42,7 @@ class Proposals:
         *,
         cost: Cost = seconds_of,
         solver: str = "rounded",
-        configure: Callable[[Sequence[PlannedBlock]], RMMConfig | None] | None = None,
+        configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None,
         folder: str | None = None,
         held: Held | None = None,
     ) -> None:
@@ -91,10 +91,10 @@ class Proposals:
     def _watch(self, model: nn.Module) -> tuple[Peak, FollowedTensors]:
         return watch(model, self.example, self.workspace, self.held)
 
-    def plan_of(self, rows: Sequence[PlannedBlock]) -> BlockPlan:
-        """Make a plan of what happens to every block."""
+    def plan_of(self, rows: Sequence[PlannedBlock], **known: Any) -> BlockPlan:
+        """Make a plan of what happens to every block, and of what is known of it."""
         config = self.configure(rows) if self.configure is not None else None
-        return BlockPlan(list(rows), config=config, folder=self.folder, _model=self.model)
+        return BlockPlan(rows, config=config, folder=self.folder, **known).made_for(self.model)
 
     def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:
         """Make a plan.
@@ -106,18 +106,20 @@ class Proposals:
         Returns:
             The plan.
         """
-        made = self.plan_of([self.rows[number][index] for number, index in enumerate(chosen)])
-        made.memory, made.plain = self.budget, self.costs.peak.bytes
-        made.predicted, made.moment = peak.bytes, peak.moment
-        return made
+        return self.plan_of(
+            [self.rows[number][index] for number, index in enumerate(chosen)],
+            memory=self.budget,
+            plain=self.costs.peak.bytes,
+            predicted=peak.bytes,
+            moment=peak.moment,
+            peak=peak,
+        )
 
     def judge(self, chosen: Sequence[int]) -> BlockPlan:
         """Make a plan and simulate it."""
-        made = self.plan(chosen, Peak())
-        with made.applied() as planned:
+        with self.plan(chosen, Peak()).applied() as planned:
             peak = self._watch(planned)[0]
-        made.predicted, made.moment, made.peak = peak.bytes, peak.moment, peak
-        return made
+        return self.plan(chosen, peak)
 
     def cost_of(self, chosen: Sequence[int]) -> float:
         """Return what a choice costs."""

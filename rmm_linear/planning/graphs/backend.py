@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.planning.graphs.block_pieces import block_pieces
 from rmm_linear.planning.graphs.capture import check_graph
-from rmm_linear.planning.graphs.plan import GraphPlan, fingerprint
+from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
+from rmm_linear.planning.graphs.plan import GraphPlan, fingerprint, planned_pieces
 from rmm_linear.planning.graphs.plan_graph import plan_captured
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.plans import Applied, apply
+from rmm_linear.planning.step.flops import by_plain
 from rmm_linear.planning.step.workspace import Workspace
 
 _logger = logging.getLogger(__name__)
@@ -117,3 +122,42 @@ def backend(memory: int | float | str, method: str = "cuts") -> Backend:
         The backend, for one model: ``torch.compile(model, backend=planning.backend(memory="2GB"))``.
     """
     return Backend(memory, method)
+
+
+@apply.register
+def apply_graph(plan: GraphPlan, model: nn.Module) -> Applied:
+    """Make a model that trains by a plan; see :meth:`GraphPlan.apply`."""
+    plan.made_for(model, plan._workspace)
+    if plan.method == "blocks":
+        raise ValueError("The plan is of one graph of several and cannot be applied to a model. Use plan_blocks().")
+    method = "keep" if plan.method == "order" else plan.method
+    made = Backend(plan.asked or plan.memory, method, known=[plan], workspace=plan._workspace)
+    return Applied(plan, torch.compile(model, backend=made, dynamic=False))
+
+
+def block_pieces(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphPlan:
+    """Plan a graph in which every entry of a list of modules is recomputed; all of it, if it shows none."""
+    # Graphs that come after this one are not known, so its last block is recomputed too.
+    costs = graph_costs(graph, inputs)
+    legal = {0, *costs.legal_cuts()}
+    blocks = blocks_of(costs.nodes)
+    changes = [0, *(place for place in range(1, costs.count) if blocks[place] != blocks[place - 1])]
+    begins = sorted({next((cut for cut in range(place, costs.count) if cut in legal), 0) for place in changes} | {0})
+    part, recomputed = [0] * costs.count, set[int]()
+    for number, (begin, end) in enumerate(pairwise([*begins, costs.count])):
+        part[begin:end] = [number] * (end - begin)
+        if any(blocks[begin:end]) or not any(blocks):
+            recomputed.add(number)
+    run = run_in_pieces(costs, part, recomputed)
+    plain, peak = simulate_graph(costs, graph).bytes, simulate_graph(costs, run).bytes
+    flops = by_plain(graph_flops(costs, run), graph_flops(costs, graph))
+    pieces = planned_pieces(costs, part, recomputed)
+    return GraphPlan("blocks", fingerprint(graph, inputs), part, sorted(recomputed), pieces, 0, peak, plain, flops)
+
+
+def blocks_of(nodes: Sequence[fx.Node]) -> list[str]:
+    """By node: dynamo's name of the outermost entry of a list of modules, with modules inside, that it belongs to."""
+    paths = [[path for path, _ in node.meta.get("nn_module_stack", {}).values()] for node in nodes]
+    inside = {outer for path in paths for outer in path[:-1]}
+    entries = {path for path in inside if re.search(r"(\['\d+'\]|\[\d+\]|\.\d+)$", path)}
+    return [next((each for each in path if each in entries), "") for path in paths]

@@ -54,7 +54,8 @@ def order(
         plan.check(graph, inputs)
     part = [0] * costs.count if plan is None else plan.part
     recomputed = set() if plan is None else set(plan.recomputed)
-    first = plan.order if plan is not None and plan.order else sorted(range(costs.count), key=part.__getitem__)
+    given = () if plan is None else plan.order
+    first = list(given) or sorted(range(costs.count), key=part.__getitem__)
     before = _before(costs, part)
     found = improve(costs, before, first)
     runs = [run_in_pieces(costs, part, recomputed, each) for each in found]
@@ -66,8 +67,7 @@ def order(
         plain = peaks[0][0]
         pieces = planned_pieces(costs, part, recomputed)
         made = GraphPlan("order", key, part, [], pieces, memory=plain, predicted=peak, plain=plain, order=best)
-    made._model, made._workspace = model, workspace
-    return made
+    return made.made_for(model, workspace)
 
 
 def improve(costs: GraphCosts, before: Sequence[set[int]], first: list[int]) -> list[list[int]]:

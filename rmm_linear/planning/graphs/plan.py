@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear._support.files import write_text
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.memory.peak import Peak
@@ -21,6 +17,7 @@ from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.costs import GraphCosts
 from rmm_linear.planning.graphs.pieces import run_in_pieces, simulate_graph
 from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.plans import Plan, apply
 from rmm_linear.planning.step.workspace import Workspace
 
 
@@ -45,8 +42,8 @@ class PlannedPiece:
     seconds: float
 
 
-@dataclass
-class GraphPlan:
+@dataclass(frozen=True)
+class GraphPlan(Plan):
     """Which pieces of a captured graph are recomputed in the backward pass.
 
     Attributes:
@@ -67,17 +64,19 @@ class GraphPlan:
 
     method: str
     graph: str
-    part: list[int]
-    recomputed: list[int]
-    pieces: list[PlannedPiece]
+    part: Sequence[int]
+    recomputed: Sequence[int]
+    pieces: Sequence[PlannedPiece]
     memory: int = 0
     predicted: int = 0
     plain: int = 0
     flops: float = 1.0
-    order: list[int] = field(default_factory=list)
+    order: Sequence[int] = ()
     asked: int | float | str = 0
-    _model: nn.Module | None = field(default=None, repr=False, compare=False)
-    _workspace: Workspace | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("part", "recomputed", "pieces", "order"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
         header = ("piece", "nodes", "choice", "saved", "seconds")
@@ -141,7 +140,7 @@ class GraphPlan:
         Raises:
             ValueError: If the plan has no model, or is of another graph.
         """
-        graph, inputs = capture(self._given(self._model), example)
+        graph, inputs = capture(self._given(), example)
         self.check(graph, inputs)
         costs = graph_costs(graph, inputs)
         peak = simulate_graph(costs, self.of(costs), workspace)
@@ -172,14 +171,7 @@ class GraphPlan:
         Raises:
             ValueError: If the plan has no model, or is of a graph after a graph break.
         """
-        from rmm_linear.planning.graphs.backend import Backend  # it makes plans
-
-        self._model = model = self._given(self._model if model is None else model)
-        if self.method == "blocks":
-            raise ValueError("The plan is of one graph of several and cannot be applied to a model. Use plan_blocks().")
-        method = "keep" if self.method == "order" else self.method
-        made = Backend(self.asked or self.memory, method, known=[self], workspace=self._workspace)
-        return torch.compile(model, backend=made, dynamic=False)
+        return apply(self, self._given(model)).model
 
     def revert(self) -> nn.Module | None:
         """Return the model itself, which the plan has not changed."""
@@ -198,31 +190,17 @@ class GraphPlan:
         if fingerprint(graph, inputs) != self.graph:
             raise ValueError("The plan is of another graph: the model or the shapes differ. Plan it with plan_graph().")
 
-    @staticmethod
-    def _given(model: nn.Module | None) -> nn.Module:
-        if model is None:
-            raise ValueError("A plan that was loaded needs a model. Use plan.apply(model).")
-        return model
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan.
-
-        Args:
-            path: A JSON file.
-        """
-        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types.
 
         Returns:
             Its fields.
         """
-        fields = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {"format": self.FORMAT, **fields, "pieces": [*map(asdict, self.pieces)]}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {"format": self.FORMAT, **fields}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> GraphPlan:
+    def from_dict(cls, fields: Mapping[str, Any]) -> GraphPlan:
         """Make a plan of what :meth:`to_dict` returned, the format left out.
 
         Args:
@@ -234,8 +212,8 @@ class GraphPlan:
         Raises:
             ValueError: If its fields contradict each other.
         """
-        pieces = [PlannedPiece(**piece) for piece in fields.pop("pieces")]
-        plan = cls(pieces=pieces, **fields)
+        pieces = [PlannedPiece(**piece) for piece in fields["pieces"]]
+        plan = cls(**{**fields, "pieces": pieces})
         numbers, nodes = set(plan.part), len(plan.part)
         if len(pieces) != len(numbers) or not {*plan.recomputed} <= numbers:
             raise ValueError(f"pieces and recomputed must be of the parts, got {len(pieces)} pieces of {len(numbers)}")

@@ -61,9 +61,7 @@ def plan_graph(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}")
     graph, inputs = capture(model, example)
-    plan = plan_captured(graph, inputs, memory, method, workspace)
-    plan._model, plan._workspace = model, workspace
-    return plan
+    return plan_captured(graph, inputs, memory, method, workspace).made_for(model, workspace)
 
 
 def plan_captured(

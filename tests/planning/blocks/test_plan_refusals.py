@@ -1,5 +1,7 @@
 """Plans in a training: changed models, retained graphs, evaluation, files; and what is refused."""
 
+import dataclasses
+
 import pytest
 import torch
 from planning_graph_helpers import gradients
@@ -103,8 +105,7 @@ def test_plans_are_checked_when_they_are_read(tmp_path):
     trained = loaded.apply(model)
     found = gradients(model, lambda: run_step(trained, x))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    loaded.order = [0, 1, 2]
-    loaded.save(tmp_path / "plan.json")
+    dataclasses.replace(loaded, order=[0, 1, 2]).save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match="order must have each of the"):
         load_plan(tmp_path / "plan.json")
 

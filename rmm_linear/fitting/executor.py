@@ -1,0 +1,36 @@
+"""Convert the blocks of a plan: the executor of the choice "convert", which planning asks for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.config import RMMConfig
+from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.conversion.revert import revert
+
+
+class Conversion:
+    """The conversion of a plan's blocks, by a configuration that leaves all others alone."""
+
+    report: ConversionReport | None = None
+
+    def __init__(self, model: nn.Module, config: RMMConfig) -> None:
+        """Begin with a model that is not converted."""
+        self.model, self.config = model, config
+
+    @staticmethod
+    def read(config: Mapping[str, Any]) -> RMMConfig:
+        """Return the configuration that a plan's file has."""
+        return RMMConfig.from_dict(config)
+
+    def attach(self) -> None:
+        """Convert the model."""
+        self.report = convert(self.model, self.config)
+
+    def detach(self) -> None:
+        """Revert the model."""
+        revert(self.model)

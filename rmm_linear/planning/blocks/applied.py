@@ -1,0 +1,87 @@
+"""Make a model train by a plan for its blocks: recompute, offload and convert them, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from rmm_linear._support.provided import provided
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.blocks.plan import APPLIED, CONVERT, KEEP, NESTED, OFFLOAD, SELECTIVE, BlockPlan
+from rmm_linear.planning.blocks.recompute import Recomputed
+from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
+from rmm_linear.planning.plans import Applied, apply
+
+_PLAN = "rmm_plan"  # attribute of a model with a plan
+
+
+class Executor(Protocol):
+    """Changes some of a model's modules, and changes them back."""
+
+    def attach(self) -> None:
+        """Make the change; an error leaves the modules as they were."""
+
+    def detach(self) -> None:
+        """Undo it."""
+
+
+class AppliedBlocks(Applied):
+    """A model whose blocks train by a plan.
+
+    Attributes:
+        conversion: What :func:`rmm_linear.convert` reported; None where no block is converted.
+    """
+
+    conversion: Any = None
+
+    def __init__(self, plan: BlockPlan, model: nn.Module, executors: Sequence[Executor]) -> None:
+        """Attach executors; if one fails, the model is as it was."""
+        super().__init__(plan.made_for(model), model)
+        self._attached: list[Executor] = []
+        try:
+            for each in executors:
+                each.attach()
+                self._attached.append(each)
+                self.conversion = getattr(each, "report", self.conversion)
+        except BaseException:
+            self.revert()
+            raise
+        vars(model).update({_PLAN: plan, APPLIED: self})
+
+    def revert(self) -> None:
+        """Detach all executors."""
+        if vars(self.model).get(APPLIED) is self:
+            del vars(self.model)[_PLAN], vars(self.model)[APPLIED]
+        while self._attached:
+            self._attached.pop().detach()
+
+
+@apply.register
+def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
+    """Make a model train by a plan; see :meth:`BlockPlan.apply`."""
+    if APPLIED in vars(model):
+        raise ValueError("The model trains by another plan already. Call rmm_linear.revert(model) first.")
+    modules = dict(model.named_modules())
+    for name in (name for block in plan.blocks for name in (block.name, *block.inner)):
+        if name not in modules:
+            raise ValueError(f"The model has no module {name!r}. Plan this model itself.{did_you_mean(name, modules)}")
+    for name in (name for block in plan.blocks if block.choice != KEEP for name in (block.name, *block.inner)):
+        if isinstance(modules[name].__dict__.get("forward"), Recomputed | Offloaded):
+            raise ValueError(f"{name} is part of another plan already. Use revert() of that plan first.")
+    return AppliedBlocks(plan, model, _executors(plan, model, modules))
+
+
+def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module]) -> list[Executor]:
+    found: list[Executor] = []
+    if plan.config is not None:
+        found.append(provided(CONVERT)(model, plan.config))
+    chain = OffloadChain(plan.folder)
+    for block in plan.blocks:
+        if block.choice == OFFLOAD:
+            found.append(Offloaded(modules[block.name], chain))
+        elif block.choice not in (KEEP, CONVERT):
+            found += [Recomputed(modules[name]) for name in (block.inner if block.choice == NESTED else ())]
+            found.append(Recomputed(modules[block.name], selective=block.choice == SELECTIVE))
+    return found
