@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rmm_linear import convert, fit
 from rmm_linear.planning import measure, simulate
-from rmm_linear.planning.graph_record import graph_costs
-from rmm_linear.planning.step import run_step
+from rmm_linear.planning.graphs.record import graph_costs
+from rmm_linear.planning.step.step import run_step
 
 BATCH, TOKENS, WORDS = 4, 256, 8000
 LOGITS = BATCH * TOKENS * WORDS * 4  # bytes in float32

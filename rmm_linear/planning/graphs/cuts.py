@@ -18,11 +18,7 @@ class Cuts:
     """The pieces of a graph between all pairs of its cuts."""
 
     def __init__(self, costs: GraphCosts) -> None:
-        """Measure all pieces.
-
-        Args:
-            costs: Of the graph.
-        """
+        """Measure all pieces."""
         self.cuts = [0, *_candidates(costs), costs.count]
         number = {cut: index for index, cut in enumerate(self.cuts)}
         sums = PieceCosts(costs)
@@ -99,7 +95,6 @@ def unbeaten(kept: Tensor, seconds: Tensor, most: int) -> Tensor:
     Args:
         kept: Bytes, shape (n,).
         seconds: Time, shape (n,).
-        most: Number of states to carry, at least 2.
 
     Returns:
         Places of the states, int64, shape (m,), m ≤ ``most``, from the fewest bytes to the least time. The first and
