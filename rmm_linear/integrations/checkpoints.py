@@ -41,6 +41,9 @@ class SketchStateCallback(TrainerCallback):
     The Trainer does not tell its callbacks which checkpoint it resumes from. The state is read from
     ``args.resume_from_checkpoint`` if that is a folder, else from ``checkpoint-STEP`` in the output folder.
 
+    The plan of a checkpoint in the output folder may offload to the folder that it names. That of any other checkpoint
+    may not: give ``RMMCallback(fit={"folder": ...})`` again.
+
     Args:
         resume_from: The checkpoint to read instead, for runs that are resumed from another folder.
     """
@@ -48,6 +51,7 @@ class SketchStateCallback(TrainerCallback):
     def __init__(self, resume_from: str | Path | None = None) -> None:
         """Store the folder; nothing is read yet."""
         self.resume_from = resume_from
+        self.offload_folder: str | None = None  # of the user's own call of fit
         self._written = -1
 
     def on_step_end(
@@ -134,7 +138,9 @@ class SketchStateCallback(TrainerCallback):
         named = self.resume_from or args.resume_from_checkpoint
         folder = Path(named) if named and Path(named).is_dir() else _checkpoint(args, state)
         if (path := _found(folder, state, PLAN_FILE)) is not None:
-            restore_plan(model, path)
+            output = Path(args.output_dir or "").resolve()
+            is_own = bool(args.output_dir) and output in path.resolve().parents
+            restore_plan(model, path, self.offload_folder, is_own=is_own)
         if not sketched_layers(model):
             return
         if (path := _found(folder, state, STATE_FILE)) is not None:

@@ -86,12 +86,19 @@ def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, Ske
     return config.replace(target_modules=[names.get(target, target) for target in targets])
 
 
-def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> ConversionReport:
+def convert_as_saved(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    offload_folder: str | os.PathLike[str] | None = None,
+) -> ConversionReport:
     """Convert a model as the one saved in a folder, and restore the state of its sketches; apply its plan.
 
     Args:
         model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it, wrapped or not.
         folder: The folder of :func:`save_conversion`.
+        offload_folder: Where offloaded blocks of a model on the CPU write files. The one that the saved plan names is
+            not used, as it may come from somebody else.
 
     Returns:
         What was converted; nothing, for a plan without conversions. ``model.rmm_plan`` is the plan.
@@ -103,7 +110,7 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
     """
     model, path = unwrapped(model), Path(folder) / CONFIG_FILE
     if (path.parent / PLAN_FILE).is_file():
-        return _planned_as_saved(model, path)
+        return _planned_as_saved(model, path, offload_folder)
     config = RMMConfig.load(path)
     state = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     try:
@@ -114,12 +121,12 @@ def convert_as_saved(model: nn.Module, folder: str | os.PathLike[str]) -> Conver
     return report
 
 
-def _planned_as_saved(model: nn.Module, path: Path) -> ConversionReport:
+def _planned_as_saved(model: nn.Module, path: Path, offload_folder: str | os.PathLike[str] | None) -> ConversionReport:
     config = RMMConfig.load(path) if path.is_file() else None
     if config != read_plan(path.parent / PLAN_FILE).config:
         raise ValueError(f"{path} and {PLAN_FILE} beside it must be of one model. Save the conversion again.")
     state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
-    plan = restore_plan(model, path.parent / PLAN_FILE)
+    plan = restore_plan(model, path.parent / PLAN_FILE, offload_folder)
     _load_state(model, path, state)
     return plan.conversion or ConversionReport(RMMConfig())
 

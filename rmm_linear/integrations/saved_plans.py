@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,13 @@ def plan_of(model: nn.Module) -> BlockPlan | None:
     return vars(unwrapped(model)).get("rmm_plan")
 
 
-def read_plan(path: Path) -> BlockPlan:
+def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_own: bool = False) -> BlockPlan:
     """Read a plan of blocks.
 
     Args:
         path: The file.
+        folder: Where offloaded blocks write files; see :func:`rmm_linear.planning.load_plan`.
+        is_own: Whether this program wrote the file, so that the folder that it names may be used.
 
     Returns:
         The plan.
@@ -41,21 +46,24 @@ def read_plan(path: Path) -> BlockPlan:
     Raises:
         ValueError: If the file is none, or a plan of another kind.
     """
-    try:
-        plan = load_plan(path)
-    except RecursionError as error:
-        raise ValueError(f"{path} is no plan: it is nested too deeply. Write one with plan.save().") from error
+    plan = load_plan(path, folder=folder)
     if not isinstance(plan, BlockPlan):
         raise ValueError(f"{path} must be a plan of blocks, as rmm_linear.fit makes it, got one of a graph.")
+    if is_own and folder is None:
+        return replace(plan, folder=json.loads(path.read_text(encoding="utf-8")).get("folder"))
     return plan
 
 
-def restore_plan(model: nn.Module, path: Path) -> BlockPlan:
+def restore_plan(
+    model: nn.Module, path: Path, folder: str | os.PathLike[str] | None = None, *, is_own: bool = False
+) -> BlockPlan:
     """Make a model train by a saved plan. Another plan that it has is reverted, which is logged.
 
     Args:
         model: The model, wrapped or not.
         path: The file.
+        folder: As for :func:`read_plan`; None is that of the plan that the model has.
+        is_own: As for :func:`read_plan`.
 
     Returns:
         The plan that the model has now.
@@ -63,7 +71,9 @@ def restore_plan(model: nn.Module, path: Path) -> BlockPlan:
     Raises:
         ValueError: If the file is damaged, or of another model; the message names it.
     """
-    model, saved, own = unwrapped(model), read_plan(path), plan_of(model)
+    model = unwrapped(model)
+    own = plan_of(model)
+    saved = read_plan(path, folder or (None if own is None else own.folder), is_own=is_own)
     if own is not None:
         if _does(own) == _does(saved):
             return own

@@ -146,6 +146,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
         self._fitting = None if fit is None else FitCallback(fit, self._unprobed)
+        self.offload_folder = None if self._fitting is None else self._fitting.settings.get("folder")
         self._memory: dict[str, float] = {}
         self._measured = self._warned = self._explains = self._prints = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,24 +10,28 @@ from pathlib import Path
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.graphs.plan import GraphPlan
 
-_KINDS = (BlockPlan, GraphPlan)
+_KINDS = {kind.FORMAT: kind for kind in (BlockPlan, GraphPlan)}
 
 
-def load_plan(path: str | os.PathLike[str]) -> BlockPlan | GraphPlan:
+def load_plan(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None) -> BlockPlan | GraphPlan:
     """Read a plan that ``plan.save()`` wrote.
 
     Args:
         path: The file.
+        folder: Where offloaded blocks of a model on the CPU write files. The one that the file names is not used, as
+            whoever wrote the file must not choose where files are written; for a plan of your own, give it again.
 
     Returns:
         The plan, to be applied to a model: ``plan.apply(model)``.
 
     Raises:
-        ValueError: If the file is no plan.
+        ValueError: If the file is no plan, or a field of it is missing or wrong.
     """
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        kinds = {kind.FORMAT: kind for kind in _KINDS}
-        return kinds[fields.pop("format")].from_dict(fields)
+        plan = _KINDS[fields.pop("format")].from_dict(fields)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no plan ({error!r}). Write one with plan.save().") from error
+        raise ValueError(f"{os.fspath(path)} is no plan ({error!r}). Write one with plan.save().") from error
+    if isinstance(plan, BlockPlan):
+        return dataclasses.replace(plan, folder=None if folder is None else os.fspath(folder))
+    return plan

@@ -1,6 +1,7 @@
 """Plans of fitted models are saved beside the weights and in checkpoints, and applied again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -198,3 +199,41 @@ def test_a_checkpoint_that_was_interrupted_has_its_plan_beside_it(tmp_path):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert callback.fit_report is None
     assert done(resumed.model.rmm_plan) == done(whole.model.rmm_plan)
+
+
+def offloading(fields, folder):
+    return {**fields, "folder": str(folder), "blocks": [{**row, "choice": "offload"} for row in fields["blocks"]]}
+
+
+def test_a_saved_plan_offloads_where_the_caller_says(tmp_path, recomputing):
+    save_conversion(fitted(offloading(recomputing, tmp_path / "theirs")), tmp_path)
+    model = tiny_model("roberta", dropout=0.0).train()
+    with pytest.raises(ValueError, match=r"rmm_plan\.json: .*offload_folder=\.\.\. to convert_as_saved"):
+        convert_as_saved(model, tmp_path)
+    assert "rmm_plan" not in vars(model)
+    convert_as_saved(model, tmp_path, offload_folder=tmp_path / "ours")
+    assert model.rmm_plan.folder == str(tmp_path / "ours")
+
+
+def test_a_checkpoint_of_the_output_folder_offloads_as_before(tmp_path, recomputing):
+    from trainer_helpers import make_trainer
+
+    from rmm_linear.integrations.transformers import RMMCallback, SketchStateCallback
+
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+
+    def trained(callback, resume=None, model=None):
+        trainer, _, _ = make_trainer(tmp_path / "out", config=None, resume_from_checkpoint=resume, **SAVING)
+        trainer.add_callback(callback)
+        if model is not None:
+            trainer.model = trainer.model_wrapped = model
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.rmm_plan.folder
+
+    assert trained(SketchStateCallback(), model=fitted(offloading(recomputing, theirs))) == theirs
+    own, moved = tmp_path / "out" / "checkpoint-2", tmp_path / "moved"
+    shutil.copytree(own, moved)
+    assert trained(SketchStateCallback(), str(own)) == theirs
+    with pytest.raises(ValueError, match=r"rmm_plan\.json: .*Give folder=\.\.\. to fit"):
+        trained(SketchStateCallback(), str(moved))
+    assert trained(RMMCallback(fit={"memory": "least", "folder": ours}), str(moved)) == ours

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import nn
 
+from rmm_linear._support.fields import check_least, read_fields
 from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import show_bytes
@@ -202,12 +203,20 @@ class BlockPlan(Plan):
             The plan.
 
         Raises:
-            ValueError: If a choice is unknown.
+            ValueError: If a field is missing, or has a wrong type or value.
         """
-        blocks = [PlannedBlock(**{**block, "inner": tuple(block["inner"])}) for block in fields["blocks"]]
-        unknown = {block.choice for block in blocks} - {*CHOICES}
-        if unknown:
-            raise ValueError(f"choices must be of {', '.join(CHOICES)}, got {', '.join(sorted(unknown))}")
-        config = fields.get("config")
-        config = None if config is None else provided(CONVERT).read(config)
-        return cls(**{**fields, "blocks": blocks, "config": config})
+        others = {name: value for name, value in fields.items() if name != "config"}
+        plan, config = read_fields(cls, others), fields.get("config")
+        check_least(plan, 0, "memory", "predicted", "plain", "flops")
+        for block in plan.blocks:
+            check_least(block, 0, "kept", "noise")
+            if block.choice not in CHOICES:
+                raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {block.choice!r}")
+            if block.choice == NESTED and not block.inner:
+                raise ValueError(f"{block.name} is nested, and must have inner parts, got none")
+        names = [name for block in plan.blocks for name in (block.name, *block.inner)]
+        if len({*names}) != len(names):
+            raise ValueError(f"blocks must have one row each, got {Counter(names).most_common(1)[0][0]!r} twice")
+        if (config is not None) != any(block.choice == CONVERT for block in plan.blocks):
+            raise ValueError(f"config must be there where a block is converted, and only there, got {config!r}")
+        return plan if config is None else replace(plan, config=provided(CONVERT).read(config))

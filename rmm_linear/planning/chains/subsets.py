@@ -43,9 +43,13 @@ class ChainPlan(SavedSettings):
     version: ClassVar[str] = __version__
 
     def __post_init__(self) -> None:
+        if any(isinstance(number, bool) for number in (self.peak, *self.kept)):
+            raise TypeError(f"peak and kept must be integers, got {self.peak!r} and {self.kept!r}.")
         kept = tuple(operator.index(place) for place in self.kept)
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "peak", operator.index(self.peak))
+        if self.peak < 0:
+            raise ValueError(f"peak must not be negative, got {self.peak}. Take a plan of minimum_peak.")
         if not kept or kept[0] != 0 or any(i >= j for i, j in pairwise(kept)):
             raise ValueError(f"kept must begin with 0 and rise, got {kept}. Take a plan of minimum_peak.")
 

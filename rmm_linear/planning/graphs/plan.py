@@ -10,15 +10,19 @@ from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
 
+from rmm_linear._support.fields import check_least, read_fields
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.budget import read_budget
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.costs import GraphCosts
 from rmm_linear.planning.graphs.pieces import run_in_pieces, simulate_graph
 from rmm_linear.planning.graphs.record import graph_costs
 from rmm_linear.planning.plans import Plan, apply
 from rmm_linear.planning.step.workspace import Workspace
+
+METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
 
 
 @dataclass(frozen=True)
@@ -210,13 +214,24 @@ class GraphPlan(Plan):
             The plan.
 
         Raises:
-            ValueError: If its fields contradict each other.
+            ValueError: If a field is missing, has a wrong type or value, or contradicts another.
         """
-        pieces = [PlannedPiece(**piece) for piece in fields["pieces"]]
-        plan = cls(**{**fields, "pieces": pieces})
-        numbers, nodes = set(plan.part), len(plan.part)
-        if len(pieces) != len(numbers) or not {*plan.recomputed} <= numbers:
-            raise ValueError(f"pieces and recomputed must be of the parts, got {len(pieces)} pieces of {len(numbers)}")
+        plan = read_fields(cls, fields)
+        check_least(plan, 0, "memory", "predicted", "plain", "flops")
+        if plan.method not in (*METHODS, "order", "blocks"):
+            raise ValueError(f"method must be one of {', '.join((*METHODS, 'order', 'blocks'))}, got {plan.method!r}")
+        if not re.fullmatch("[0-9a-f]{16}", plan.graph):
+            raise ValueError(f"graph must be a fingerprint of 16 hexadecimal digits, got {plan.graph!r}")
+        if plan.asked != 0:
+            read_budget(plan.asked, 1)
+        count, nodes = len(plan.pieces), len(plan.part)
+        if {*plan.part} != {*range(count)} or not {*plan.recomputed} <= {*range(count)}:
+            raise ValueError(f"part and recomputed must number the {count} pieces, got {plan.recomputed} recomputed")
+        for number, piece in enumerate(plan.pieces):
+            check_least(piece, 0, "saved", "seconds")
+            does = "recompute" if number in plan.recomputed else "keep"
+            if piece.choice != does or piece.nodes != plan.part.count(number):
+                raise ValueError(f"piece {number} must {does} {plan.part.count(number)} nodes, got {piece}")
         if plan.order and sorted(plan.order) != [*range(nodes)]:
             raise ValueError(f"order must have each of the {nodes} nodes once, got {len(plan.order)} numbers")
         return plan

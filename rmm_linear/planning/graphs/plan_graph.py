@@ -12,9 +12,9 @@ from rmm_linear._support.validation import did_you_mean
 from rmm_linear.planning.budget import LEAST, read_budget
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
-from rmm_linear.planning.graphs.plan import GraphPlan, fingerprint, planned_pieces
+from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, planned_pieces
 from rmm_linear.planning.graphs.record import graph_costs
-from rmm_linear.planning.graphs.search import METHODS, Search
+from rmm_linear.planning.graphs.search import Search
 from rmm_linear.planning.step.flops import by_plain
 from rmm_linear.planning.step.workspace import Workspace
 

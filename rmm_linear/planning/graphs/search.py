@@ -14,7 +14,6 @@ from rmm_linear.planning.graphs.piece_costs import Parts, estimate, of_pieces
 from rmm_linear.planning.graphs.pieces import run_in_pieces, simulate_graph
 from rmm_linear.planning.step.workspace import Workspace
 
-METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
 _SEGMENTS = (*range(2, 13), 14, 16, 18, 20, 24, 28, 32, 40, 48)
 _BELOW = (1.0, 0.97, 0.94, 0.9, 0.85)  # of the budget: a method's own idea of the peak may be too low
 _ABOVE = (1.0, 1.03, 1.07, 1.15, 1.3, 1.5)  # of the least budget that a method can meet

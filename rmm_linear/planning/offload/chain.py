@@ -148,7 +148,8 @@ class Offloaded:
             if tensor.device.type == "cpu" and not self.chain.takes(tensor.device):
                 raise ValueError(
                     f"offload puts what a block on the CPU saves into files, got {type(self.module).__name__} on the "
-                    "CPU and no folder: the CPU's memory is where it would go. Give folder=..., or leave offload out."
+                    "CPU and no folder: the CPU's memory is where it would go. Give folder=... to fit, load_plan or "
+                    "RMMCallback(fit={...}), offload_folder=... to convert_as_saved, or leave offload out."
                 )
             if tensor.device.type != "meta" and not self.chain.takes(tensor.device):
                 raise ValueError(
