@@ -27,7 +27,15 @@ class Plan:
     _workspace: Workspace | None = None
 
     def made_for(self: Self, model: nn.Module | None, workspace: Workspace | None = None) -> Self:
-        """Remember the model that the plan is for, and what its operators take beyond their results."""
+        """Remember a model, so that ``plan.apply()`` applies the plan to it.
+
+        Args:
+            model: The model that the plan is for; None forgets it.
+            workspace: What its operators take beyond their results.
+
+        Returns:
+            The plan itself.
+        """
         vars(self).update(_model=model, _workspace=workspace)
         return self
 
