@@ -17,9 +17,6 @@ def read_budget(memory: object, plain: int) -> int:
     Returns:
         Bytes.
 
-    Raises:
-        ValueError: If a share is not in (0, 1], or a size is not positive.
-
     Example:
         >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget(1, 100)
         (2048, 50, 1)

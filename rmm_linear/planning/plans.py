@@ -27,15 +27,7 @@ class Plan:
     _workspace: Workspace | None = None
 
     def made_for(self: Self, model: nn.Module | None, workspace: Workspace | None = None) -> Self:
-        """Remember a model, so that ``plan.apply()`` applies the plan to it.
-
-        Args:
-            model: The model that the plan is for; None forgets it.
-            workspace: What its operators take beyond their results.
-
-        Returns:
-            The plan itself.
-        """
+        """Remember a model, so that ``plan.apply()`` applies the plan to it."""
         vars(self).update(_model=model, _workspace=workspace)
         return self
 
@@ -49,19 +41,11 @@ class Plan:
         return {name: value for name, value in vars(self).items() if name not in ("_model", "_workspace")}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON types.
-
-        Returns:
-            Its fields, and the format.
-        """
+        """Return the plan as plain JSON types."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan.
-
-        Args:
-            path: A JSON file.
-        """
+        """Write the plan."""
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
 

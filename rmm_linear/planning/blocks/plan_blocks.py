@@ -80,15 +80,7 @@ def plan_blocks(
 
 
 def count_planned_flops(plan: BlockPlan, example: Any) -> int:
-    """Count the floating-point operations of a planned step.
-
-    Args:
-        plan: A plan for a model.
-        example: A training batch.
-
-    Returns:
-        The operations.
-    """
+    """Count the floating-point operations of a planned step."""
     with plan.applied() as planned:
         return count_flops(planned, example)
 
@@ -97,14 +89,7 @@ class Recomputations:
     """The ways in which the blocks of a model may be recomputed, and what time each adds."""
 
     def __init__(self, model: nn.Module, example: Any, costs: Costs, choices: Sequence[str]) -> None:
-        """Measure times.
-
-        Args:
-            model: The model.
-            example: A training batch.
-            costs: What :func:`rmm_linear.planning.measure` found.
-            choices: Of "recompute", "selective" and "nested".
-        """
+        """Measure times."""
         self.model, self.costs, self.choices = model, costs, choices
         names = [block.name for block in costs.blocks]
         self.inner = {name: find_inner(model, name) for name in names}
@@ -113,14 +98,7 @@ class Recomputations:
         self.cheap = cheap_shares(model, example, names) if SELECTIVE in choices else {}
 
     def add_to(self, proposals: Proposals) -> None:
-        """Add them to the options of the blocks.
-
-        Args:
-            proposals: The options.
-
-        Raises:
-            ValueError: If a block does not compute the same when it runs again.
-        """
+        """Add them to the options of the blocks."""
         for choice in self.choices:
             refused = self._refusing_selective(proposals) if choice == SELECTIVE else set[str]()
             rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]

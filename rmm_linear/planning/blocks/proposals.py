@@ -49,16 +49,9 @@ class Proposals:
         """Begin with blocks that keep everything.
 
         Args:
-            model: The model.
-            example: A training batch.
-            costs: What :func:`rmm_linear.planning.measure` found.
             budget: Bytes of a step.
-            workspace: What operators take beyond their results.
-            cost: What the solver makes least.
-            solver: As for :func:`rmm_linear.planning.blocks.solve.choose`.
             configure: Makes the configuration for the converted blocks of a plan.
             folder: Of files, for offloaded blocks of a model on the CPU.
-            held: As for :func:`rmm_linear.planning.step.watch.watch`.
         """
         self.model, self.example, self.costs, self.budget = model, example, costs, budget
         self.workspace, self.cost, self.solver = workspace, cost, solver
@@ -100,11 +93,7 @@ class Proposals:
         """Make a plan.
 
         Args:
-            chosen: Index of the option of every block.
             peak: Of a step with it, as far as it is known.
-
-        Returns:
-            The plan.
         """
         return self.plan_of(
             [self.rows[number][index] for number, index in enumerate(chosen)],

@@ -28,7 +28,6 @@ class Recomputed:
         """Wrap a module's forward pass; :meth:`attach` puts it in place.
 
         Args:
-            module: The module.
             selective: Whether the results of products are kept and all others recomputed.
         """
         self.module = module
@@ -52,18 +51,7 @@ class Recomputed:
             self.module.forward = self.replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass, and again in the backward pass.
-
-        Args:
-            *args: Of the module.
-            **kwargs: Of the module.
-
-        Returns:
-            What the module returns.
-
-        Raises:
-            RuntimeError: If it is given a cache of keys and values.
-        """
+        """Run the module's forward pass, and again in the backward pass."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if any(hasattr(one, "get_seq_length") for one in (*args, *kwargs.values())):

@@ -238,16 +238,7 @@ class GraphPlan(Plan):
 
 
 def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> list[PlannedPiece]:
-    """Describe the pieces of a plan.
-
-    Args:
-        costs: Of the graph.
-        part: By node: the number of its part.
-        recomputed: Numbers of the parts that are recomputed.
-
-    Returns:
-        A row per part.
-    """
+    """Describe the pieces of a plan."""
     rows, seconds = [], costs.seconds
     for number in sorted(set(part)):
         places = [place for place, one in enumerate(part) if one == number]
@@ -267,15 +258,7 @@ def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int])
 
 
 def fingerprint(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """Return what tells a graph and its shapes from others.
-
-    Args:
-        graph: A captured graph.
-        inputs: Its inputs.
-
-    Returns:
-        Hexadecimal digits.
-    """
+    """Return what tells a graph and its shapes from others."""
     nodes = [f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}" for node in graph.graph.nodes]
     shapes = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in inputs if isinstance(each, Tensor)]
     return hashlib.sha256(repr((nodes, shapes)).encode()).hexdigest()[:16]

@@ -71,21 +71,7 @@ def plan_captured(
     method: str,
     workspace: Workspace | None = None,
 ) -> GraphPlan:
-    """Plan a captured graph.
-
-    Args:
-        graph: The graph.
-        inputs: Its inputs.
-        memory: The budget, as for :func:`plan_graph`.
-        method: As for :func:`plan_graph`.
-        workspace: As for :func:`plan_graph`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: If nothing fits, with the least budget that was found.
-    """
+    """Plan a captured graph."""
     costs = graph_costs(graph, inputs)
     plain = simulate_graph(costs, graph, workspace).bytes
     budget = read_budget(memory, plain)

@@ -52,9 +52,6 @@ class OffloadChain:
 
         Args:
             content: Shape (N,), uint8, on a device that it takes.
-
-        Returns:
-            The copy.
         """
         if isinstance(content, FakeTensor):
             return SizeCopy(content)
@@ -68,9 +65,6 @@ class OffloadChain:
         """Begin a block's forward pass; the block before the last may free its memory now, as it is copied.
 
         So an accelerator has the memory of two blocks at most: of the one that runs, and of the last.
-
-        Returns:
-            What the block saves goes there.
         """
         last = self._last() if self._last is not None else None
         before = last.before() if last is not None and last.before is not None else None
@@ -80,20 +74,12 @@ class OffloadChain:
         return _Call(self, self._last)
 
     def leave(self, call: _Call) -> None:
-        """End a block's forward pass.
-
-        Args:
-            call: What :meth:`enter` returned.
-        """
+        """End a block's forward pass."""
         if call.saved:
             self._last = weakref.ref(call)
 
     def begin(self, task: int) -> None:
-        """Note which backward pass is running, so that what it fetched and did not need is freed with it.
-
-        Args:
-            task: Its number.
-        """
+        """Note which backward pass is running, so that what it fetched and did not need is freed with it."""
         if self._task != task:
             self.end()
             self._task = task
@@ -130,7 +116,6 @@ class Offloaded:
         """Wrap a module's forward pass; :meth:`attach` puts it in place.
 
         Args:
-            module: The module.
             chain: Shared with the other offloaded blocks of the model.
         """
         self.module = module
@@ -139,11 +124,7 @@ class Offloaded:
         self.replaced = module.__dict__.get("forward")  # by another library
 
     def attach(self) -> None:
-        """Offload what the module saves from now on.
-
-        Raises:
-            ValueError: If the module is on a device whose memory has nowhere to go.
-        """
+        """Offload what the module saves from now on."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device.type == "cpu" and not self.chain.takes(tensor.device):
                 raise ValueError(
@@ -167,18 +148,7 @@ class Offloaded:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass.
-
-        Args:
-            *args: Of the module.
-            **kwargs: Of the module.
-
-        Returns:
-            What the module returns.
-
-        Raises:
-            StoreError: If a file cannot be written.
-        """
+        """Run the module's forward pass."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         call = self.chain.enter()

@@ -51,11 +51,7 @@ class Files:
     """A folder of this process for copies, and the thread that reads them back."""
 
     def __init__(self, folder: Path) -> None:
-        """Make a folder in the user's; it is removed with this object, at the latest when the process ends.
-
-        Args:
-            folder: The user's folder; made if it is not there.
-        """
+        """Make a folder in the user's; it is removed with this object, at the latest when the process ends."""
         self.owner = os.getpid()  # a forked process has neither the thread nor a right to the files
         self.store = FileStore(folder)
         self.reader = ThreadPoolExecutor(1, _READER)
@@ -70,10 +66,6 @@ class FileCopy:
 
         Args:
             content: Bytes on the CPU, shape (N,), uint8.
-            files: Where.
-
-        Raises:
-            StoreError: If it cannot be written.
         """
         self._files, self._key, self._size = files, f"offload-{next(files.numbers):08d}", content.numel()
         files.store.put(self._key, [content])

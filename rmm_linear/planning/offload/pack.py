@@ -27,18 +27,11 @@ class Saved(Protocol):
     """A storage that was copied out."""
 
     def add(self) -> int:
-        """Count one more tensor that needs it.
-
-        Returns:
-            The number of the tensor.
-        """
+        """Count one more tensor that needs it."""
         ...
 
     def unpack(self, number: int) -> Tensor:
         """Return all of its bytes.
-
-        Args:
-            number: Of the tensor that needs them.
 
         Returns:
             Shape (N,), uint8.
@@ -86,8 +79,6 @@ class Packer:
         """Begin a forward pass.
 
         Args:
-            module: The block, whose parameters and buffers stay where they are.
-            takes: Whether a device's memory can be copied out.
             save: Copies the bytes of a storage out, shape (N,), uint8.
         """
         self._takes, self._save = takes, save
@@ -95,14 +86,7 @@ class Packer:
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}
 
     def __call__(self, tensor: Tensor) -> _Kept | _Packed:
-        """Pack a tensor.
-
-        Args:
-            tensor: It, with its graph.
-
-        Returns:
-            For :func:`unpack`; without the graph, which has it.
-        """
+        """Pack a tensor."""
         if not self._goes(tensor):
             return _Kept(tensor)
         storage = tensor.untyped_storage()
@@ -126,18 +110,7 @@ class Packer:
 
 
 def unpack(packed: _Kept | _Packed) -> Tensor:
-    """Return a tensor as it was saved.
-
-    Args:
-        packed: What :class:`Packer` made of it.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        RuntimeError: If it was changed in place.
-        StoreError: If it does not come back.
-    """
+    """Return a tensor as it was saved."""
     return packed.unpack()
 
 

@@ -27,19 +27,11 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> list[Tensor]:
-        """Return the tensors of a key, the same to the bit, and keep them.
-
-        Args:
-            key: What was given to :meth:`put`.
-        """
+        """Return the tensors of a key, the same to the bit, and keep them."""
         ...
 
     def drop(self, key: str) -> None:
-        """Forget the tensors of a key.
-
-        Args:
-            key: What was given to :meth:`put`.
-        """
+        """Forget the tensors of a key."""
         ...
 
 

@@ -13,9 +13,6 @@ from torch import Tensor
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
     """Begin to copy tensors to the CPU's memory.
 
-    Args:
-        tensors: Tensors on any device, which must not change.
-
     Returns:
         Contiguous tensors on the CPU, those that are there already themselves; and events to wait for before they are
         read.
@@ -37,15 +34,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 
 
 def to_device(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy tensors to devices, on a thread that may wait until they are there.
-
-    Args:
-        tensors: Tensors on the CPU.
-        devices: The device of each.
-
-    Returns:
-        The tensors, those that stay on the CPU themselves.
-    """
+    """Copy tensors to devices, on a thread that may wait until they are there."""
     copies, streams = [], set()
     for tensor, device in zip(tensors, devices, strict=True):
         if device.type != "cuda":

@@ -44,11 +44,7 @@ class FileStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Make a folder in the user's.
-
-        Args:
-            folder: The user's folder; made if it is not there.
-        """
+        """Make a folder in the user's."""
         self._folder = RunFolder(Path(folder))
 
     def path(self, key: str) -> Path:
@@ -56,15 +52,7 @@ class FileStore:
         return self._folder.path / f"{key}.safetensors"
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
-        """Write a file under another name, and give it its own when it is complete.
-
-        Args:
-            key: The state's key.
-            tensors: Its tensors.
-
-        Raises:
-            StoreError: If the file cannot be written; nothing of it is left.
-        """
+        """Write a file under another name, and give it its own when it is complete."""
         path = self.path(key)
         temporary = path.with_suffix(".part")
         try:
@@ -79,17 +67,7 @@ class FileStore:
             raise StoreError(f"{path} cannot be written: {reason}. Make room there, or give another folder.") from error
 
     def get(self, key: str) -> list[Tensor]:
-        """Read a file and compare its digest.
-
-        Args:
-            key: The state's key.
-
-        Returns:
-            Its tensors.
-
-        Raises:
-            StoreError: If the file is missing, shorter, or another one.
-        """
+        """Read a file and compare its digest."""
         return self.read(key, None)
 
     def read(self, key: str, into: list[Tensor] | None) -> list[Tensor]:

@@ -31,14 +31,7 @@ class RunFolder:
     """A folder with a name of its own, removed at the latest when the process ends."""
 
     def __init__(self, parent: Path) -> None:
-        """Make the folder, and remove what killed runs left beside it.
-
-        Args:
-            parent: The user's folder; made if it is not there.
-
-        Raises:
-            StoreError: If files cannot be made and locked there; nothing is left then.
-        """
+        """Make the folder, and remove what killed runs left beside it."""
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
         lock = None
@@ -66,11 +59,7 @@ class RunFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this host's runs whose process has ended without doing so.
-
-    Args:
-        parent: The user's folder.
-    """
+    """Remove the folders of this host's runs whose process has ended without doing so."""
     for path in parent.glob("rmm-*.lock"):
         with contextlib.suppress(OSError):  # another process is faster, or the file is another user's
             if _LOCK.fullmatch(path.name) and path.is_file() and path.read_bytes() == _mark():

@@ -45,12 +45,7 @@ class Transfers:
     """
 
     def __init__(self, store: Store, *, owned: bool) -> None:
-        """Begin nothing yet.
-
-        Args:
-            store: The store.
-            owned: Whether to close it at the end.
-        """
+        """Begin nothing yet."""
         self.waited, self.count, self.bytes, self.reads = 0.0, 0, 0, 0
         self._store, self._worker = store, _Worker()
         self._run = f"sweep-{uuid.uuid4().hex[:12]}"
@@ -62,15 +57,7 @@ class Transfers:
         self._finalizer = weakref.finalize(self, _close, self._worker, store, owned, self._held, os.getpid())
 
     def put(self, number: int, tensors: list[Tensor]) -> None:
-        """Begin to store the state before a step.
-
-        Args:
-            number: The step.
-            tensors: The state's tensors, which must not change.
-
-        Raises:
-            StoreError: If an earlier put has failed.
-        """
+        """Begin to store the state before a step."""
         self._finish_puts(IN_FLIGHT - 1)
         insort(self._order, number)
         self._stored[number] = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
@@ -88,17 +75,7 @@ class Transfers:
             self._gets[number] = self._fetch(number)
 
     def get(self, number: int) -> list[Tensor]:
-        """Return the state before a step; whatever else was prefetched is forgotten.
-
-        Args:
-            number: The step.
-
-        Returns:
-            Its tensors, on their device.
-
-        Raises:
-            StoreError: If it does not come back as it was.
-        """
+        """Return the state before a step; whatever else was prefetched is forgotten."""
         self._finish_puts(0)  # they are ahead of any get, as the thread does one thing after the other
         future = self._gets.pop(number, None) or self._fetch(number)
         self._gets.clear()
@@ -122,9 +99,6 @@ class Transfers:
 
     def seconds(self, tensors: list[Tensor]) -> float:
         """Measure how long a state like this one takes to the store or back, whichever is longer.
-
-        Args:
-            tensors: The state's tensors.
 
         Returns:
             The shorter of two trials, of which the first begins the thread and makes the store ready.
