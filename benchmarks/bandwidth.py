@@ -17,7 +17,9 @@ from benchmarks.case import Case, Outcome, Setup
 from benchmarks.linear import BLOCK
 from rmm_linear import packing
 from rmm_linear.backends.triton import kernels
-from rmm_linear.ops import table
+from rmm_linear.ops.sketches import PACK as PACK_ROWS
+from rmm_linear.ops.sketches import PACKED_SKETCH, SKETCH
+from rmm_linear.ops.sketches import UNPACK as UNPACK_ROWS
 from rmm_linear.sketches import kept_rows, row_norms, sketch
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample
@@ -83,11 +85,9 @@ def _calls(case: Case) -> Any:
     columns, dtype = case.sizes[1], case.torch_dtype
     if case.backend == "torch":
         return SimpleNamespace(
-            packed_sketch=lambda x, seed, rows: table.PACKED_SKETCH(
-                x, seed, SaveSpec("countsketch", rows, bits=BITS), None
-            ),
-            pack=table.PACK,
-            unpack=lambda codes, qparams, seed: table.UNPACK(codes, qparams, seed, BITS, columns, dtype, rotated=True),
+            packed_sketch=lambda x, seed, rows: PACKED_SKETCH(x, seed, SaveSpec("countsketch", rows, bits=BITS), None),
+            pack=PACK_ROWS,
+            unpack=lambda codes, qparams, seed: UNPACK_ROWS(codes, qparams, seed, BITS, columns, dtype, rotated=True),
             row_norms=row_norms,
         )
     found = kernels()
@@ -103,7 +103,7 @@ def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Ten
     """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is sampled beforehand."""
     rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
     if case.backend == "torch":
-        return lambda x: table.SKETCH(x, kind=kind, seed=seed, rows=rows, block=block)
+        return lambda x: SKETCH(x, kind=kind, seed=seed, rows=rows, block=block)
     if kind == "countsketch":
         return lambda x: kernels().sparse_sketch(x, seed, rows)
     if kind == "rows":

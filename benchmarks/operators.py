@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from benchmarks.case import Case, Outcome, Setup
 from rmm_linear.ops.attention import attention_backward, pack_attention
-from rmm_linear.ops.derivatives import apply_derivative, pack_derivative
-from rmm_linear.ops.fused import activate_and_pack, gate_and_pack
-from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
+from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 from rmm_linear.ops.masks import apply_mask, pack_mask
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
+from rmm_linear.packing.attention import AttentionSpec
 
 REFERENCE, PACKED, FUSED, PACK, APPLY, COPY = "exact", "packed", "fused", "pack", "apply", "copy"
 HAS_FUSED = "layer norm", "gelu", "swiglu"
@@ -270,13 +270,11 @@ def _attention(case: Case, *, is_causal: bool) -> Operation:
     (query, key, value, y), bits = _tensors(case, 4), (BITS["attention"],) * 3
     y = y.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes from the layer after
     _, heads, length, width = case.sizes
-    scale = width**-0.5
+    spec = AttentionSpec(length, heads, width, width**-0.5, is_causal)
 
     def apply(stored: Tensor) -> list[Tensor]:
-        found = attention_backward(
-            y.transpose(1, 2), stored, None, None, None, None, length, heads, width, scale, is_causal, 0.0, *bits
-        )
-        return [gradient.transpose(1, 2) for gradient in found]
+        found = attention_backward(y.transpose(1, 2), stored, None, None, None, None, spec, bits)
+        return [gradient.transpose(1, 2) for gradient in found[:3]]
 
     return Operation(
         [tensor.requires_grad_() for tensor in (query, key, value)],

@@ -42,7 +42,7 @@ def packed(rows: int, columns: int, bits: int) -> int:
 
 
 def _padded(*parts: int) -> int:
-    """Bytes of parts in one tensor, as :func:`rmm_linear.ops.stored.stored_bytes` adds them."""
+    """Bytes of parts in one tensor, as :func:`rmm_linear.packing.stored.stored_bytes` adds them."""
     return sum(-(-part // 16) * 16 for part in parts)
 
 

@@ -17,18 +17,17 @@ Source: chunks of the sequence for the head and its loss: Luo et al. 2024 (Mini-
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear._support.validation import check_integer
 from rmm_linear.layers.function import refuse_double_backward
-from rmm_linear.ops.operator import operator
+from rmm_linear.ops.dispatch import Call, Case, call, operator
 
 CHUNK = 256
 _REDUCTIONS = ("mean", "sum")
@@ -132,7 +131,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-@operator("chunked_cross_entropy")
+def _samples(case: Case) -> Iterator[Call]:
+    labels = torch.arange(case.rows) % 9
+    if case.index is not None:
+        labels = labels.new_full(labels.shape, -100).index_copy_(0, case.index, labels[case.index])
+    for place, softcap in enumerate((None, 5.0)):
+        weight, bias = (
+            Case(9, case.columns, case.dtype).matrix(1),
+            None if place else Case(1, 9, case.dtype).matrix()[0],
+        )
+        yield call(case.matrix(), weight, bias, labels, 4, -100, 0.5, softcap, True, not place, bias is not None)
+
+
+def _flops(hidden: Sequence[int], weight: Sequence[int], *arguments: Any) -> int:
+    needs_hidden, needs_weight = arguments[-3:-1]
+    return 2 * math.prod(hidden) * weight[0] * (1 + needs_hidden + needs_weight)
+
+
+@operator("chunked_cross_entropy", samples=_samples, flops=_flops)
 def _loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,
@@ -213,12 +229,6 @@ def _to_gradient(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
     sums = logits.exp_().sum(1, keepdim=True)
     logits.mul_(sums.reciprocal().where(valid, 0)).scatter_add_(1, classes, -valid.to(logits.dtype))
     return (sums.log() - of_class).where(valid, 0).sum()
-
-
-@register_flop_formula(torch.ops.rmm_linear.chunked_cross_entropy)
-def _(hidden: Sequence[int], weight: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    needs_hidden, needs_weight = arguments[-3:-1]
-    return 2 * math.prod(hidden) * weight[0] * (1 + needs_hidden + needs_weight)
 
 
 def _check(

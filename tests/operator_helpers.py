@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rmm_linear.ops.arguments import to_arguments
+from rmm_linear.ops.sketches import to_arguments
 from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.spec import SaveSpec
 

@@ -35,7 +35,7 @@ def test_the_contracts_are_kept(copied):
         ("sketches/rows.py", "rmm_linear.packing"),
         ("memory/inputs.py", "rmm_linear.conversion.convert"),
         ("packing/pack.py", "rmm_linear.backends.native"),
-        ("config.py", "rmm_linear.ops.table"),
+        ("config.py", "rmm_linear.ops.sketches"),
         ("context/frames.py", "rmm_linear.layers.linear"),
         ("planning/blocks/plan.py", "rmm_linear.conversion.convert"),
         ("planning/graphs/plan.py", "rmm_linear.fitting.fit"),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.ops.masks import APPLY_MASK, PACK_MASK
-from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rmm_linear import RMMConfig, packing, sketched_linear
 from rmm_linear.backends.triton import kernels
-from rmm_linear.ops import table
+from rmm_linear.ops import sketches as table
 from rmm_linear.sketches import sketch
 from rmm_linear.sketches.rows import sample
 from rmm_linear.spec import SaveSpec

@@ -13,9 +13,8 @@ from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import PackedCall
 from rmm_linear.layers.function import as_no_view, refuse_double_backward
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
-from rmm_linear.ops.biased_attention import biased_attention_backward
 from rmm_linear.ops.masks import pack_mask
-from rmm_linear.packing.attention import hides_padding, score_rows
+from rmm_linear.packing.attention import AttentionSpec, hides_padding, score_rows
 from rmm_linear.packing.attention_bias import biased
 from rmm_linear.sketches.seeds import draw_seed
 
@@ -56,8 +55,9 @@ class AttentionFunction(torch.autograd.Function):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Apply attention; ``exact`` makes the output without dropout, shape (B, Tq, h, dv)."""
-        ctx.attention, ctx.call, ctx.dtypes = attention, call, (query.dtype, key.dtype, value.dtype)
-        ctx.sizes = key.shape[2], key.shape[1], key.shape[3]
+        ctx.bits, ctx.call, ctx.dtypes = (attention.bits,) * 3, call, (query.dtype, key.dtype, value.dtype)
+        sizes = key.shape[2], key.shape[1], key.shape[3]
+        ctx.spec = AttentionSpec(*sizes, attention.scale, attention.is_causal, attention.p)
         output = exact(query, key, value) if not attention.p else None
         dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = (cast(tensor, dtype) for tensor in (query, key, value))
@@ -73,7 +73,7 @@ class AttentionFunction(torch.autograd.Function):
             seed = call.seed
             if seed is None and not torch.compiler.is_compiling():
                 seed = draw_seed()  # after the mask of dropout, which has the random numbers of PyTorch
-            stored = pack_attention(query, key, value, call.index, kv_index, seed, *(attention.bits,) * 3)
+            stored = pack_attention(query, key, value, call.index, kv_index, seed, *ctx.bits)
         # Seed and indices are saved tensors: on ctx, a recomputation could not replace them.
         ctx.save_for_backward(stored, mask, kept, call.index, kv_index, bias)
         return as_no_view(output)
@@ -83,21 +83,15 @@ class AttentionFunction(torch.autograd.Function):
         """Compute the gradients."""
         refuse_double_backward("a packed attention")
         (y,), (stored, mask, kept, index, kv_index, bias) = grad_outputs, ctx.saved_tensors
-        attention: Attention = ctx.attention
         if ctx.call.on_backward is not None:
             ctx.call.on_backward(y.reshape(y.shape[0] * y.shape[1], -1), ctx.call.mask)
-        named = (
-            mask, kept, index, kv_index, *ctx.sizes,
-            attention.scale, attention.is_causal, attention.p, *(attention.bits,) * 3,
-        )  # fmt: skip
-        grad_bias = None
+        grad_bias, needs_bias = None, bias is not None and ctx.needs_input_grad[7]
         with autocast_off(y.device.type):
-            if bias is None:
-                gradients = attention_backward(y, stored, *named)
-            else:
-                needed = ctx.needs_input_grad[7]
-                *gradients, grad_bias = biased_attention_backward(y, stored, bias, needed, *named)
-                grad_bias = grad_bias.to(bias.dtype) if needed else None
+            *gradients, of_bias = attention_backward(
+                y, stored, mask, kept, index, kv_index, ctx.spec, ctx.bits, bias, needs_bias
+            )
+            if bias is not None and needs_bias:
+                grad_bias = of_bias.to(bias.dtype)
         found = (one.transpose(1, 2).to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
         return *found, None, None, None, None, grad_bias
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.layers.converted import ConvertedModule
-from rmm_linear.ops.save import is_capturing
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 @dataclass(frozen=True)

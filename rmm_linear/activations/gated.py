@@ -14,8 +14,8 @@ from rmm_linear.activations.pointwise import is_composed
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
-from rmm_linear.ops.fused import gate_and_pack, runs_fused
-from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.dispatch import runs_fused
+from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 
 _BITS = 4
 

@@ -19,7 +19,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.function import refuse_double_backward
-from rmm_linear.ops.fused import runs_fused
+from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
 

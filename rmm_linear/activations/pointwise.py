@@ -14,8 +14,8 @@ from rmm_linear.activations.base import _PAIRS, PackedCall, PackedModule
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import refuse_double_backward
-from rmm_linear.ops.derivatives import apply_derivative, pack_derivative
-from rmm_linear.ops.fused import activate_and_pack, runs_fused
+from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
+from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
 _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {

@@ -11,7 +11,7 @@ from rmm_linear.backends import native, triton
 
 BACKENDS = ("auto", "torch", "triton")
 Backend = Literal["plain", "native", "triton"]
-_VARIABLE = "RMM_BACKEND"
+VARIABLE = "RMM_BACKEND"
 _ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 
 
@@ -25,21 +25,20 @@ def requested_backend() -> str:
     Raises:
         ValueError: If the variable holds something else.
     """
-    name = os.environ.get(_VARIABLE, "auto")
+    name = os.environ.get(VARIABLE, "auto")
     if name not in BACKENDS:
-        raise ValueError(f"{_VARIABLE} must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}.")
+        raise ValueError(f"{VARIABLE} must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}.")
     return name
 
 
-def backend_of(device: str, dtype: torch.dtype) -> Backend:
-    """Choose the implementation by device, dtype and RMM_BACKEND.
+def backends_of(device: str) -> tuple[Backend, ...]:
+    """Return the implementations for a type of device by RMM_BACKEND, the preferred one first.
 
     Args:
-        device: Type of the device of the matrix.
-        dtype: Its dtype.
+        device: Type of the device.
 
     Returns:
-        "plain", "native" or "triton"; "plain" runs everywhere.
+        Some of "triton", "native" and "plain"; "plain" is the last, and runs everywhere.
 
     Raises:
         RuntimeError: If RMM_BACKEND requests the kernels on CPU without Triton's interpreter.
@@ -52,8 +51,22 @@ def backend_of(device: str, dtype: torch.dtype) -> Backend:
             "Set it before Python starts, or use RMM_BACKEND=auto."
         )
     if requested == "torch":
-        return "plain"
+        return ("plain",)
+    has_kernels = requested == "triton" or (device in _ACCELERATORS and triton.is_installed())
+    has_library = device == "cpu" and native.is_available()
+    return (*(("triton",) if has_kernels else ()), *(("native",) if has_library else ()), "plain")
+
+
+def backend_of(device: str, dtype: torch.dtype) -> Backend:
+    """Choose the implementation by device, dtype and RMM_BACKEND.
+
+    Args:
+        device: Type of the device of the matrix.
+        dtype: Its dtype.
+
+    Returns:
+        "plain", "native" or "triton".
+    """
+    first, *others = backends_of(device)
     is_supported = dtype in triton.DTYPES or not dtype.is_floating_point
-    if is_supported and (requested == "triton" or (device in _ACCELERATORS and triton.is_installed())):
-        return "triton"
-    return "native" if device == "cpu" and native.is_available() else "plain"
+    return others[0] if first == "triton" and not is_supported else first

@@ -21,7 +21,7 @@ from torch import Tensor
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, next_node, running_node
-from rmm_linear.ops.sketch import pack, sketch
+from rmm_linear.ops.sketches import PACK, SKETCH
 from rmm_linear.packing import WIDTHS, rounding_variance
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, variance
 from rmm_linear.sketches.philox import signs
@@ -137,6 +137,6 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
         y = y * mask.valid.unsqueeze(1)
     p = probabilities(row_norms(x), spec.uniform_mix, mask=mask) if spec.samples_rows(x.shape[0]) else None
     shape = {"kind": spec.kind, "rows": spec.rows, "block": spec.block, "mask": mask, "p": p}
-    z, sketched_y = sketch(x, seed=seed, **shape), sketch(y, seed=seed, **shape)
-    rounding = sketched_y.double().square().sum(1) @ rounding_variance(pack(z, bits, seed)[1], z.shape[1])
+    z, sketched_y = SKETCH(x, seed=seed, **shape), SKETCH(y, seed=seed, **shape)
+    rounding = sketched_y.double().square().sum(1) @ rounding_variance(PACK(z, bits, seed)[1], z.shape[1])
     return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))

@@ -18,9 +18,9 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
 from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
-from rmm_linear.ops.save import is_capturing, is_view_of_more
+from rmm_linear.ops.save import is_view_of_more
 from rmm_linear.sketches import TokenMask, row_norms
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
 
 

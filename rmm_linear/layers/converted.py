@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, is_checkpointed
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.ops.save import is_capturing
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 _PADDING = (
     "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "

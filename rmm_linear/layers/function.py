@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_off, cast
-from rmm_linear.ops.traced import weight_gradient_traced
-from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.ops.save import weight_gradient_traced
+from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import TokenMask
 from rmm_linear.spec import SaveSpec
 

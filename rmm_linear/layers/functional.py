@@ -21,8 +21,7 @@ from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.function import RefusedGradient, SketchedLinearFunction, UnsavedLinearFunction
-from rmm_linear.ops.save import save_input
-from rmm_linear.ops.traced import save_traced
+from rmm_linear.ops.save import save_input, save_traced
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec

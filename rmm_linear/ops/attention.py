@@ -3,37 +3,40 @@
 The mathematics is in :mod:`rmm_linear.packing.attention`. The blocks of scores are PyTorch's matrix products on every
 backend: on CPU they take most of the time, and no loop of ours is faster than its BLAS. The C library packs, unpacks,
 and makes softmax and its gradient in one pass between the products. On CUDA, the fused kernels of PyTorch compute the
-gradients (``fused_attention.py``).
+gradients. These need the output and the logarithms of the sums of exponentials, which are not saved: one more forward
+pass on what was unpacked makes both, so they belong to the same probabilities as the gradients.
+
+A bias of the scores may need a gradient too, as relative positions do. The scores are S + bias, so it is dS, summed
+over what the bias is broadcast along. It is added up while the blocks of scores are made, so it needs no more memory
+than the bias itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from rmm_linear import packing
-from rmm_linear.backends.native import attention as native_attention
-from rmm_linear.backends.native import masks as native_masks
-from rmm_linear.backends.native.library import TYPES
-from rmm_linear.ops import native
-from rmm_linear.ops.fused_attention import fused_gradients
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, views
-from rmm_linear.ops.table import PACK, UNPACK, Operation
+from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
+from rmm_linear.ops.native import attention as native
+from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
-from rmm_linear.packing import attention_gradients as blocks
 from rmm_linear.packing import masks as plain_masks
-from rmm_linear.packing.attention import AttentionSpec
+from rmm_linear.packing.attention import AttentionSpec, additive, score_rows
 from rmm_linear.packing.attention_bias import Bias
 from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
+from rmm_linear.packing.stored import Part, empty_stored, views
+from rmm_linear.sketches.seeds import fill_seeds
 
 Bits = tuple[int, int, int]  # of queries, keys and values
 _SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
+_ALIGNED = 16  # elements: of the rows of a mask, in memory
 
 
 def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
@@ -64,7 +67,57 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_i
     return attention_parts(rows, kv_rows, columns, bits)
 
 
-@operator("pack_attention")
+def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, and the gradient with respect to the output: four heads, two for each of keys."""
+    batch, width = 1 + (case.rows % 2 == 0), 1 + case.columns // 10
+    query, key, value, y = (
+        case.matrix(number, heads * features).unflatten(0, (batch, case.rows // batch)).unflatten(2, (heads, features))
+        for number, (heads, features) in enumerate(((4, width), (2, width), (2, width + 1), (4, width + 1)))
+    )
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), y
+
+
+def _index(case: Case) -> Tensor | None:
+    return None if case.index is None else case.index.sort().values
+
+
+def _pack_samples(case: Case) -> Iterator[Call]:
+    for kv_index, bits in ((_index(case), (4, 4, 4)), (None, (8, 8, 4))):
+        yield call(*_tensors(case)[:3], _index(case), kv_index, case.seed, *bits)
+
+
+def _gradient_samples(case: Case) -> Iterator[Call]:
+    """One call without anything else, one that is causal, with a mask, with dropout, and with a bias."""
+    query, key, value, y = _tensors(case)
+    (batch, heads, queries, width), keys, index = query.shape, key.shape[2], _index(case)
+    shape, numbers = (batch, heads, queries, keys), torch.Generator().manual_seed(5)
+    mask = torch.rand(batch, 1, queries, keys, generator=numbers) > 0.3
+    kept = plain_masks.pack_mask(
+        (torch.rand(shape, generator=numbers) > 0.3).flatten(0, 2), score_rows(index, heads, queries)
+    )
+    for place in range(5):
+        bits: Bits = ((4, 4, 4), (8, 8, 4))[place % 2]
+        spec = AttentionSpec(keys, key.shape[1], width, 0.3, place == 1, 0.3 if place == 3 else 0.0)
+        stored = pack_attention.function(query, key, value, index, index, 7, *bits)
+        own = torch.randn(1, *shape[1:], generator=numbers).to(case.dtype) if place == 4 else None
+        yield call(y, stored, mask if place == 2 else None, kept if place == 3 else None, index, index, spec, bits, own)
+
+
+def _row_samples(case: Case) -> Iterator[Call]:
+    for (*tensors, spec, bits, own), _ in _gradient_samples(case):
+        bias = None if own is None else Bias(own, torch.zeros_like(own, dtype=_wide(own)))
+        yield call(*tensors, spec=spec, bits=bits, bias=bias)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@operator(
+    "pack_attention",
+    samples=_pack_samples,
+    flops=lambda query, key, value, *_: 2 * GROUP * (math.prod(query) + math.prod(key) + math.prod(value)),
+)
 def pack_attention(
     query: Tensor,
     key: Tensor,
@@ -114,25 +167,14 @@ def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) ->
     return lambda begin, end: packing.unrotate(parts(begin, end), seed)
 
 
-def _native_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
-    codes, qparams, seed = stored
-    return native.unpacked_rows(codes, qparams, seed, bits, columns, dtype)
-
-
 def _unpacked_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
     matrix = UNPACK(*stored, bits, columns, dtype)
     return lambda begin, end: matrix[begin:end]
 
 
-def _apply_natively(y: Tensor, bits: Tensor, scale: float) -> Tensor:
-    return (native_masks if y.dtype in TYPES else plain_masks).apply_mask(y, bits, scale)
-
-
-def _softmax_natively(scores: Tensor, dp: Tensor) -> None:
-    (native_attention if scores.dtype == torch.float32 else blocks).softmax_gradients(scores, dp)
-
-
-def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _gradients(
+    make: Callable[..., Rows], steps_of: Callable[[torch.dtype], Steps]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The gradients with a function that makes those that unpack rows."""
 
     def run(
@@ -155,7 +197,7 @@ def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[T
         )
         seeds, *parts = views(stored, attention_parts(*counts, columns, bits))
         on_gpu = grad_output.device.type == "cuda"
-        wide = torch.promote_types(grad_output.dtype, torch.float32)
+        wide = _wide(grad_output)
         query, key, value = (
             make(
                 *parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits=bits[i], columns=columns[i],
@@ -169,19 +211,52 @@ def _gradients(make: Callable[..., Rows], steps: Steps) -> Callable[..., tuple[T
             found = fused_gradients(grad_output, whole, spec, mask, index, kv_index)
             if found is not None:
                 return found
-        return attention_gradients(grad_output, rows, spec, mask, kept, index, kv_index, bias=bias, steps=steps)
+        return attention_gradients(
+            grad_output, rows, spec, mask, kept, index, kv_index, bias=bias, steps=steps_of(wide)
+        )
 
     return run
 
 
-ATTENTION_BACKWARD = Operation(
-    _gradients(_plain_rows, Steps()),
-    _gradients(_native_rows, Steps(_softmax_natively, _apply_natively)),
-    _gradients(_unpacked_rows, Steps()),
+def _plain_steps(dtype: torch.dtype) -> Steps:
+    return Steps()
+
+
+# In C, float64 has rows that were unpacked in float32, and steps in plain PyTorch.
+ATTENTION_BACKWARD = operation(
+    "ATTENTION_BACKWARD",
+    _gradients(_plain_rows, _plain_steps),
+    _gradients(native.rows_of, native.steps_of),
+    _gradients(_unpacked_rows, _plain_steps),
+    _row_samples,
+    native_dtypes=FLOATS,
+    by_row=False,
 )
 
 
-@operator("attention_backward")
+def _backward_flops(
+    y: Sequence[int], stored, bias, needs_bias, mask, kept, index, kv_index, keys: int, kv_heads: int, width: int, *_
+) -> int:
+    batch, queries, heads, value_width = y
+    products = 3 * width + 2 * value_width  # scores, dQ and dK; dP and dV
+    return 2 * batch * heads * queries * keys * products + 2 * GROUP * batch * queries * heads * width * 3
+
+
+@operator(
+    "attention_backward",
+    "(Tensor grad_output, Tensor stored, Tensor? bias, bool needs_bias, Tensor? mask, Tensor? kept, Tensor? index, "
+    "Tensor? kv_index, SymInt keys, SymInt kv_heads, SymInt width, float scale, bool is_causal, float p, "
+    "SymInt bits_q, SymInt bits_k, SymInt bits_v) -> (Tensor, Tensor, Tensor, Tensor)",
+    samples=lambda case: (call(*one, True) for one, _ in _gradient_samples(case)),
+    flops=_backward_flops,
+    flatten=lambda y, stored, mask, kept, index, kv_index, spec, bits, bias=None, needs_bias=False: (
+        y, stored, bias, needs_bias, mask, kept, index, kv_index,
+        spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p, *bits,
+    ),
+    registered=lambda function, y, stored, bias, needs_bias, mask, kept, index, kv_index, *named: function(
+        y, stored, mask, kept, index, kv_index, AttentionSpec(*named[:6]), named[6:], bias, needs_bias
+    ),
+)  # fmt: skip
 def attention_backward(
     grad_output: Tensor,
     stored: Tensor,
@@ -189,17 +264,12 @@ def attention_backward(
     kept: Tensor | None,
     index: Tensor | None,
     kv_index: Tensor | None,
-    keys: int,
-    kv_heads: int,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    p: float,
-    bits_q: int,
-    bits_k: int,
-    bits_v: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients with respect to queries, keys and values from their packed copies.
+    spec: AttentionSpec,
+    bits: Bits,
+    bias: Tensor | None = None,
+    needs_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients with respect to queries, keys, values and a bias of the scores, from packed copies.
 
     Args:
         grad_output: dO, shape (B, Tq, h, dv).
@@ -208,37 +278,50 @@ def attention_backward(
         kept: Bits of dropout, see :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None.
         index: That of :func:`pack_attention`.
         kv_index: That of :func:`pack_attention`.
-        keys: See :class:`rmm_linear.packing.attention.AttentionSpec`, as the following ones.
-        kv_heads: Heads of keys and values.
-        width: d.
-        scale: Factor of the scores.
-        is_causal: Whether query i sees the keys 0 … i only.
-        p: Probability of dropout.
-        bits_q: That of :func:`pack_attention`.
-        bits_k: That of :func:`pack_attention`.
-        bits_v: That of :func:`pack_attention`.
+        spec: The attention.
+        bits: Those of :func:`pack_attention`.
+        bias: Added to the scores, shape (B or 1, h or 1, Tq, Tk), or None.
+        needs_bias: Whether the gradient with respect to the bias is computed.
 
     Returns:
-        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous.
+        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous; and that of
+        ``bias``, float32 at least, or (0,) if it is not computed.
     """
-    spec = AttentionSpec(keys, kv_heads, width, scale, is_causal, p)
-    dq, dk, dv = ATTENTION_BACKWARD(
-        grad_output, stored, mask, kept, index, kv_index, spec=spec, bits=(bits_q, bits_k, bits_v)
-    )
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    gradient = _empty(grad_output, bias, needs_bias).zero_()
+    own = None if bias is None else Bias(bias, gradient if needs_bias else None)
+    dq, dk, dv = ATTENTION_BACKWARD(grad_output, stored, mask, kept, index, kv_index, spec=spec, bits=bits, bias=own)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), gradient
+
+
+def _empty(y: Tensor, bias: Tensor | None, needs_bias: bool) -> Tensor:
+    if bias is None or not needs_bias:
+        return y.new_empty(0, dtype=_wide(y if bias is None else bias))
+    return bias.new_empty(bias.shape, dtype=_wide(bias))
 
 
 @attention_backward.register_fake
-def _(grad_output, stored, mask, kept, index, kv_index, keys, kv_heads, width, *named):
+def _(grad_output, stored, bias, needs_bias, mask, kept, index, kv_index, keys, kv_heads, width, *named):
     batch, queries, heads, value_width = grad_output.shape
     return (
         grad_output.new_empty(batch, queries, heads, width),
         grad_output.new_empty(batch, keys, kv_heads, width),
         grad_output.new_empty(batch, keys, kv_heads, value_width),
+        _empty(grad_output, bias, needs_bias),
     )
 
 
-@operator("dropped_attention")
+def _dropped_samples(case: Case) -> Iterator[Call]:
+    query, key, value, _ = _tensors(case)
+    kept = torch.rand(*query.shape[:3], key.shape[2], generator=torch.Generator().manual_seed(6)) > 0.3
+    for mask, is_causal in ((None, False), (None, True), (kept[:, :1], False)):
+        yield call(query, key, value, mask, kept, 0.3, is_causal, 0.3)
+
+
+@operator(
+    "dropped_attention",
+    samples=_dropped_samples,
+    flops=lambda query, key, value, *_: 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3]),
+)
 def dropped_attention(
     query: Tensor,
     key: Tensor,
@@ -273,18 +356,78 @@ def _(query, key, value, mask, kept, scale, is_causal, p):
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-@register_flop_formula(torch.ops.rmm_linear.pack_attention)
-def _(query, key, value, *arguments, out_shape=None, **named) -> int:
-    return 2 * GROUP * (math.prod(query) + math.prod(key) + math.prod(value))
+def fused_gradients(
+    grad_output: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    spec: AttentionSpec,
+    mask: Tensor | None,
+    index: Tensor | None,
+    kv_index: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients with respect to queries, keys and values, without dropout.
+
+    Args:
+        grad_output: dO, shape (B, Tq, h, dv), on CUDA.
+        rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), dtype of ``grad_output``.
+        spec: The attention.
+        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
+        index: Tokens of the rows of queries; None for all.
+        kv_index: Tokens of the rows of keys and values; None for all.
+
+    Returns:
+        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv); None where no fused kernel takes these arguments.
+    """
+    batch, queries, heads, _ = grad_output.shape
+    group = heads // spec.kv_heads
+    y = grad_output.flatten(0, 1)
+    y = y if index is None else torch.zeros_like(y).index_copy_(0, index, y.index_select(0, index))
+    y, query = (_by_head(tensor, batch, queries, heads, at) for tensor, at in ((y, None), (rows[0], index)))
+    key, value = (_by_head(tensor, batch, spec.keys, spec.kv_heads, kv_index) for tensor in rows[1:])
+    key, value = (tensor if group == 1 else tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    bias = None if mask is None else _aligned(additive(mask, query.dtype), (batch, heads, queries, spec.keys))
+    found = _kernel_gradients(y, query, key, value, bias, spec)
+    if found is None:
+        return None
+    dq, dk, dv = (gradient.transpose(1, 2) for gradient in found)
+    if group > 1:
+        dk, dv = (gradient.unflatten(2, (spec.kv_heads, group)).sum(3) for gradient in (dk, dv))
+    return dq, dk, dv
 
 
-@register_flop_formula(torch.ops.rmm_linear.attention_backward)
-def _backward_flops(grad_output, stored, mask, kept, index, kv_index, keys, kv_heads, width, *arguments, **named):
-    batch, queries, heads, value_width = grad_output
-    products = 3 * width + 2 * value_width  # scores, dQ and dK; dP and dV
-    return 2 * batch * heads * queries * keys * products + 2 * GROUP * batch * queries * heads * width * 3
+def _kernel_gradients(
+    y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    aten, tensors, causal, scale = torch.ops.aten, (query, key, value), spec.is_causal, spec.scale
+    choice = SDPBackend(aten._fused_sdp_choice(*tensors, bias, 0.0, causal, scale=scale))
+    if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        return None
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    fits_flash = is_half and bias is None and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    fits_flash = fits_flash and not (causal and query.shape[2] != key.shape[2])  # it aligns the last tokens
+    if choice != SDPBackend.EFFICIENT_ATTENTION and fits_flash:
+        made = aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, False, scale=scale)
+        output, sums, *lengths, state, unused = made[:8]
+        return aten._scaled_dot_product_flash_attention_backward(
+            y, *tensors, output, sums, *lengths, 0.0, causal, state, unused, scale=scale
+        )
+    if query.shape[-1] % 8 or value.shape[-1] % 8:
+        return None
+    output, sums, *state = aten._scaled_dot_product_efficient_attention(*tensors, bias, True, 0.0, causal, scale=scale)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        y, *tensors, bias, output, sums, *state, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, dk, dv
 
 
-@register_flop_formula(torch.ops.rmm_linear.dropped_attention)
-def _(query, key, value, *arguments, out_shape=None, **named) -> int:
-    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+def _by_head(rows: Tensor, batch: int, tokens: int, heads: int, index: Tensor | None) -> Tensor:
+    """(n, h · d) to (B, h, T, d), 0 for tokens that have no row."""
+    rows = rows.flatten(1)
+    if index is not None:
+        rows = rows.new_zeros(batch * tokens, rows.shape[1]).index_copy_(0, index, rows)
+    return rows.view(batch, tokens, heads, -1).transpose(1, 2)
+
+
+def _aligned(bias: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """The mask of all heads, as a view of memory in which every row begins at a multiple of 16 elements."""
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % _ALIGNED))[..., :keys].expand(shape)

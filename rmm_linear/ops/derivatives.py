@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.backends.triton import kernels
-from rmm_linear.ops import native_derivatives as native
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.save import _on_device
-from rmm_linear.ops.stored import SEED, Part, empty_stored, stored_bytes, views
-from rmm_linear.ops.table import PACK, UNPACK, Operation
-from rmm_linear.packing import GROUP, check_bits
+from rmm_linear.ops import triton
+from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
+from rmm_linear.ops.native import derivatives as native
+from rmm_linear.ops.sketches import PACK, UNPACK
+from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import derivatives as plain
-from rmm_linear.packing.pointwise import Pointwise
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.packing.norms import wide
+from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
+from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
+from rmm_linear.sketches.seeds import seed_on
 
 
 def _pack_plainly(
@@ -27,22 +26,54 @@ def _pack_plainly(
     codes.copy_(plain.pack_derivative(x, function, bits, seed, index))
 
 
-def _pack_with_triton(
+def _activate_plainly(
     x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
-) -> None:
-    line = function.range[0], function.step(bits)
-    kernels().pack_derivative(x, codes, function.name, function.parameters, line, bits, seed, index)
-
-
-def _apply_with_triton(
-    y: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
-    line = function.range[0], function.step(bits)
-    return kernels().apply_derivative(y, codes, function.name, function.parameters, line, bits, seed, index)
+    PACK_DERIVATIVE(x, codes, function, bits, seed, index)
+    return function(wide(x)).to(x.dtype)
 
 
-PACK_DERIVATIVE = Operation(_pack_plainly, native.pack_derivative, _pack_with_triton)
-APPLY_DERIVATIVE = Operation(plain.apply_derivative, native.apply_derivative, _apply_with_triton)
+def _square_plainly(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    kept = torch.relu(x)
+    return wide(kept).square().to(x.dtype), *PACK(kept if index is None else kept.index_select(0, index), bits, seed)
+
+
+def _functions() -> Iterator[tuple[Pointwise, int]]:
+    """Every function, and widths that it has."""
+    parameters = {"elu": (1.7,), "leaky_relu": (0.1,)}  # ELU's with a jump of its derivative at 0
+    for place, name in enumerate(FUNCTIONS):
+        function = Pointwise(name, parameters.get(name, ()))
+        yield from ((function, bits) for bits in {function.bits(2), function.bits((8, 4, 1)[place % 3])})
+
+
+def _pack_samples(case: Case) -> Iterator[Call]:
+    x, rows = 3 * case.matrix(), case.rows if case.index is None else len(case.index)
+    for function, bits in _functions():
+        if function.is_bounded:
+            codes = torch.full((rows, (case.columns * bits + 7) // 8), 255, dtype=torch.uint8)
+            yield call(x, codes, function, bits, None if function.is_exact else case.seeds, case.index)
+
+
+def _apply_samples(case: Case) -> Iterator[Call]:
+    for (x, codes, *how), _ in _pack_samples(case):
+        codes.copy_(plain.pack_derivative(x, *how))
+        yield call(case.matrix(1), codes, *how)
+
+
+def _square_samples(case: Case) -> Iterator[Call]:
+    for bits in WIDTHS:
+        yield call(case.matrix(), bits, case.seeds, case.index)
+
+
+PACK_DERIVATIVE = operation(
+    "PACK_DERIVATIVE",
+    _pack_plainly, native.pack_derivative, triton.pack_derivative, _pack_samples, moved=0.01,
+)  # fmt: skip
+APPLY_DERIVATIVE = operation(
+    "APPLY_DERIVATIVE", plain.apply_derivative, native.apply_derivative, triton.apply_derivative, _apply_samples
+)
+ACTIVATE = operation("ACTIVATE", _activate_plainly, None, triton.activate, _pack_samples, moved=0.01)
+SQUARE = operation("SQUARE", _square_plainly, None, triton.square, _square_samples, moved=0.002)
 
 
 def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
@@ -66,8 +97,21 @@ def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> lis
     return [SEED, codes, ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)]
 
 
+def _operator_samples(case: Case) -> Iterator[Call]:
+    for function, bits in _functions():
+        yield call(3 * case.matrix(), case.index, case.seed, function.name, list(function.parameters), bits)
+
+
+def _backward_samples(case: Case) -> Iterator[Call]:
+    for (x, index, *how), _ in _operator_samples(case):
+        yield call(case.matrix(1), pack_derivative.function(x, index, *how), index, *how[1:])
+
+
 @operator(
-    "pack_derivative", "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> Tensor"
+    "pack_derivative",
+    "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> Tensor",
+    samples=_operator_samples,
+    flops=lambda x, *_: math.prod(x),
 )
 def pack_derivative(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
@@ -93,7 +137,7 @@ def pack_derivative(
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
         return stored
     seeds, codes, *qparams = views(stored, parts)
-    seeds.copy_(_on_device(draw_seed() if seed is None else seed, x.device))
+    seeds.copy_(seed_on(x.device, seed))
     if not function.is_bounded:
         rows = torch.relu(x if index is None else x.index_select(0, index))
         for view, tensor in zip((codes, *qparams), PACK(rows, bits, seeds), strict=True):
@@ -110,7 +154,10 @@ def _(x, index, seed, name, parameters, bits):
 
 
 @operator(
-    "apply_derivative", "(Tensor y, Tensor stored, Tensor? index, str name, float[] parameters, int bits) -> Tensor"
+    "apply_derivative",
+    "(Tensor y, Tensor stored, Tensor? index, str name, float[] parameters, int bits) -> Tensor",
+    samples=_backward_samples,
+    flops=lambda y, *_: math.prod(y),
 )
 def apply_derivative(
     y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int
@@ -163,11 +210,46 @@ def check_width(function: Pointwise, bits: int) -> None:
         raise ValueError(f"bits must be {'1' if function.is_exact else '8, 4, 2 or 1'}, got {bits!r}.")
 
 
-@register_flop_formula(torch.ops.rmm_linear.pack_derivative)
-def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return math.prod(x)
+@operator(
+    "activate_and_pack",
+    "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> (Tensor, Tensor)",
+    samples=_operator_samples,
+    flops=lambda x, *_: 2 * math.prod(x),  # the function and its derivative
+)
+def activate_and_pack(
+    x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
+) -> tuple[Tensor, Tensor]:
+    """Apply a pointwise function, and make the stand-in of its input: see :func:`rmm_linear.ops.dispatch.runs_fused`.
+
+    Args:
+        x: Input of the function, shape (N, C).
+        index: As for :func:`pack_derivative`, as the following ones. Its rows are distinct.
+        seed: Seed of the rounding; None draws a new one.
+        name: :attr:`Pointwise.name`.
+        parameters: :attr:`Pointwise.parameters`.
+        bits: 8, 4, 2 or 1.
+
+    Returns:
+        g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the stand-in, the bytes of ``pack_derivative``.
+    """
+    function = Pointwise(name, tuple(parameters))
+    check_width(function, bits)
+    parts = stored_parts(function, bits, len(x) if index is None else len(index), x.shape[1])
+    stored = empty_stored(x, parts).zero_()
+    if function.is_exact:
+        return ACTIVATE(x, views(stored, parts)[0], function, bits, None, index).contiguous(), stored
+    seeds, *tensors = views(stored, parts)
+    seeds.copy_(seed_on(x.device, seed))
+    if function.is_bounded:
+        return ACTIVATE(x, tensors[0], function, bits, seeds, index).contiguous(), stored
+    output, *packed = SQUARE(x, bits, seeds, index)
+    for view, tensor in zip(tensors, packed, strict=True):
+        view.copy_(tensor)
+    return output.contiguous(), stored
 
 
-@register_flop_formula(torch.ops.rmm_linear.apply_derivative)
-def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return math.prod(y)
+@activate_and_pack.register_fake
+def _(x, index, seed, name, parameters, bits):
+    rows = x.shape[0] if index is None else index.shape[0]
+    parts = stored_parts(Pointwise(name), bits, rows, x.shape[1])
+    return x.new_empty(x.shape), x.new_empty(stored_bytes(parts), dtype=torch.uint8)

@@ -3,71 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.backends import native as library
-from rmm_linear.backends.native import gated as native
-from rmm_linear.backends.native.library import TYPES
-from rmm_linear.backends.triton import kernels
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.stored import Part, empty_stored, fill_seeds, stored_bytes, views
-from rmm_linear.ops.table import Operation
-from rmm_linear.packing import GROUP, ROUNDING_STREAM, check_bits, empty_packed, mark_infinite
+from rmm_linear.ops import triton
+from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
+from rmm_linear.ops.native import gated as native
+from rmm_linear.packing import GROUP, WIDTHS
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing.gated import ACTIVATIONS, Packed
+from rmm_linear.packing.norms import wide
+from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.sketches.seeds import fill_seeds
 
 _SEEDS: Part = ((2,), torch.int64)
 
 
-def _pack_natively(
+def _gate_plainly(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
-) -> list[Packed | None]:
-    """As :func:`rmm_linear.packing.gated.pack_gated`."""
-    if a.dtype not in TYPES:
-        return plain.pack_gated(a, b, seeds, activation, bits, wanted, index)
-    check_bits(bits)
-    rows, columns = len(a) if index is None else len(index), a.shape[1]
-    packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]
-    noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
-    gate, other = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
-    taken = None if index is None else index.contiguous()
-    if not native.pack_gated(gate, other, ACTIVATIONS.index(activation), bits, noise, [*packed], taken):
-        for one in packed:
-            if one is not None:
-                mark_infinite(one.qparams)
-    return packed
+) -> tuple[Tensor, list[Packed | None]]:
+    packed = PACK_GATED(a, b, seeds, activation, bits, wanted, index)
+    return Pointwise(activation)(wide(a)).to(a.dtype) * b, packed
 
 
-def _apply_natively(
-    y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
-) -> list[Tensor | None]:
-    """As :func:`rmm_linear.packing.gated.apply_gated`."""
-    if y.dtype not in TYPES:
-        return plain.apply_gated(y, seeds, packed, bits, index)
-    rows, columns = len(y) if index is None else len(index), y.shape[1]
-    make = y.new_empty if index is None else y.new_zeros
-    found = [None if one is None else make(y.shape) for one in packed]
-    noise = native.gated_noise(seeds, ROUNDING_STREAM, rows, columns)
-    stored = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
-    native.apply_gated(y.contiguous(), bits, noise, [*stored], None if index is None else index.contiguous(), found)
-    return found
+def _settings() -> Iterator[tuple[str, int, tuple[bool, bool]]]:
+    """Every activation, width, and choice of the products."""
+    for place, activation in enumerate(ACTIVATIONS):
+        yield activation, WIDTHS[place % 3], ((True, True), (True, False), (False, True), (True, True))[place]
 
 
-PACK_GATED = Operation(
-    plain.pack_gated,
-    _pack_natively if library.is_available() else None,
-    lambda *arguments: [None if one is None else Packed(*one) for one in kernels().pack_gated(*arguments)],
-)
-APPLY_GATED = Operation(
-    plain.apply_gated,
-    _apply_natively if library.is_available() else None,
-    lambda *arguments: kernels().apply_gated(*arguments),
-)
+def _pack_samples(case: Case) -> Iterator[Call]:
+    for activation, bits, wanted in _settings():
+        yield call(3 * case.matrix(), case.matrix(1), _seeds(), activation, bits, wanted, case.index)
+
+
+def _apply_samples(case: Case) -> Iterator[Call]:
+    for (a, b, seeds, activation, bits, wanted, index), _ in _pack_samples(case):
+        packed = plain.pack_gated(a, b, seeds, activation, bits, wanted, index)
+        yield call(case.matrix(2), seeds, packed, bits, index)
+
+
+def _seeds() -> Tensor:
+    return torch.tensor([77, -5])
+
+
+# In C and in the kernels the products themselves differ by 2⁻²² or so, and more than that near 0.
+PACK_GATED = operation("PACK_GATED", plain.pack_gated, native.pack_gated, triton.pack_gated, _pack_samples, moved=0.01)
+APPLY_GATED = operation("APPLY_GATED", plain.apply_gated, native.apply_gated, triton.apply_gated, _apply_samples)
+GATE = operation("GATE", _gate_plainly, None, triton.gate, _pack_samples, moved=0.01)
 
 
 def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
@@ -104,7 +90,23 @@ def check_factors(a: Tensor, b: Tensor) -> None:
         )
 
 
-@operator("keep_gated")
+def _operator_samples(case: Case) -> Iterator[Call]:
+    for activation, bits, wanted in _settings():
+        yield call(3 * case.matrix(), case.matrix(1), activation, bits, case.seed, case.index, *wanted)
+
+
+def _backward_samples(case: Case) -> Iterator[Call]:
+    for (a, b, activation, bits, seed, index, *wanted), _ in _operator_samples(case):
+        stored = keep_gated.function(a, b, activation, bits, seed, index, *wanted)
+        yield call(case.matrix(2), stored, bits, index, *wanted)
+
+
+def _packing_flops(shape: Sequence[int], *_: object) -> int:
+    """The operations of two rotations."""
+    return 2 * 2 * GROUP * math.prod(shape)
+
+
+@operator("keep_gated", samples=_operator_samples, flops=_packing_flops)
 def keep_gated(
     a: Tensor,
     b: Tensor,
@@ -151,16 +153,27 @@ def _(a, b, activation, bits, seed, index, needs_a, needs_b):
     return a.new_empty(stored_bytes(stored_parts(rows, a.shape[1], bits, needs_a + needs_b)), dtype=torch.uint8)
 
 
-@operator("apply_gated")
+def _as_tensors(found: tuple[Tensor | None, Tensor | None], y: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = (y.new_empty(0) if one is None else one for one in found)
+    return first, second
+
+
+@operator(
+    "apply_gated",
+    "(Tensor y, Tensor stored, int bits, Tensor? index, bool needs_a, bool needs_b) -> (Tensor, Tensor)",
+    samples=_backward_samples,
+    flops=_packing_flops,
+    registered=lambda function, y, *how: _as_tensors(function(y, *how), y),
+)
 def _apply(
     y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     rows, columns = y.shape[0] if index is None else index.shape[0], y.shape[1]
     seeds, *tensors = views(stored, stored_parts(rows, columns, bits, needs_a + needs_b))
     pairs = iter([Packed(*tensors[place : place + 2]) for place in range(0, len(tensors), 2)])
     packed = [next(pairs) if needed else None for needed in (needs_a, needs_b)]
     first, second = APPLY_GATED(y, seeds, packed, bits, index)
-    return tuple(y.new_empty(0) if one is None else one for one in (first, second))  # pyright: ignore[reportReturnType]
+    return first, second
 
 
 @_apply.register_fake
@@ -184,27 +197,52 @@ def apply_gated(
     Returns:
         Both gradients, shape (N, C), dtype of ``y``; None for one that is not needed.
     """
-    gradients = cast("tuple[Tensor, Tensor]", _apply(y, stored, bits, index, needs_a, needs_b))
-    return gradients[0] if needs_a else None, gradients[1] if needs_b else None
+    first, second = _apply(y, stored, bits, index, needs_a, needs_b)
+    return first if needs_a else None, second if needs_b else None
 
 
-def packing_flops(shape: Sequence[int]) -> int:
-    """Return the operations that packing both products takes.
+@operator("gate_and_pack", samples=_operator_samples, flops=lambda a, *_: _packing_flops(a) + 2 * math.prod(a))
+def gate_and_pack(
+    a: Tensor,
+    b: Tensor,
+    activation: str,
+    bits: int,
+    seed: int | None,
+    index: Tensor | None,
+    needs_a: bool,
+    needs_b: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute act(a) · b, and make what a gated MLP saves.
 
     Args:
-        shape: Of a.
+        a: The gate's output, floating point, shape (N, C).
+        b: What act(a) is multiplied by, shape and dtype of ``a``.
+        activation: As for :func:`keep_gated`, as the following ones.
+        bits: 8, 4 or 2.
+        seed: Seed of the rounding; None draws one.
+        index: Rows to store, int64, shape (n,), distinct; None for all.
+        needs_a: Whether the gradient with respect to ``a`` is needed.
+        needs_b: Whether the gradient with respect to ``b`` is needed.
 
     Returns:
-        Those of two rotations.
+        act(a), rounded to the dtype of ``a``, times b, shape (N, C), contiguous; and the bytes of ``keep_gated``.
+
+    Raises:
+        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
     """
-    return 2 * 2 * GROUP * math.prod(shape)
+    check_factors(a, b)
+    parts = stored_parts(len(a) if index is None else len(index), a.shape[1], bits, needs_a + needs_b)
+    stored = empty_stored(a, parts).zero_()
+    seeds, *tensors = views(stored, parts)
+    fill_seeds(seeds, seed)
+    output, packed = GATE(a, b, seeds, activation, bits, (needs_a, needs_b), index)
+    for view, tensor in zip(tensors, [tensor for one in packed for tensor in one or ()], strict=True):
+        view.copy_(tensor)
+    return output.contiguous(), stored
 
 
-@register_flop_formula(torch.ops.rmm_linear.keep_gated)
-def _(a: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return packing_flops(a)
-
-
-@register_flop_formula(torch.ops.rmm_linear.apply_gated)
-def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return 2 * 2 * GROUP * math.prod(y)
+@gate_and_pack.register_fake
+def _(a, b, activation, bits, seed, index, needs_a, needs_b):
+    rows = a.shape[0] if index is None else index.shape[0]
+    parts = stored_parts(rows, a.shape[1], bits, needs_a + needs_b)
+    return a.new_empty(a.shape), a.new_empty(stored_bytes(parts), dtype=torch.uint8)

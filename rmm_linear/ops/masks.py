@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.backends.native import masks as native
-from rmm_linear.backends.native.library import TYPES
-from rmm_linear.backends.triton import kernels
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.table import Operation
+from rmm_linear.ops import triton
+from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
+from rmm_linear.ops.native import masks as native
 from rmm_linear.packing import masks as plain
 
 
-def _apply_natively(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
-    return (native if y.dtype in TYPES else plain).apply_mask(y, bits, scale, index)
+def _pack_samples(case: Case) -> Iterator[Call]:
+    x = case.matrix()
+    for mask in (x.relu(), x > 0, (x > 0).byte()):
+        yield call(mask, case.index)
 
 
-PACK_MASK = Operation(plain.pack_mask, native.pack_mask, lambda mask, index=None: kernels().pack_mask(mask, index))
-APPLY_MASK = Operation(
-    plain.apply_mask,
-    _apply_natively,
-    lambda y, bits, scale, index=None: kernels().apply_mask(y, bits, scale, index),
+def _apply_samples(case: Case) -> Iterator[Call]:
+    y = case.matrix()
+    yield call(y, plain.pack_mask(y > 0, case.index), 1.25, case.index)
+
+
+PACK_MASK = operation(
+    "PACK_MASK", plain.pack_mask, native.pack_mask, triton.pack_mask, _pack_samples, native_dtypes=FLOATS
 )
+APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton.apply_mask, _apply_samples, error=0)
 
 
-@operator("pack_mask")
+@operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask))
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
     """Store which elements are not zero, in one bit each.
 
@@ -49,7 +51,7 @@ def _(mask, index):
     return mask.new_empty(rows, (mask.shape[1] + 7) // 8, dtype=torch.uint8)
 
 
-@operator("apply_mask")
+@operator("apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y))
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
     """Multiply the stored elements by a number, and set all others to zero.
 
@@ -68,13 +70,3 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> T
 @apply_mask.register_fake
 def _(y, bits, scale, index):
     return y.new_empty(y.shape)
-
-
-@register_flop_formula(torch.ops.rmm_linear.pack_mask)
-def _(mask: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return math.prod(mask)
-
-
-@register_flop_formula(torch.ops.rmm_linear.apply_mask)
-def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return math.prod(y)

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.backends.triton import kernels
-from rmm_linear.ops import native_norms as native
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.save import _on_device
-from rmm_linear.ops.stored import SEED, Part, empty_stored, stored_bytes, views
-from rmm_linear.ops.table import Operation
-from rmm_linear.packing import GROUP, check_bits
+from rmm_linear.ops import triton
+from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
+from rmm_linear.ops.native import norms as native
+from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
-from rmm_linear.packing.norms import NormCopy, NormGradients
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.packing.norms import NormCopy
+from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
+from rmm_linear.sketches.seeds import seed_on
 
-
-def _pack_on_triton(
-    x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
-) -> NormCopy:
-    return NormCopy(*kernels().pack_norm(x, check_bits(bits), seed, eps, centered, index))
-
-
-def _gradients_on_triton(
-    y: Tensor, saved: NormCopy, bits: int, seed: Tensor, gamma: Tensor | None = None, **options: object
-) -> NormGradients:
-    return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, **options))
+_EPS = 1e-5  # of samples
 
 
 def _normalize_plainly(
@@ -48,9 +35,30 @@ def _normalize_plainly(
     return output, *PACK_NORM(x, bits, seed, eps, centered, index)
 
 
-PACK_NORM = Operation(plain.pack_norm, native.pack_norm, _pack_on_triton)
-NORM_GRADIENTS = Operation(plain.norm_gradients, native.norm_gradients, _gradients_on_triton)
-NORMALIZE = Operation(_normalize_plainly, None, lambda *arguments: kernels().normalize_and_pack(*arguments))
+def _pack_samples(case: Case) -> Iterator[Call]:
+    for bits in WIDTHS:
+        yield call(case.matrix() + 1, bits, case.seeds, _EPS, bits != 4, case.index)
+
+
+def _gradients_samples(case: Case) -> Iterator[Call]:
+    for (x, bits, seeds, _, centered, index), _ in _pack_samples(case):
+        saved = plain.pack_norm(x, bits, seeds, _EPS, centered, index)
+        for dtype, sums in ((None, True), (torch.float32, False)):
+            how = {"centered": centered, "index": index, "dtype": dtype, "sums": sums}
+            yield call(case.matrix(1), saved, bits, seeds, case.vector() if sums else None, **how)
+
+
+def _normalize_samples(case: Case) -> Iterator[Call]:
+    for (x, *how), _ in _pack_samples(case):
+        yield call(x, case.vector(), case.vector(1), (torch.float32, case.dtype), *how)
+        yield call(x, case.vector(), None, (case.dtype, case.dtype), *how)
+
+
+PACK_NORM = operation("PACK_NORM", plain.pack_norm, native.pack_norm, triton.pack_norm, _pack_samples, moved=0.002)
+NORM_GRADIENTS = operation(
+    "NORM_GRADIENTS", plain.norm_gradients, native.norm_gradients, triton.norm_gradients, _gradients_samples
+)
+NORMALIZE = operation("NORMALIZE", _normalize_plainly, None, triton.normalize, _normalize_samples, moved=0.002)
 
 
 def norm_bytes(rows: int, columns: int, bits: int) -> int:
@@ -71,8 +79,30 @@ def norm_bytes(rows: int, columns: int, bits: int) -> int:
     return stored_bytes(_parts(rows, columns, bits))
 
 
+def _operator_samples(case: Case) -> Iterator[Call]:
+    for (x, bits, _, _, centered, index), _ in _pack_samples(case):
+        yield call(x, index, case.seed, bits, _EPS, centered)
+    if case.columns % 2 == 0:
+        yield call(case.matrix().unflatten(1, (2, -1)), case.index, case.seed, 4, _EPS, True, 2)
+
+
+def _backward_samples(case: Case) -> Iterator[Call]:
+    for (x, index, seed, bits, _, centered, *_), _ in _operator_samples(case):
+        stored = pack_norm.function(x.flatten(1), index, seed, bits, _EPS, centered)
+        sums = bits != 8
+        yield call(case.matrix(1), stored, case.vector() if sums else None, index, bits, centered, case.dtype, sums)
+
+
+def _fused_samples(case: Case) -> Iterator[Call]:
+    for (x, *how, centered), _ in (one for one in _operator_samples(case) if len(one.arguments) == 6):
+        yield call(x, case.vector(), case.vector(1) if centered else None, *how, centered, torch.float32, case.dtype)
+
+
 @operator(
-    "pack_norm", "(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor"
+    "pack_norm",
+    "(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor",
+    samples=_operator_samples,
+    flops=lambda x, *_, **named: (2 * GROUP + 8) * math.prod(x),  # the rotation, the statistics and the rounding
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """Normalize rows, and store them in few bits.
@@ -91,7 +121,7 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """
     matrix = _matrix(x, dims)
     parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
-    seeds = _on_device(draw_seed() if seed is None else seed, x.device)
+    seeds = seed_on(x.device, seed)
     return _store(seeds, PACK_NORM(matrix, bits, seeds, eps, centered, index), parts)
 
 
@@ -105,6 +135,8 @@ def _(x, index, seed, bits, eps, centered, dims=1):
     "normalize_and_pack",
     "(Tensor x, Tensor? gamma, Tensor? beta, Tensor? index, SymInt? seed, int bits, float eps, bool centered, "
     "ScalarType before, ScalarType dtype, int dims=1) -> (Tensor, Tensor)",
+    samples=_fused_samples,
+    flops=lambda x, *_, **named: (2 * GROUP + 10) * math.prod(x),  # and γ and β
 )
 def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     """Compute a norm, and what :func:`pack_norm` stores of its input.
@@ -127,7 +159,7 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
     """
     matrix = _matrix(x, dims)
     parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
-    seeds = _on_device(draw_seed() if seed is None else seed, x.device)
+    seeds = seed_on(x.device, seed)
     output, *saved = NORMALIZE(matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index)
     return output.view(x.shape), _store(seeds, NormCopy(*saved), parts)
 
@@ -139,7 +171,7 @@ def _(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     return x.new_empty(x.shape, dtype=dtype), stored
 
 
-@operator("norm_backward")
+@operator("norm_backward", samples=_backward_samples, flops=lambda y, *_: (2 * GROUP + 16) * math.prod(y))
 def norm_backward(
     y: Tensor,
     stored: Tensor,
@@ -178,21 +210,6 @@ def _(y, stored, gamma, index, bits, centered, dtype, sums):
     sum_dtype = torch.promote_types(y.dtype, torch.float32)
     one, other = (y.new_empty(y.shape[1] if sums else 0, dtype=sum_dtype) for _ in range(2))
     return y.new_empty(y.shape, dtype=dtype), one, other
-
-
-@register_flop_formula(torch.ops.rmm_linear.pack_norm)
-def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return (2 * GROUP + 8) * math.prod(x)  # the rotation, the statistics and the rounding
-
-
-@register_flop_formula(torch.ops.rmm_linear.normalize_and_pack)
-def _(x: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return (2 * GROUP + 10) * math.prod(x)  # and γ and β
-
-
-@register_flop_formula(torch.ops.rmm_linear.norm_backward)
-def _(y: Sequence[int], *arguments, out_shape=None, **named) -> int:
-    return (2 * GROUP + 16) * math.prod(y)
 
 
 def _shape(shape: Sequence[int], dims: int) -> tuple[int, int]:

@@ -8,22 +8,64 @@ different seed would make the gradient pure noise. The results of one operator a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.ops import table
-from rmm_linear.ops.arguments import SCHEMA, from_arguments, to_arguments
-from rmm_linear.ops.fp16 import fp16_scale
-from rmm_linear.ops.operator import operator
-from rmm_linear.ops.weight_gradient import scaled_sketch, sketch_flops
+from rmm_linear.ops.dispatch import Call, Case, call, operator
+from rmm_linear.ops.plain import fp16_scale
+from rmm_linear.ops.sketches import (
+    GATHER_ROWS,
+    PACKED_ROWS,
+    PACKED_SKETCH,
+    SAMPLE_ROWS,
+    SCHEMA,
+    from_arguments,
+    scaled_sketch,
+    sketch_flops,
+    specs,
+    to_arguments,
+    weight_gradient,
+)
 from rmm_linear.packing import GROUP, empty_packed
-from rmm_linear.sketches import RowSample, TokenMask
+from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, RowSample, TokenMask
+from rmm_linear.sketches.seeds import draw_seed, seed_on
 from rmm_linear.spec import SaveSpec
 
 
+def _samples(case: Case) -> Iterator[Call]:
+    for spec in specs(case, None, 8, 4, 2):
+        yield call(case.matrix(), spec, case.mask, 77)
+    for place, kind in enumerate(SAMPLERS if case.rows > 1 else ()):
+        for bits in (None, 4):
+            spec = SaveSpec(kind, case.rows // 2, None, bits, UNIFORM_MIX)
+            yield call(case.matrix(), spec, case.mask, 77, torch.linspace(1, 3, case.rows) if place else None)
+
+
+def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
+    (tokens, columns), (spec, _mask) = x, from_arguments(*how)
+    if spec.samples_rows(tokens):
+        made = 2 * tokens * columns + spec.rows * columns  # the norms of all rows, and the sampled rows
+    else:
+        made = sketch_flops(x, spec.kind, spec.rows, spec.block)
+    return made if spec.bits is None else made + 2 * GROUP * spec.kept_rows(tokens) * columns
+
+
+# PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
+@operator(
+    "keep",
+    f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]",
+    samples=_samples,
+    flops=_flops,
+    flatten=lambda x, spec, mask, seed, expected=None: (x, seed, expected, *to_arguments(spec, mask)),
+    registered=lambda function, x, seed, expected, *how, **named: list(
+        function(x, *from_arguments(*how, **named), seed, expected)
+    ),
+)
 def save(
     x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -41,39 +83,23 @@ def save(
         Tensors on the device of ``x``: (Z, seed), or (codes, qparams, seed) when packed. Where rows are sampled,
         (Z, index, scale), or (codes, qparams, index, scale, seed) when packed.
     """
-    seeds = _on_device(seed, x.device)
+    seeds = seed_on(x.device, seed)
     if spec.samples_rows(x.shape[0]):
-        index, scale = table.SAMPLE_ROWS(x, seeds, spec, expected, mask)
+        index, scale = SAMPLE_ROWS(x, seeds, spec, expected, mask)
         stored = RowSample(index, scale / fp16_scale(x.dtype, x.shape[0], spec.rows))
         if spec.bits is None:
-            return table.GATHER_ROWS(x, stored), index, scale
-        return *table.PACKED_ROWS(x, seeds, stored, spec.bits), index, scale, seeds
+            return GATHER_ROWS(x, stored), index, scale
+        return *PACKED_ROWS(x, seeds, stored, spec.bits), index, scale, seeds
     if spec.bits is not None:
-        return *table.PACKED_SKETCH(x, seeds, spec, mask), seeds
+        return *PACKED_SKETCH(x, seeds, spec, mask), seeds
     scale = fp16_scale(x.dtype, x.shape[0], spec.kept_rows(x.shape[0]))
-    return scaled_sketch(x, seeds, spec, mask, 1 / scale), seeds
+    return scaled_sketch.function(x, seeds, spec, mask, 1 / scale), seeds
 
 
-# PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
-@operator("keep", f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]")
-def _keep(x, seed, expected, *arguments, **named):
-    return list(save(x, *from_arguments(*arguments, **named), seed, expected))
-
-
-@_keep.register_fake
+@save.register_fake
 def _(x, seed, expected, *arguments, **named):
     spec, _mask = from_arguments(*arguments, **named)
     return list(empty_saved(x, x.shape[0], x.shape[1], spec))
-
-
-@register_flop_formula(torch.ops.rmm_linear.keep)
-def _(x: Sequence[int], seed, expected, *arguments, out_shape=None, **named) -> int:
-    (tokens, columns), (spec, _mask) = x, from_arguments(*arguments, **named)
-    if spec.samples_rows(tokens):
-        made = 2 * tokens * columns + spec.rows * columns  # the norms of all rows, and the sampled rows
-    else:
-        made = sketch_flops(x, spec.kind, spec.rows, spec.block)
-    return made if spec.bits is None else made + 2 * GROUP * spec.kept_rows(tokens) * columns
 
 
 def save_input(
@@ -93,7 +119,7 @@ def save_input(
     """
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
         return (x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x,)  # without the seed
-    return tuple(_keep(x, seed, expected, *to_arguments(spec, mask)))
+    return tuple(save(x, spec, mask, seed, expected))
 
 
 def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tuple[Tensor, ...]:
@@ -119,14 +145,6 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
     return *stored, *sampled, *(() if spec.bits is None else seeds)
 
 
-def _on_device(seed: int, device: torch.device) -> Tensor:
-    seeds = torch.full((1,), seed, dtype=torch.int64, device=device)
-    if is_capturing(device):
-        # A Python number would be the same in every replay of the graph; the device's random numbers are not.
-        seeds ^= torch.randint(2**63 - 1, (1,), device=device)
-    return seeds
-
-
 def is_view_of_more(x: Tensor) -> bool:
     """Say whether saving a tensor would keep much more memory alive than it needs, as ``hidden[:, 0]`` does.
 
@@ -139,13 +157,84 @@ def is_view_of_more(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and 0 < 2 * x.nbytes < x.untyped_storage().nbytes()
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured, while nothing may be read from the device.
+@operator(
+    "fresh_sketch",
+    f"(Tensor x, {SCHEMA}) -> Tensor",
+    samples=lambda case: (call(x, spec, mask) for (x, spec, mask, *_), _named in _samples(case)),
+    flatten=lambda x, spec, mask: (x, *to_arguments(spec, mask)),
+    registered=lambda function, x, *how, **named: function(x, *from_arguments(*how, **named)),
+)
+def save_traced(x: Tensor, spec: SaveSpec, mask: TokenMask | None) -> Tensor:
+    """Make what compiled code saves of an input: a sketch with a new seed in every step, shared by the layers.
+
+    A compiler runs the Python of a forward pass once and its operators in every step, and it may recompute operators in
+    the backward pass instead of saving their results. So one operator draws the seed and makes the sketch, and returns
+    both in one tensor of bytes: whatever a compiler saves, recomputes or merges, Z belongs to its seed. (A seed that is
+    drawn by a separate operator is not safe: compilers have recomputed it in the backward pass while Z was saved, and
+    the gradient was noise.) Layers that read one input with one spec and mask call the operator with the same
+    arguments; compilers merge these calls, so that one Z is saved for all of them.
+
+    Seeds come from PyTorch's global CPU generator, as in eager code, but call by call.
 
     Args:
-        device: Any device.
+        x: Input of the layer itself, shape (*, I), not a view: compilers do not merge operators on two views of a
+            tensor that is also an output of the model, as the last hidden state of an encoder is.
+        spec: How it is saved.
+        mask: The valid tokens, or None for all.
 
     Returns:
-        Always False for devices other than CUDA.
+        uint8, one dimension: the tensors of :func:`save` one after the other, each aligned to 16 bytes.
     """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    saved = save.function(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
+    stored = empty_stored(x, _parts(saved)).zero_()
+    for view, tensor in zip(views(stored, _parts(saved)), saved, strict=True):
+        view.copy_(tensor)
+    return stored
+
+
+@save_traced.register_fake
+def _(x, *arguments, **named):
+    spec, _mask = from_arguments(*arguments, **named)
+    tokens = math.prod(x.shape[:-1])  # Size.numel would fix the lengths
+    return x.new_empty(stored_bytes(_parts(empty_saved(x, tokens, x.shape[-1], spec))), dtype=torch.uint8)
+
+
+def _flat_gradient(function, y, stored, columns, *how, **named):
+    spec, mask = from_arguments(*how, **named)
+    return function(y, stored, spec, columns, mask)
+
+
+@operator(
+    "stored_product",
+    f"(Tensor y, Tensor stored, SymInt columns, {SCHEMA}) -> Tensor",
+    samples=lambda case: (
+        call(case.matrix(1, 9), save_traced.function(x, spec, mask), spec, case.columns, mask)
+        for (x, spec, mask, *_), _named in _samples(case)
+    ),
+    flatten=lambda y, stored, spec, features, mask: (y, stored, features, *to_arguments(spec, mask)),
+    registered=_flat_gradient,
+)
+def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: int, mask: TokenMask | None) -> Tensor:
+    """Return the estimate of dW = YᵀX in compiled code.
+
+    Args:
+        y: Gradient with respect to the layer's output, shape (N, O), dtype of the input.
+        stored: The bytes of :func:`save_traced`.
+        spec: The spec they were made with.
+        features: I.
+        mask: The mask they were made with.
+
+    Returns:
+        (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
+    """
+    saved = empty_saved(y.new_empty(0, device="meta"), y.shape[0], features, spec)
+    return weight_gradient(y, views(stored, _parts(saved)), spec, features, mask, in_operator=True)
+
+
+@weight_gradient_traced.register_fake
+def _(y, stored, columns, *arguments, **named):
+    return y.new_empty(y.shape[1], columns)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Part]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -1,4 +1,7 @@
-"""The operations with the Triton kernels; kinds without a kernel (dct, dft) run in plain PyTorch."""
+"""The operations with the Triton kernels: one function for each, with the arguments of the plain one.
+
+Kinds without a kernel (dct, dft) run in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import torch
 from torch import Tensor
 
 from rmm_linear import packing, sketches
-from rmm_linear.backends.triton import DTYPES, KINDS, kernels
+from rmm_linear.backends.triton import KINDS, kernels
 from rmm_linear.ops import plain
-from rmm_linear.ops.fp16 import fp16_scale
+from rmm_linear.ops.plain import fp16_scale
+from rmm_linear.packing.gated import Packed
+from rmm_linear.packing.norms import NormCopy, NormGradients
+from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.transforms import next_power_of_two
@@ -105,8 +111,6 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    if dtype not in DTYPES:
-        return packing.unpack(codes, qparams, seed, bits, columns, dtype, rotated=rotated)
     z = kernels().unpack(codes, qparams, seed, bits, columns, dtype)
     return z if rotated else kernels().unrotate(z, seed)
 
@@ -127,3 +131,94 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> t
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
     index, scale = sample
     return kernels().sparse_sketch(matrix, seed, len(index), index=index, scale=scale, bits=packing.check_bits(bits))
+
+
+def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return what :func:`rmm_linear.packing.masks.pack_mask` does."""
+    return kernels().pack_mask(mask, index)
+
+
+def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
+    """Return what :func:`rmm_linear.packing.masks.apply_mask` does."""
+    return kernels().apply_mask(y, bits, scale, index)
+
+
+def pack_derivative(
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
+) -> None:
+    """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
+    kernels().pack_derivative(x, codes, *_described(function, bits), bits, seed, index)
+
+
+def apply_derivative(
+    y: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
+) -> Tensor:
+    """Return dX̂ as :func:`rmm_linear.packing.derivatives.apply_derivative` does."""
+    return kernels().apply_derivative(y, codes, *_described(function, bits), bits, seed, index)
+
+
+def activate(
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
+) -> Tensor:
+    """Return g(x), and write the codes of :func:`pack_derivative`."""
+    return kernels().activate_and_pack(x, codes, *_described(function, bits), bits, seed, index)
+
+
+def _described(function: Pointwise, bits: int) -> tuple[str, tuple[float, ...], tuple[float, float]]:
+    return function.name, function.parameters, (function.range[0], function.step(bits))
+
+
+def square(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ReLU²(x), and ReLU(x) as :func:`pack` returns it."""
+    return kernels().square_and_pack(x, bits, seed, index)
+
+
+def pack_gated(
+    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+) -> list[Packed | None]:
+    """Pack as :func:`rmm_linear.packing.gated.pack_gated` does."""
+    made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, index)
+    return [None if one is None else Packed(*one) for one in made]
+
+
+def apply_gated(
+    y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
+) -> list[Tensor | None]:
+    """Return what :func:`rmm_linear.packing.gated.apply_gated` does."""
+    return kernels().apply_gated(y, seeds, packed, bits, index)
+
+
+def gate(
+    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+) -> tuple[Tensor, list[Packed | None]]:
+    """Return act(a) · b, and what :func:`pack_gated` returns."""
+    return kernels().gate_and_pack(a, b, seeds, activation, bits, wanted, index)
+
+
+def pack_norm(
+    x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
+) -> NormCopy:
+    """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
+    return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, index))
+
+
+def norm_gradients(
+    y: Tensor, saved: NormCopy, bits: int, seed: Tensor, gamma: Tensor | None = None, **options: Any
+) -> NormGradients:
+    """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
+    return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, **options))
+
+
+def normalize(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    bits: int,
+    seed: Tensor,
+    eps: float,
+    centered: bool = True,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output of a norm, and what :func:`pack_norm` returns."""
+    return kernels().normalize_and_pack(x, gamma, beta, dtypes, bits, seed, eps, centered, index)

@@ -54,6 +54,52 @@ def peek_seed() -> int:
     return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
 
 
+def seed_on(device: torch.device, seed: int | None) -> Tensor:
+    """Return a seed as a tensor.
+
+    Args:
+        device: Where it is needed.
+        seed: Its value; None draws one.
+
+    Returns:
+        int64, shape (1,). While a graph is captured, every replay has another.
+    """
+    seeds = torch.full((1,), draw_seed() if seed is None else seed, dtype=torch.int64, device=device)
+    _vary(seeds)
+    return seeds
+
+
+def fill_seeds(seeds: Tensor, seed: int | None) -> None:
+    """Write the seeds of several matrices that are packed together, whose errors must be independent.
+
+    Args:
+        seeds: int64, shape (n,); written to.
+        seed: What they follow from; None draws one.
+    """
+    seed = draw_seed() if seed is None else seed
+    for i in range(len(seeds)):
+        seeds[i].fill_(mix(seed, i))
+    _vary(seeds)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being captured, while nothing may be read from the device.
+
+    Args:
+        device: Any device.
+
+    Returns:
+        Always False for devices other than CUDA.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _vary(seeds: Tensor) -> None:
+    """While a graph is captured: a Python number would be the same in every replay, a random number is not."""
+    if is_capturing(seeds.device):
+        seeds ^= torch.randint(2**63 - 1, seeds.shape, device=seeds.device)
+
+
 def _value(drawn: Tensor) -> int:
     """The number; 0 in a step that is simulated, whose tensors have no values."""
     return 0 if isinstance(drawn, FakeTensor) else int(drawn)

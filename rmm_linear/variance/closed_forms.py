@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.ops.sketch import pack, sketch
+from rmm_linear.ops.sketches import PACK, SKETCH
 from rmm_linear.packing import rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, variance
 from rmm_linear.variance.arguments import check_pair, check_sketch, over_layers, sampling_probabilities
@@ -236,10 +236,10 @@ def sketch_variance(
         rounding = torch.zeros_like(total)
         for draw in range(draws):
             seed = torch.full((1,), draw, dtype=torch.int64, device=a.device)
-            z = sketch(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
-            y = sketch(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
+            z = SKETCH(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
+            y = SKETCH(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
             rounding += (
-                y.double().square().sum(1) * rounding_variance(pack(z, bits, seed)[1], z.shape[1])
+                y.double().square().sum(1) * rounding_variance(PACK(z, bits, seed)[1], z.shape[1])
             ).sum() / draws
         return total + rounding
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.ops.sketch import pack, sketch, unpack
+from rmm_linear.ops.sketches import PACK, SKETCH, UNPACK
 from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.variance.arguments import check_pair, check_sketch, sampling_probabilities
 from rmm_linear.variance.closed_forms import rows_by_length
@@ -143,7 +143,7 @@ def simulate_variance(
         z, y = sketched.split((x.shape[1], grad_output.shape[1]), dim=2)
         if bits is not None:
             flat = z.reshape(-1, x.shape[1])
-            z = unpack(*pack(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
+            z = UNPACK(*PACK(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
         errors = (b.double().T @ a.double() - exact for a, b in zip(z, y, strict=True))
         return [error.square().sum() for error in errors]
 
@@ -181,7 +181,7 @@ def draw_sketches(
     """
 
     def one(seed: Tensor) -> Tensor:
-        return sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
+        return SKETCH(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
 
     if kind in _READ_THEIR_SEED:
         return torch.stack([one(seed) for seed in seeds.split(1)])

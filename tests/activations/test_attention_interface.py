@@ -275,8 +275,7 @@ def test_compiled_models_have_whole_graphs(architecture):
         wanted, exact_gradients = step(exact, architecture, batch)
         assert torch.equal(loss, wanted)
         assert 0 < relative(gradients, exact_gradients) < NOISE
-    backward = "biased_attention_backward" if architecture == "t5" else "attention_backward"
-    names = ("rmm_linear.pack_attention.default", f"rmm_linear.{backward}.default")
+    names = ("rmm_linear.pack_attention.default", "rmm_linear.attention_backward.default")
     both = [{name: len(modules)} for name in names]
     assert graphs.counts == [*both, *both]  # for the first length, then for all
     torch._dynamo.reset()

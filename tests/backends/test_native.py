@@ -15,8 +15,10 @@ from helpers import assert_packed_alike
 from rmm_linear import packing
 from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
-from rmm_linear.ops import native as ops
-from rmm_linear.ops import plain, table
+from rmm_linear.ops import plain
+from rmm_linear.ops import sketches as table
+from rmm_linear.ops.dispatch import Operation
+from rmm_linear.ops.native import sketches as ops
 from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import RowSample, TokenMask, gather, sketch
 from rmm_linear.sketches.countsketch import signs_and_shifts
@@ -191,8 +193,8 @@ def test_sampled_rows_are_the_same_to_the_bit(dtype):
     m = torch.randn(50, 70, generator=torch.Generator().manual_seed(5)).to(dtype)
     m[3] = math.inf
     sample = RowSample(torch.tensor([3, 49, 0, 7, 7], dtype=torch.int32), torch.tensor([0.0, 1.7, -2.0, 0.3, 1e-3]))
-    assert torch.equal(ops.gather_rows(m, sample), gather(m, sample))
-    assert torch.equal(ops.gather_rows(m.T[:, :50], sample), gather(m.T[:, :50], sample))
+    assert torch.equal(table.GATHER_ROWS(m, sample), gather(m, sample))
+    assert torch.equal(table.GATHER_ROWS(m.T[:, :50], sample), gather(m.T[:, :50], sample))
 
 
 @pytest.mark.parametrize("shape", [(9, 768), (5, 130), (3, 5), (0, 64)])
@@ -232,7 +234,7 @@ def test_threads_share_the_rows(threads):
     ],
 )
 def test_tensors_that_are_not_plain_are_left_to_pytorch(tensor, backend):
-    operation = table.Operation(lambda *args: "plain", lambda *args: "native")
+    operation = Operation("of the tests", lambda *args: "plain", lambda *args: "native")
     assert operation(tensor, SEED) == backend
     assert operation(SEED, tensor) == backend
 

@@ -7,8 +7,8 @@ import torch
 from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
 
 from rmm_linear.backends import native
-from rmm_linear.backends.native.attention import softmax_gradients
-from rmm_linear.backends.native.masks import apply_mask
+from rmm_linear.ops.native.attention import softmax_gradients
+from rmm_linear.ops.native.masks import apply_mask
 from rmm_linear.packing import attention_gradients as plain
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="the C library was not built")

@@ -15,7 +15,7 @@ from rmm_linear.activations.base import packed_class
 from rmm_linear.activations.dropout import PackedDropout
 from rmm_linear.backends import native
 from rmm_linear.ops import gated, norms
-from rmm_linear.ops.native_derivatives import derivative_table
+from rmm_linear.ops.native.derivatives import derivative_table
 from rmm_linear.packing.pointwise import Pointwise
 
 ROWS, WIDTH = 100, 16

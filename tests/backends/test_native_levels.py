@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rmm_linear import packing
 from rmm_linear.backends import native
-from rmm_linear.backends.native import derivatives, gated, library, masks, norms, transforms
-from rmm_linear.ops.native_derivatives import derivative_table
+from rmm_linear.backends.native import library, transforms
+from rmm_linear.ops.native import attention, derivatives, gated, masks, norms
 from rmm_linear.packing import ROUNDING_STREAM, empty_packed
+from rmm_linear.packing.gated import ACTIVATIONS
+from rmm_linear.packing.norms import NormCopy
 from rmm_linear.packing.pointwise import Pointwise
 
 SEED = torch.tensor([7])
@@ -114,14 +116,13 @@ def test_sketches_are_the_same_to_the_bit(level, dtype, both):
 @pytest.mark.parametrize("dtype", list(library.TYPES))
 @pytest.mark.parametrize(("name", "bits"), [("gelu", 8), ("gelu", 4), ("gelu", 2), ("silu", 1), ("relu", 1)])
 def test_derivatives_are_the_same_to_the_bit(level, dtype, name, bits, both):
-    function, noise = Pointwise(name), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)[1:]
-    kind = derivatives.RELU if name == "relu" else derivatives.TABLE
+    function = Pointwise(name)
+    how = function, bits, None if function.is_exact else SEED, None
 
     def run():
         codes = torch.empty(ROWS, -(-COLUMNS * bits // 8), dtype=torch.uint8)
-        derivatives.pack_derivative(matrix(dtype), codes, kind, bits, derivative_table(function, bits), noise, None)
-        line = (function.range[0], function.step(bits))
-        return codes, derivatives.apply_derivative(matrix(dtype), codes, kind, bits, line, noise, None)
+        derivatives.pack_derivative(matrix(dtype), codes, *how)
+        return codes, derivatives.apply_derivative(matrix(dtype), codes, *how)
 
     same(*both(level, run))
 
@@ -155,17 +156,15 @@ def test_masks_are_the_same_to_the_bit(level, both):
 
 
 @pytest.mark.parametrize("level", LOWER)
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", list(library.TYPES))
 def test_gated_products_are_the_same_to_the_bit(level, activation, dtype, both):
-    noise = gated.gated_noise(torch.tensor([1, 2]), ROUNDING_STREAM, ROWS, COLUMNS)
+    seeds = torch.tensor([1, 2])
     a, b = matrix(dtype).nan_to_num(0, 2), matrix(dtype).flip(0).nan_to_num(0, 2)
 
     def run():
-        packed = [empty_packed(ROWS, COLUMNS, 4, SEED) for _ in range(2)]
-        assert gated.pack_gated(a, b, activation, 4, noise, [*packed], None)
-        gradients = [torch.empty(ROWS, COLUMNS, dtype=dtype) for _ in range(2)]
-        gated.apply_gated(a, 4, noise, [*packed], None, [*gradients])
+        packed = gated.pack_gated(a, b, seeds, activation, 4, (True, True), None)
+        gradients = gated.apply_gated(a, seeds, packed, 4, None)
         return *packed[0], *packed[1], *gradients
 
     same(*both(level, run))
@@ -175,19 +174,16 @@ def test_gated_products_are_the_same_to_the_bit(level, activation, dtype, both):
 @pytest.mark.parametrize("dtype", list(library.TYPES))
 def test_sums_over_rows_are_the_same_but_for_their_order(level, dtype, both):
     """Norms and softmax: sums of n float32 numbers of about 1 in two orders, each within n · 2⁻²⁴ relatively."""
-    x, noise = matrix(dtype).nan_to_num(0, 2), native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
-    gamma = torch.linspace(0.5, 2, COLUMNS)
+    x, gamma = matrix(dtype).nan_to_num(0, 2), torch.linspace(0.5, 2, COLUMNS)
 
     def run():
-        codes, qparams = empty_packed(ROWS, COLUMNS, 8, SEED)
-        rstd, out = torch.empty(ROWS), torch.empty(ROWS, COLUMNS)
-        assert norms.pack_norm(x, None, True, 1e-5, 8, noise, codes, qparams, rstd)
+        codes, qparams, rstd = norms.pack_norm(x, 8, SEED, 1e-5)
         # From the same codes, so that a sum that is a little different does not move an element to the next code.
-        codes, qparams = torch.full_like(codes, 77), torch.full_like(qparams, 0.5)
-        totals = norms.norm_gradients(x, None, True, 8, gamma, noise, codes, qparams, rstd, out, True)
+        saved = NormCopy(torch.full_like(codes, 77), torch.full_like(qparams, 0.5), rstd)
+        gradients = norms.norm_gradients(x, saved, 8, SEED, gamma, dtype=torch.float32)
         scores, dp = x.float().clone(), x.flip(1).float()
-        library.function("rmm_softmax_gradients")(scores.data_ptr(), dp.data_ptr(), ROWS, COLUMNS, 1)
-        return rstd, out, totals, scores, dp
+        attention.softmax_gradients(scores, dp)
+        return rstd, *gradients, scores, dp
 
     for found, expected in zip(*both(level, run), strict=True):
         bound = COLUMNS * 2.0**-24

@@ -15,17 +15,17 @@ from benchmarks.__main__ import main
 from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Way, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
-from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
-from rmm_linear.ops.fused import activate_and_pack, gate_and_pack
-from rmm_linear.ops.gated import apply_gated, keep_gated
+from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
+from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 from rmm_linear.ops.gated import stored_parts as gated_parts
 from rmm_linear.ops.masks import apply_mask, pack_mask
 from rmm_linear.ops.norms import norm_backward, norm_bytes, normalize_and_pack, pack_norm
 from rmm_linear.ops.save import save_input
-from rmm_linear.ops.stored import stored_bytes
-from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.packing import packed_bytes
+from rmm_linear.packing.attention import AttentionSpec
 from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.packing.stored import stored_bytes
 from rmm_linear.spec import SaveSpec
 
 N, C = 256, 4096
@@ -80,8 +80,8 @@ def test_flops_of_attention_are_those_that_its_operators_declare() -> None:
     found = work.attention(2 * length, length, heads * width, 4, is_causal=False)
     assert flops(one(found, "attention, pack")) == counted(pack_attention, *[query] * 3, None, None, 0, 4, 4, 4)
     stored = pack_attention(query, query, query, None, None, 0, 4, 4, 4)
-    shape = length, heads, width, width**-0.5, False, 0.0, 4, 4, 4
-    declared = counted(attention_backward, query.transpose(1, 2), stored, None, None, None, None, *shape)
+    spec = AttentionSpec(length, heads, width, width**-0.5)
+    declared = counted(attention_backward, query.transpose(1, 2), stored, None, None, None, None, spec, (4, 4, 4))
     backward = [item for item in found if item.operator == "attention" and not item.is_forward]
     # The fused kernels run the forward pass again, which other implementations do not and the operator does not count.
     assert flops(one(found, "attention, unpack"), *backward) == declared

@@ -16,6 +16,6 @@ def no_graphs_left():
 @pytest.fixture
 def one_seed(monkeypatch):
     """All layers draw one seed, in eager and in compiled code, which take them from other places of the generator."""
-    monkeypatch.setattr("rmm_linear.ops.traced.draw_seed", lambda: SEED)
+    monkeypatch.setattr("rmm_linear.ops.save.draw_seed", lambda: SEED)
     monkeypatch.setattr("rmm_linear.layers.base.draw_seed", lambda: SEED)
     monkeypatch.setattr("rmm_linear.context.model_context.ModelContext.layer_seed", lambda self, index: SEED)

@@ -13,7 +13,7 @@ from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.functional import LinearCall, saved_linear
 from rmm_linear.ops.save import save_input
-from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import UNIFORM_MIX, TokenMask
 from rmm_linear.spec import SaveSpec
 

@@ -9,22 +9,26 @@ from cases import needs_triton
 from statistical import Z, assert_unbiased
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear.ops import fused_attention
-from rmm_linear.ops.attention import attention_backward, attention_parts, dropped_attention, pack_attention
-from rmm_linear.ops.fused_attention import fused_gradients
-from rmm_linear.ops.stored import views
-from rmm_linear.ops.table import UNPACK
+from rmm_linear.ops import attention as operators
+from rmm_linear.ops.attention import (
+    attention_backward,
+    attention_parts,
+    dropped_attention,
+    fused_gradients,
+    pack_attention,
+)
+from rmm_linear.ops.sketches import UNPACK
 from rmm_linear.packing import packed_bytes
 from rmm_linear.packing.attention import attention_rows
 from rmm_linear.packing.attention_gradients import attention_gradients
+from rmm_linear.packing.stored import views
 
 INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens
 HIDING = (torch.zeros(18).index_fill_(0, INDEX, 1) > 0).view(2, 1, 1, 9).expand(2, 1, 9, 9)
 
 
 def backward(y, stored, spec, mask=None, kept=None, index=None, kv_index=None, bits=(4, 4, 4)):
-    sizes = spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p
-    return attention_backward(y, stored, mask, kept, index, kv_index, *sizes, *bits)
+    return attention_backward(y, stored, mask, kept, index, kv_index, spec, bits)[:3]
 
 
 def made(dtype=torch.float32, heads=4, kv_heads=2, tokens=9, width=16):
@@ -84,8 +88,7 @@ def test_operators_obey_the_rules_of_pytorch():
     mask, kept = HIDING, torch.rand(2, 4, 9, 9) > 0.3
     spec = spec_of(q, k, p=0.3)
     stored = pack_attention(q, k, v, INDEX, INDEX, 5, 8, 4, 4)
-    named = spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p
-    backwards = (y, stored, mask, packed_kept(kept, INDEX), INDEX, INDEX, *named, 8, 4, 4)
+    backwards = attention_backward.flatten(y, stored, mask, packed_kept(kept, INDEX), INDEX, INDEX, spec, (8, 4, 4))
     for operator, arguments in (
         (pack_attention, (q, k, v, None, None, 5, 4, 4, 4)),
         (pack_attention, (q, k, v, INDEX, INDEX, 5, 8, 4, 4)),
@@ -141,7 +144,7 @@ def by_autograd(y, query, key, value, bias, spec):
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding"])
 def test_what_surrounds_the_kernels_of_cuda(kind, monkeypatch):
     """Places of rows, heads that share keys, padding: with the formula in place of the kernels."""
-    monkeypatch.setattr(fused_attention, "_kernel_gradients", by_autograd)
+    monkeypatch.setattr(operators, "_kernel_gradients", by_autograd)
     q, k, v, y = made(torch.float64)
     spec = spec_of(q, k, is_causal=kind == "causal")
     mask = torch.rand(2, 1, 9, 9) > 0.3 if kind == "mask" else HIDING if kind == "padding" else None

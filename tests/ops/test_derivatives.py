@@ -6,7 +6,8 @@ from pointwise_helpers import FOUND, ROUNDED, SEED, WIDTHS, randn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.backends.native import is_available
-from rmm_linear.ops import derivatives, native_derivatives
+from rmm_linear.ops import derivatives
+from rmm_linear.ops.native import derivatives as native_derivatives
 from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.pointwise import Pointwise
 

@@ -6,7 +6,8 @@ from cases import needs_triton
 from pointwise_helpers import FOUND, randn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear.ops import derivatives, fused, gated, norms
+from rmm_linear.ops import derivatives, gated, norms
+from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import Pointwise
 
@@ -78,7 +79,7 @@ def test_activations_store_what_they_store_alone(function, index, backend, monke
     for dtype, columns in ((torch.float32, 70), (torch.bfloat16, 130)):
         x = randn(9, columns, scale=3, dtype=dtype)
         how = x, index, 7, function.name, function.parameters, function.bits(4)
-        output, stored = fused.activate_and_pack(*how)
+        output, stored = derivatives.activate_and_pack(*how)
         assert torch.equal(stored, derivatives.pack_derivative(*how))
         assert output.dtype == dtype
         wide = x.double()
@@ -94,7 +95,7 @@ def test_gated_products_store_what_they_store_alone(activation, index, backend, 
     a, b = randn(9, 70, scale=2), randn(9, 70, seed=2)
     for needs in ((True, True), (False, True)):
         how = a, b, activation, 4, 7, index, *needs
-        output, stored = fused.gate_and_pack(*how)
+        output, stored = gated.gate_and_pack(*how)
         assert torch.equal(stored, gated.keep_gated(*how))
         value = Pointwise(activation)(a.double())
         room = 20 * UNIT * torch.maximum(a.double().abs(), value.abs()) * b.double().abs()
@@ -126,10 +127,10 @@ def test_nothing_is_a_result_too(shape, backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     x, one = randn(*shape), torch.ones(shape[1])
     for name in ("gelu", "relu", "relu_squared"):
-        output, stored = fused.activate_and_pack(x, None, 7, name, (), Pointwise(name).bits(4))
+        output, stored = derivatives.activate_and_pack(x, None, 7, name, (), Pointwise(name).bits(4))
         assert output.shape == shape
         assert torch.equal(stored, derivatives.pack_derivative(x, None, 7, name, (), Pointwise(name).bits(4)))
-    assert fused.gate_and_pack(x, x, "silu", 4, 7, None, True, True)[0].shape == shape
+    assert gated.gate_and_pack(x, x, "silu", 4, 7, None, True, True)[0].shape == shape
     if shape[1]:
         casts = torch.float32, torch.float32
         assert norms.normalize_and_pack(x, one, one, None, 5, 4, 1e-5, True, *casts)[0].shape == shape
@@ -153,7 +154,7 @@ def test_a_seed_that_is_not_given_is_drawn():
 
 def test_other_widths_are_refused():
     with pytest.raises(ValueError, match=r"bits must be .* got 3"):
-        fused.activate_and_pack(randn(2, 3), None, 7, "gelu", (), 3)
+        derivatives.activate_and_pack(randn(2, 3), None, 7, "gelu", (), 3)
     with pytest.raises(ValueError, match=r"bits must be .* got 1"):
         norms.normalize_and_pack(randn(2, 3), None, None, None, 5, 1, 1e-5, True, torch.float32, torch.float32)
 
@@ -170,11 +171,11 @@ def test_operations_are_counted():
 
 def test_where_kernels_run(monkeypatch):
     x = randn(2, 3)
-    assert not fused.runs_fused(x, is_composed=False)
+    assert not runs_fused(x, is_composed=False)
     monkeypatch.setenv("RMM_BACKEND", "triton")
-    assert fused.runs_fused(x, is_composed=True)
-    assert not fused.runs_fused(x.double(), is_composed=False)
-    assert not fused.runs_fused(torch._neg_view(x), is_composed=False)  # memory does not hold its values
+    assert runs_fused(x, is_composed=True)
+    assert not runs_fused(x.double(), is_composed=False)
+    assert not runs_fused(torch._neg_view(x), is_composed=False)  # memory does not hold its values
     with torch.autocast("cpu", torch.bfloat16):
-        assert fused.runs_fused(x, is_composed=False)
-        assert not fused.runs_fused(x, is_composed=True)
+        assert runs_fused(x, is_composed=False)
+        assert not runs_fused(x, is_composed=True)

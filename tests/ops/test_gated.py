@@ -8,7 +8,6 @@ from cases import needs_triton
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.backends import native as library
-from rmm_linear.ops import fused
 from rmm_linear.ops import gated as ops
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing import packed_bytes
@@ -39,11 +38,11 @@ def assert_packed_alike(found, expected, bits):
 def assert_alike(a, b, y, activation, bits, index=None, wanted=BOTH):
     """Packed the same but for elements on the edge of a step, and applied the same."""
     arguments = a, b, SEEDS, activation, bits, wanted, index
-    found, expected = ops._pack_natively(*arguments), plain.pack_gated(*arguments)
+    found, expected = ops.PACK_GATED(*arguments), plain.pack_gated(*arguments)
     for one, other in zip(found, expected, strict=True):
         if other is not None:
             assert_packed_alike(one, other, bits)
-    gradients = ops._apply_natively(y, SEEDS, expected, bits, index)
+    gradients = ops.APPLY_GATED(y, SEEDS, expected, bits, index)
     for one, other in zip(gradients, plain.apply_gated(y, SEEDS, expected, bits, index), strict=True):
         assert (one is None) == (other is None)
         if one is None or other is None:
@@ -84,7 +83,7 @@ def test_the_c_library_computes_the_activations_to_float32(activation):
     x = torch.linspace(-5, 20, 4001)
     a = torch.stack((x, torch.zeros_like(x)), dim=1)
     b = torch.ones_like(a)
-    found, expected = (pack(a, b, SEEDS, activation, 8, BOTH, None) for pack in (ops._pack_natively, plain.pack_gated))
+    found, expected = (pack(a, b, SEEDS, activation, 8, BOTH, None) for pack in (ops.PACK_GATED, plain.pack_gated))
     for one, other in zip(found, expected, strict=True):
         # Offsets and scales are rounded to bfloat16; an error of 2⁻²² moves one of 4,001 to the next number in 2 %.
         assert (one.qparams != other.qparams).any(-1).float().mean() < 0.05
@@ -108,8 +107,8 @@ def test_threads_share_the_rows(dtype):
 def test_what_is_not_finite_stays_in_its_group(value):
     a, b, y = made(3, 130)
     b[1, 70] = value
-    packed = ops._pack_natively(a, b, SEEDS, "silu", 4, BOTH, None)
-    first, second = ops._apply_natively(y, SEEDS, packed, 4, None)
+    packed = ops.PACK_GATED(a, b, SEEDS, "silu", 4, BOTH, None)
+    first, second = ops.APPLY_GATED(y, SEEDS, packed, 4, None)
     assert first[1, 64:128].isnan().all()
     first[1, 64:128] = 0
     assert first.isfinite().all()
@@ -129,7 +128,7 @@ def test_operators_keep_pytorchs_rules(index, dtype):
         torch.library.opcheck(APPLY, (y, stored, 4, index, *needs))
 
 
-@pytest.mark.parametrize("run", [ops.keep_gated, fused.gate_and_pack], ids=["keep_gated", "gate_and_pack"])
+@pytest.mark.parametrize("run", [ops.keep_gated, ops.gate_and_pack], ids=["keep_gated", "gate_and_pack"])
 @pytest.mark.parametrize("change", [lambda b: b.bfloat16(), lambda b: b[:3], lambda b: b[:, :1]])
 def test_factors_of_two_kinds_are_refused(run, change):
     """The C library would read b as a: beyond its end, or as numbers of another dtype."""

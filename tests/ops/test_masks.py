@@ -6,8 +6,8 @@ from cases import needs_triton
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.backends import native as library
-from rmm_linear.backends.native import masks as native
 from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.native import masks as native
 from rmm_linear.packing import masks as plain
 
 PACK = torch.ops.rmm_linear.pack_mask.default

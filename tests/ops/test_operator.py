@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear.ops.operator import Operator
+from rmm_linear.ops.dispatch import Operator
 
 
 def double(x: Tensor, factor: int, other: Tensor | None) -> Tensor:

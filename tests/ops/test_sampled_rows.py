@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, packing, sketched_linear
 from rmm_linear.backends.select import backend_of
-from rmm_linear.ops import table
-from rmm_linear.ops.arguments import to_arguments
+from rmm_linear.ops import sketches as table
 from rmm_linear.ops.save import save_input
+from rmm_linear.ops.sketches import to_arguments
 from rmm_linear.sketches import (
     SAMPLERS,
     TokenMask,

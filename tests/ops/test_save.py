@@ -7,7 +7,7 @@ from helpers import chances, heavy_tailed
 from statistical import ROWS, TOKENS, assert_moments, padded
 
 from rmm_linear.ops.save import save_input
-from rmm_linear.ops.weight_gradient import weight_gradient
+from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.packing import pack, rounding_variance
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, TokenMask, sketch, variance
 from rmm_linear.spec import SaveSpec

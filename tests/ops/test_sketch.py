@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import RMMConfig, RMMLinear, packing, sketched_linear
 from rmm_linear.backends.select import backend_of
-from rmm_linear.ops import native, plain, table
+from rmm_linear.ops import plain
+from rmm_linear.ops import sketches as table
+from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.save import save_input
 from rmm_linear.sketches import SAMPLERS, kept_rows
 from rmm_linear.spec import SaveSpec
@@ -222,7 +224,7 @@ def test_seeds_are_drawn_on_the_device_while_a_graph_is_captured(monkeypatch):
     """A number would be the same in every replay; the device's generator moves on."""
     x, spec = made(), SaveSpec("countsketch", 7)
     assert [int(save_input(x, spec, None, 5)[-1]) for _ in range(2)] == [5, 5]
-    monkeypatch.setattr("rmm_linear.ops.save.is_capturing", lambda device: True)
+    monkeypatch.setattr("rmm_linear.sketches.seeds.is_capturing", lambda device: True)
     seeds = {int(save_input(x, spec, None, 5)[-1]) for _ in range(3)}
     assert len(seeds) == 3
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from rmm_linear.ops.stored import fill_seeds
+from rmm_linear.sketches.seeds import fill_seeds
 
 
 def filled(seed):
@@ -22,5 +22,5 @@ def test_seeds_differ_and_follow_from_one():
 
 
 def test_every_replay_of_a_graph_has_its_own(monkeypatch):
-    monkeypatch.setattr("rmm_linear.ops.stored.is_capturing", lambda device: True)
+    monkeypatch.setattr("rmm_linear.sketches.seeds.is_capturing", lambda device: True)
     assert len({*filled(5), *filled(5)}) == 6

@@ -8,7 +8,7 @@ from cases import needs_triton
 from operator_helpers import SEED, SKETCH, made
 
 from rmm_linear.backends import triton
-from rmm_linear.ops import table
+from rmm_linear.ops import sketches as table
 from rmm_linear.spec import SaveSpec
 
 

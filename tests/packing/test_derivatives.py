@@ -6,9 +6,9 @@ from pointwise_helpers import EXACT, ROUNDED, SEED, WIDTHS, is_within_half_a_ste
 from statistical import assert_moments
 
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
-from rmm_linear.ops.stored import views
 from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing import rounding_variance
+from rmm_linear.packing.stored import views
 from rmm_linear.variance.standins.pointwise import element_variance, input_gradient_variance
 
 ROWS, COLUMNS = 20, 70

@@ -144,12 +144,11 @@ def simulate_attention(
     parts = [part.double() for part in attention_rows(query, key, value)]
     q, k, v = (lambda begin, end, part=part: part[begin:end] for part in parts)
     exact = attention_gradients(y.double(), (q, k, v), spec, mask)
-    settings = spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, 0.0
     means = [part.new_zeros(_GROUPS, part.numel()) for part in exact]
     squares = [0.0, 0.0, 0.0]
     for draw in range(each * _GROUPS):
         stored = pack_attention(query, key, value, None, None, mix(seed, draw), *widths)
-        found = attention_backward(y, stored, mask, None, None, None, *settings, *widths)
+        found = attention_backward(y, stored, mask, None, None, None, spec, widths)[:3]
         for i, (one, wanted) in enumerate(zip(found, exact, strict=True)):
             error = (one.double() - wanted).flatten()
             means[i][draw % _GROUPS] += error / each

@@ -7,7 +7,7 @@ import torch
 from attention_helpers import exact_rows, spec_of, tensors
 from statistical import Z, z_scores
 
-from rmm_linear.ops.table import PACK, UNPACK
+from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing.attention import attention_rows
 from rmm_linear.packing.attention_gradients import attention_gradients
 from rmm_linear.variance.standins.attention import simulate_attention, value_variance

@@ -6,8 +6,8 @@ from pointwise_helpers import ROUNDED, randn
 from statistical import assert_moments
 
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
-from rmm_linear.ops.stored import views
 from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.packing.stored import views
 from rmm_linear.variance.standins.pointwise import element_variance, weight_gradient_variance
 
 TOKENS, INPUTS, COLUMNS = 30, 6, 70

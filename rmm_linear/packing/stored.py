@@ -12,9 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmm_linear.ops.save import is_capturing
-from rmm_linear.sketches.seeds import draw_seed, mix
-
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 _ALIGNED = 16  # bytes: every part can be viewed as its own dtype
@@ -67,21 +64,6 @@ def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
         found.append(stored[place : place + size].view(dtype).view(shape))
         place += _padded((shape, dtype))
     return found
-
-
-def fill_seeds(seeds: Tensor, seed: int | None) -> None:
-    """Write the seeds of several matrices that are packed together, whose errors must be independent.
-
-    Args:
-        seeds: int64, shape (n,); written to.
-        seed: What they follow from; None draws one.
-    """
-    seed = draw_seed() if seed is None else seed
-    for i in range(len(seeds)):
-        seeds[i].fill_(mix(seed, i))
-    if is_capturing(seeds.device):
-        # A Python number would be the same in every replay of the graph; the device's random numbers are not.
-        seeds ^= torch.randint(2**63 - 1, seeds.shape, device=seeds.device)
 
 
 def _padded(part: Part) -> int:

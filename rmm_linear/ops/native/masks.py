@@ -1,4 +1,4 @@
-"""Masks in one bit per element with the C library, see :mod:`rmm_linear.packing.masks`."""
+"""Masks in one bit per element with the C library."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return what :func:`rmm_linear.packing.masks.pack_mask` does.
-
-    Args:
-        mask: Shape (N, C).
-        index: int64, shape (n,), or None.
-
-    Returns:
-        uint8, shape (n, ⌈C / 8⌉).
-    """
+    """Return what :func:`rmm_linear.packing.masks.pack_mask` does."""
     mask = mask if mask.dtype in (torch.float32, torch.bool, torch.uint8) else mask != 0
     mask, index = mask.contiguous(), None if index is None else index.contiguous()
     rows, columns = len(mask) if index is None else len(index), mask.shape[1]
@@ -30,17 +22,7 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
-    """Return what :func:`rmm_linear.packing.masks.apply_mask` does.
-
-    Args:
-        y: float32, bfloat16 or float16, shape (N, C).
-        bits: uint8, shape (n, ⌈C / 8⌉).
-        scale: The number.
-        index: int64, shape (n,), or None.
-
-    Returns:
-        Shape (N, C).
-    """
+    """Return what :func:`rmm_linear.packing.masks.apply_mask` does."""
     y, bits, index = y.contiguous(), bits.contiguous(), None if index is None else index.contiguous()
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     function("rmm_apply_mask")(

@@ -1,4 +1,4 @@
-"""The operations with the C library, on CPU: its random numbers always, its loops for all dtypes but float64."""
+"""Sketches, sampled rows and packing with the C library: its random numbers always, its loops but for float64."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _sketch_parts(
     if kind == "rows" and mask is None and rows < matrix.shape[0]:
         index = sample(seed, matrix.shape[0], rows, generator=native.philox)
         scale = matrix.new_full((rows,), (matrix.shape[0] / rows) ** 0.5, dtype=accumulator_dtype(matrix.dtype))
-        return lambda begin, end: gather_rows(matrix, RowSample(index[begin:end], scale[begin:end]))
+        return _row_parts(matrix, RowSample(index, scale))
     if kind in transforms.KINDS and (block is None or block >= matrix.shape[0]) and matrix.dtype in TYPES:
         whole = _transformed(matrix, seed, kind, rows, mask)
         if whole is not None:
@@ -250,16 +250,17 @@ def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None
 
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
-
-    def part(begin: int, end: int) -> Tensor:
-        return gather_rows(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))
-
-    return _pack_parts(part, (len(sample.index), matrix.shape[1]), bits, seed)
+    return _pack_parts(_row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
 
 def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
     """Return SᵀM for sampled rows as :func:`rmm_linear.sketches.gather` does."""
-    if matrix.dtype not in TYPES:
-        return sketches.gather(matrix, sample)
     index, scale = sample.index.long().contiguous(), sample.scale.float().contiguous()
     return native.gather_rows(_contiguous_rows(matrix), index, scale)
+
+
+def _row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
+    """As :func:`rmm_linear.ops.plain.row_parts`."""
+    if matrix.dtype not in TYPES:
+        return plain.row_parts(matrix, sample)
+    return lambda begin, end: gather_rows(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))

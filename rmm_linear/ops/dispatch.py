@@ -1,0 +1,313 @@
+"""The table of operations: their implementations, and the operators by which PyTorch knows them.
+
+An :class:`Operation` is a row: one function in plain PyTorch, which is the definition, and maybe in C and in Triton.
+An :class:`Operator` is what a layer calls, and is composed of operations. PyTorch's dispatcher takes some fifty
+microseconds for an operator in Python, more than a small layer, so eager code calls the function itself where nothing
+would notice. What needs the operator is a compiler, a mode that sees every operator (fake tensors, selective
+checkpointing, counters of operations), a profiler, and tensors that are more than memory.
+
+Both are enumerated, with samples of their arguments, and tests/contracts/test_operations.py tries all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
+from rmm_linear.backends.triton import DTYPES
+from rmm_linear.sketches import RowSample, TokenMask
+
+# float32 and the half types, all that the C library and the kernels read; float64 where it is converted for them.
+NARROW = frozenset(DTYPES)
+FLOATS = NARROW | {torch.float64}
+_PLAIN = (Tensor, nn.Parameter)
+# What os.environ.get looks into: it alone takes half a microsecond.
+_environment = getattr(os.environ, "_data", os.environ)
+_SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
+_stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Call(NamedTuple):
+    """Arguments of one call."""
+
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def call(*arguments: Any, **named: Any) -> Call:
+    """Return arguments as they are written in a call."""
+    return Call(arguments, named)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What samples of arguments are made of.
+
+    Attributes:
+        rows: N.
+        columns: Columns of a matrix.
+        dtype: Of matrices, floating point.
+        taken: Which rows are valid or stored: "all" without an index, "listed" by one, "some" or "none".
+        layout: How a matrix lies in memory: "rows", or a view of a larger one: "columns", "steps" or "transposed".
+        seed: Seed of what draws one itself for None.
+    """
+
+    rows: int = 6
+    columns: int = 70
+    dtype: torch.dtype = torch.float32
+    taken: str = "all"
+    layout: str = "rows"
+    seed: int | None = 7
+
+    def matrix(self, number: int = 0, columns: int | None = None) -> Tensor:
+        """Return normal numbers, shape (rows, columns), others for another number."""
+        rows, columns = self.rows, self.columns if columns is None else columns
+        steps, margin = (2, 0) if self.layout == "steps" else (1, 5 if self.layout == "columns" else 0)
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.randn(rows * steps, columns + margin, generator=generator, dtype=torch.float64).to(self.dtype)
+        whole = whole.T.contiguous().T if self.layout == "transposed" else whole
+        return whole[::steps, margin:]
+
+    def vector(self, number: int = 0) -> Tensor:
+        """Return one number for every column, about 1."""
+        return 1 + self.matrix(number + 100)[:1].sum(0) / 4
+
+    @property
+    def seeds(self) -> Tensor:
+        """One seed, int64, shape (1,)."""
+        return torch.tensor([-123456789012345678])
+
+    @property
+    def index(self) -> Tensor | None:
+        """The rows that are stored, int64, in another order than in the matrix."""
+        listed = torch.arange(self.rows).flip(0)
+        return {"all": None, "listed": listed, "some": listed[1::2], "none": listed[:0]}[self.taken]
+
+    @property
+    def mask(self) -> TokenMask | None:
+        """The rows that are valid."""
+        listed = torch.zeros(self.rows)
+        return None if self.index is None else TokenMask.of(listed.index_fill_(0, self.index, 1))
+
+
+Samples = Callable[[Case], Iterator[Call]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table.
+
+    Attributes:
+        name: Its name.
+        plain: In plain PyTorch: the definition, for all dtypes and devices.
+        native: With the C library, on CPU; None uses ``plain``.
+        triton: With the Triton kernels; None uses ``plain``.
+        samples: Arguments of calls that together show what it takes.
+        native_dtypes: Floating dtypes that ``native`` takes, of the first tensor and where a dtype is an argument.
+        triton_dtypes: The same of ``triton``.
+        moved: The share of codes that may be another number in ``native`` or ``triton``, because a value on the edge of
+            a step falls to either side of it; 0 for none.
+        error: The relative error that ``native`` and ``triton`` may have in float32, by another order of sums.
+        by_row: Whether a row of what it makes follows from the same row of the tensors it is given, and from no other.
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    native: Callable[..., Any] | None = None
+    triton: Callable[..., Any] | None = None
+    samples: Samples = lambda case: iter(())
+    native_dtypes: frozenset[torch.dtype] = NARROW
+    triton_dtypes: frozenset[torch.dtype] = NARROW
+    moved: float = 0.0
+    error: float = 1e-5
+    by_row: bool = True
+    _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments.
+
+        Args:
+            *arguments: As ``plain`` takes them, at least one tensor among them.
+            **named: As ``plain`` takes them.
+
+        Returns:
+            What ``plain`` returns.
+
+        Raises:
+            TypeError: If there is no tensor.
+        """
+        first = dtype = None
+        is_transformed = _stack() is not None
+        for value in (*arguments, *named.values()) if named else arguments:
+            kind = type(value)
+            if kind is Tensor:
+                if value.is_neg() or (is_transformed and _is_wrapped(value)):
+                    return self.plain(*arguments, **named)  # memory does not hold its values
+                if first is None:
+                    first = value
+            elif kind is torch.dtype:
+                dtype = value
+            elif isinstance(value, Tensor):
+                return self.plain(*arguments, **named)
+        if first is None:
+            raise TypeError("An operation takes at least one tensor, got none.")
+        key = first.device.type, first.dtype, dtype, _environment.get(_SETTING)
+        return (self._chosen.get(key) or self._choose(key))(*arguments, **named)
+
+    def _choose(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        device, *dtypes, _ = key
+        found = self.implementation(device, *(dtype for dtype in dtypes if dtype is not None))
+        if device != "cpu" or found is not self.triton:  # which asks for the interpreter every time
+            self._chosen[key] = found
+        return found
+
+    def implementation(self, device: str, *dtypes: torch.dtype) -> Callable[..., Any]:
+        """Return the implementation that runs for a type of device and dtypes."""
+        takes = {"native": self.native_dtypes, "triton": self.triton_dtypes}
+        for backend in backends_of(device):
+            found = getattr(self, backend)
+            if found is not None and all(
+                backend == "plain" or dtype in takes[backend] or not dtype.is_floating_point for dtype in dtypes
+            ):
+                return found
+        return self.plain
+
+
+class Operator:
+    """An operator in the namespace ``rmm_linear``, and the function that eager code calls in its place.
+
+    Attributes:
+        function: The function, with the arguments that callers have.
+        definition: The operator, with the arguments that a schema can have.
+        flatten: Converts the former to the latter; None if they are the same.
+        samples: As for :class:`Operation`, arguments of the function.
+        flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        schema: str | None = None,
+        *,
+        samples: Samples = lambda case: iter(()),
+        flops: Callable[..., int] | None = None,
+        flatten: Callable[..., tuple[Any, ...]] | None = None,
+        registered: Callable[..., Any] | None = None,
+    ) -> None:
+        """Register the operator.
+
+        Args:
+            name: Its name.
+            function: What it runs; it changes none of its arguments and returns none of their memory.
+            schema: Its schema, or None for that of the function's annotations.
+            samples: See the attribute, as the following ones.
+            flops: None counts nothing.
+            flatten: None leaves the arguments as they are.
+            registered: What the operator runs, with ``function`` and the flat arguments; None runs ``function``.
+        """
+        self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+        run = function if registered is None else lambda *flat, **named: registered(function, *flat, **named)
+        self.definition = torch.library.custom_op(f"rmm_linear::{name}", run, mutates_args=(), schema=schema)
+        self.register_fake = self.definition.register_fake
+        if flops is not None:
+            packet = self.definition._opoverload.overloadpacket
+            register_flop_formula(packet)(lambda *shapes, out_shape=None, **named: flops(*shapes, **named))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the function, as an operator where something may see it as one.
+
+        Args:
+            *arguments: Those of the function, all tensors among them.
+            **named: As well; no tensors.
+
+        Returns:
+            What the function returns, in a list where the schema has one.
+        """
+        if _is_unseen(arguments):
+            return self.function(*arguments, **named)
+        if self.flatten is not None:
+            return self.definition(*self.flatten(*arguments, **named))
+        return self.definition(*arguments, **named)
+
+
+Row = TypeVar("Row")
+OPERATIONS: dict[str, Operation] = {}
+OPERATORS: dict[str, Operator] = {}
+
+
+def operation(name: str, plain: Callable[..., Any], *implementations: Any, **how: Any) -> Operation:
+    """Add a row to the table: see :class:`Operation`."""
+    return _add(OPERATIONS, name, Operation(name, plain, *implementations, **how))
+
+
+def operator(name: str, schema: str | None = None, **how: Any) -> Callable[[Callable[..., Any]], Operator]:
+    """Return a decorator that makes an operator of a function: see :class:`Operator`."""
+    return lambda function: _add(OPERATORS, name, Operator(name, function, schema, **how))
+
+
+def _add(table: dict[str, Row], name: str, row: Row) -> Row:
+    if name in table:
+        raise ValueError(f"There is an operation {name!r} already. Choose another name.")
+    table[name] = row
+    return row
+
+
+def runs_fused(x: Tensor, is_composed: bool) -> bool:
+    """Say whether an output is to be made in the pass that packs: where Triton's kernels run, and its dtype is known.
+
+    Fused operators compute what a module computes, in float32, and store what the others store for the same seed. An
+    output of the kernels is within 16 · 2⁻²⁴ · max(|x|, |g(x)|) of the function's value, and half a last bit of its
+    dtype, but not PyTorch's own to the bit. So modules call them where ``RMMConfig.fused`` asks for it, and elsewhere
+    one pass in PyTorch would be no faster than two.
+
+    Args:
+        x: The input of a module.
+        is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
+
+    Returns:
+        True or False.
+    """
+    if not _has_kernels(x.device.type, x.dtype) or (is_composed and torch.is_autocast_enabled(x.device.type)):
+        return False
+    return torch.compiler.is_compiling() or _is_plain(x)
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(device: str, dtype: torch.dtype) -> bool:
+    return backend_of(device, dtype) == "triton"
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether memory holds a tensor's values: it is no subclass, not lazily negated, not inside of vmap or grad."""
+    return type(tensor) is Tensor and not tensor.is_neg() and not _is_wrapped(tensor)
+
+
+def _is_unseen(arguments: tuple[Any, ...]) -> bool:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    if _stack() is not None or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    return _are_memory(arguments)
+
+
+def _are_memory(arguments: tuple[Any, ...]) -> bool:
+    for value in arguments:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN:
+                return False
+        elif isinstance(value, TokenMask):
+            if not _are_memory((value.order, value.count)):
+                return False
+        elif isinstance(value, RowSample) and not _are_memory(value):
+            return False
+    return True
