@@ -161,6 +161,7 @@ def is_view_of_more(x: Tensor) -> bool:
     "fresh_sketch",
     f"(Tensor x, {SCHEMA}) -> Tensor",
     samples=lambda case: (call(x, spec, mask) for (x, spec, mask, *_), _named in _samples(case)),
+    flops=lambda x, *how: _flops((math.prod(x[:-1]), x[-1]), None, None, *how),
     flatten=lambda x, spec, mask: (x, *to_arguments(spec, mask)),
     registered=lambda function, x, *how, **named: function(x, *from_arguments(*how, **named)),
 )
@@ -199,6 +200,14 @@ def _(x, *arguments, **named):
     return x.new_empty(stored_bytes(_parts(empty_saved(x, tokens, x.shape[-1], spec))), dtype=torch.uint8)
 
 
+def _gradient_flops(y: Sequence[int], stored, columns: int, *how: Any) -> int:
+    (tokens, outputs), (spec, _mask) = y, from_arguments(*how)
+    rows, is_sampled = spec.kept_rows(tokens), spec.samples_rows(tokens)
+    made = rows * outputs if is_sampled else sketch_flops(y, spec.kind, spec.rows, spec.block)
+    unpacking = 0 if spec.bits is None else 2 * rows * columns + 2 * GROUP * outputs * columns
+    return made + 2 * rows * outputs * columns + unpacking
+
+
 def _flat_gradient(function, y, stored, columns, *how, **named):
     spec, mask = from_arguments(*how, **named)
     return function(y, stored, spec, columns, mask)
@@ -211,6 +220,7 @@ def _flat_gradient(function, y, stored, columns, *how, **named):
         call(case.matrix(1, 9), save_traced.function(x, spec, mask), spec, case.columns, mask)
         for (x, spec, mask, *_), _named in _samples(case)
     ),
+    flops=_gradient_flops,
     flatten=lambda y, stored, spec, features, mask: (y, stored, features, *to_arguments(spec, mask)),
     registered=_flat_gradient,
 )

@@ -18,7 +18,8 @@ from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import plain
 from rmm_linear.ops import sketches as table
 from rmm_linear.ops.native import sketches as native
-from rmm_linear.ops.save import save_input
+from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
+from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import SAMPLERS, kept_rows
 from rmm_linear.spec import SaveSpec
 
@@ -150,6 +151,22 @@ def test_a_layers_operations_are_those_of_its_three_products_and_its_sketches():
         sketched_linear(x, weight, config=RMMConfig(ratio=0.1, bits=4, min_rows=1), seed=1).sum().backward()
     rounding = 2 * 64 * 40 * 70 + 2 * 40 * 70 + 2 * 64 * 9 * 70
     assert counter.get_total_flops() == outer + dw + sketches + rounding
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("kind", ["countsketch", "hadamard", "wta"])
+def test_operations_of_compiled_code_are_those_of_eager_code(kind, bits):
+    x, y, spec = made(), made(40, 9), SaveSpec(kind, 8, bits=bits, uniform_mix=0.1 if kind == "wta" else 0.0)
+
+    def compiled():
+        weight_gradient_traced(y, save_traced(x, spec, None), spec, 70, None)
+
+    counts = []
+    for run in (compiled, lambda: weight_gradient(y, save_input(x, spec, None, 77), spec, 70, None)):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.pairs
