@@ -37,12 +37,13 @@ def _normalize_plainly(
 
 def _pack_samples(case: Case) -> Iterator[Call]:
     for bits in WIDTHS:
-        yield call(case.matrix() + 1, bits, case.seeds, _EPS, bits != 4, case.index)
+        centered = bits != 4 and case.columns > 1
+        yield call(case.matrix() + 1, bits, case.seeds, _EPS if case.columns > 1 else 1.0, centered, case.index)
 
 
 def _gradients_samples(case: Case) -> Iterator[Call]:
-    for (x, bits, seeds, _, centered, index), _ in _pack_samples(case):
-        saved = plain.pack_norm(x, bits, seeds, _EPS, centered, index)
+    for (x, bits, seeds, eps, centered, index), _ in _pack_samples(case):
+        saved = plain.pack_norm(x, bits, seeds, eps, centered, index)
         for dtype, sums in ((None, True), (torch.float32, False)):
             how = {"centered": centered, "index": index, "dtype": dtype, "sums": sums}
             yield call(case.matrix(1), saved, bits, seeds, case.vector() if sums else None, **how)
@@ -80,15 +81,15 @@ def norm_bytes(rows: int, columns: int, bits: int) -> int:
 
 
 def _operator_samples(case: Case) -> Iterator[Call]:
-    for (x, bits, _, _, centered, index), _ in _pack_samples(case):
-        yield call(x, index, case.seed, bits, _EPS, centered)
+    for (x, bits, _, eps, centered, index), _ in _pack_samples(case):
+        yield call(x, index, case.seed, bits, eps, centered)
     if case.columns % 2 == 0:
         yield call(case.matrix().unflatten(1, (2, -1)), case.index, case.seed, 4, _EPS, True, 2)
 
 
 def _backward_samples(case: Case) -> Iterator[Call]:
-    for (x, index, seed, bits, _, centered, *_), _ in _operator_samples(case):
-        stored = pack_norm.function(x.flatten(1), index, seed, bits, _EPS, centered)
+    for (x, index, seed, bits, eps, centered, *_), _ in _operator_samples(case):
+        stored = pack_norm.function(x.flatten(1), index, seed, bits, eps, centered)
         sums = bits != 8
         yield call(case.matrix(1), stored, case.vector() if sums else None, index, bits, centered, case.dtype, sums)
 
@@ -161,7 +162,7 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
     parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     seeds = seed_on(x.device, seed)
     output, *saved = NORMALIZE(matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index)
-    return output.view(x.shape), _store(seeds, NormCopy(*saved), parts)
+    return output.contiguous().view(x.shape), _store(seeds, NormCopy(*saved), parts)
 
 
 @normalize_and_pack.register_fake

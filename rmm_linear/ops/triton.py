@@ -135,33 +135,33 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> t
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
     """Return what :func:`rmm_linear.packing.masks.pack_mask` does."""
-    return kernels().pack_mask(mask, index)
+    return kernels().pack_mask(mask, _listed(index))
 
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
     """Return what :func:`rmm_linear.packing.masks.apply_mask` does."""
-    return kernels().apply_mask(y, bits, scale, index)
+    return kernels().apply_mask(y, bits, scale, _listed(index))
 
 
 def pack_derivative(
     x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> None:
     """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
-    kernels().pack_derivative(x, codes, *_described(function, bits), bits, seed, index)
+    kernels().pack_derivative(x, codes, *_described(function, bits), bits, seed, _listed(index))
 
 
 def apply_derivative(
     y: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
     """Return dX̂ as :func:`rmm_linear.packing.derivatives.apply_derivative` does."""
-    return kernels().apply_derivative(y, codes, *_described(function, bits), bits, seed, index)
+    return kernels().apply_derivative(y, codes, *_described(function, bits), bits, seed, _listed(index))
 
 
 def activate(
     x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
     """Return g(x), and write the codes of :func:`pack_derivative`."""
-    return kernels().activate_and_pack(x, codes, *_described(function, bits), bits, seed, index)
+    return kernels().activate_and_pack(x, codes, *_described(function, bits), bits, seed, _listed(index))
 
 
 def _described(function: Pointwise, bits: int) -> tuple[str, tuple[float, ...], tuple[float, float]]:
@@ -170,14 +170,14 @@ def _described(function: Pointwise, bits: int) -> tuple[str, tuple[float, ...], 
 
 def square(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return ReLU²(x), and ReLU(x) as :func:`pack` returns it."""
-    return kernels().square_and_pack(x, bits, seed, index)
+    return kernels().square_and_pack(x, bits, seed, _listed(index))
 
 
 def pack_gated(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
 ) -> list[Packed | None]:
     """Pack as :func:`rmm_linear.packing.gated.pack_gated` does."""
-    made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, index)
+    made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, _listed(index))
     return [None if one is None else Packed(*one) for one in made]
 
 
@@ -185,28 +185,35 @@ def apply_gated(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
     """Return what :func:`rmm_linear.packing.gated.apply_gated` does."""
-    return kernels().apply_gated(y, seeds, packed, bits, index)
+    return kernels().apply_gated(y, seeds, packed, bits, _listed(index))
 
 
 def gate(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
 ) -> tuple[Tensor, list[Packed | None]]:
     """Return act(a) · b, and what :func:`pack_gated` returns."""
-    return kernels().gate_and_pack(a, b, seeds, activation, bits, wanted, index)
+    return kernels().gate_and_pack(a, b, seeds, activation, bits, wanted, _listed(index))
 
 
 def pack_norm(
     x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
 ) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
-    return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, index))
+    return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, _listed(index)))
 
 
 def norm_gradients(
-    y: Tensor, saved: NormCopy, bits: int, seed: Tensor, gamma: Tensor | None = None, **options: Any
+    y: Tensor,
+    saved: NormCopy,
+    bits: int,
+    seed: Tensor,
+    gamma: Tensor | None = None,
+    *,
+    index: Tensor | None = None,
+    **options: Any,
 ) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
-    return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, **options))
+    return NormGradients(*kernels().norm_gradients(y, *saved, bits, seed, gamma, index=_listed(index), **options))
 
 
 def normalize(
@@ -221,4 +228,9 @@ def normalize(
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output of a norm, and what :func:`pack_norm` returns."""
-    return kernels().normalize_and_pack(x, gamma, beta, dtypes, bits, seed, eps, centered, index)
+    return kernels().normalize_and_pack(x, gamma, beta, dtypes, bits, seed, eps, centered, _listed(index))
+
+
+def _listed(index: Tensor | None) -> Tensor | None:
+    """An index whose elements lie side by side, as the kernels read it."""
+    return None if index is None else index.contiguous()

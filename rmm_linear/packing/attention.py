@@ -109,7 +109,8 @@ def attention_rows(
 
 def _rows(tensor: Tensor) -> Tensor:
     """All heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
-    return tensor.transpose(1, 2).reshape(tensor.shape[0] * tensor.shape[2], -1)
+    batch, heads, tokens, width = tensor.shape
+    return tensor.transpose(1, 2).reshape(batch * tokens, heads * width)
 
 
 def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -24,7 +24,7 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
     """
     kept = (mask if index is None else mask.index_select(0, index)) != 0
     kept = torch.nn.functional.pad(kept, (0, -kept.shape[1] % _BITS)).unflatten(1, (-1, _BITS))
-    return (kept << torch.arange(_BITS, device=mask.device)).sum(-1).to(torch.uint8)
+    return (kept.long() << torch.arange(_BITS, device=mask.device)).sum(-1).to(torch.uint8)
 
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
