@@ -9,9 +9,7 @@ from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.spec import SaveSpec
 
 SEED = torch.tensor([77])
-KEEP = torch.ops.rmm_linear.keep.default
 SKETCH = torch.ops.rmm_linear.sketch.default
-PRODUCT = torch.ops.rmm_linear.unpacked_product.default
 DENSE_BLOCKS = [("gaussian", 9), ("rademacher", 9), ("hadamard", 9)]
 BLOCKS = [(kind, None) for kind in FAMILIES] + DENSE_BLOCKS
 

@@ -22,6 +22,7 @@ from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, RowSample, Toke
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.spec import SaveSpec
 
+_TRANSFORMS = "hadamard", "dct", "dft"
 _KINDS = [*((kind, None) for kind in FAMILIES), *((kind, 4) for kind in FAMILIES if has_blocks(kind))]
 
 # The arguments that a spec and a token mask are in an operator. SymInt: an int would fix the number of tokens that rows
@@ -54,7 +55,8 @@ def from_arguments(
 
 def specs(case: Case, *widths: int | None) -> Iterator[SaveSpec]:
     """Every kind that follows from a seed, with fewer rows than tokens where there are some, and every row once."""
-    for place, (kind, block) in enumerate(_KINDS):
+    kinds = [(kind, block) for kind, block in _KINDS if case.columns or kind not in _TRANSFORMS]  # FFTs need a column
+    for place, (kind, block) in enumerate(kinds):
         yield SaveSpec(kind, max(1, case.rows // 3), block, widths[place % len(widths)])
     yield SaveSpec("countsketch", case.rows + 3, None, widths[0])
 
@@ -160,7 +162,7 @@ def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None =
         return 0
     if kind in ("gaussian", "rademacher"):
         return 2 * tokens * columns * block_rows(tokens, rows, block)[2]
-    if kind in ("hadamard", "dct", "dft"):
+    if kind in _TRANSFORMS:
         return round(tokens * columns * math.log2(max(block_rows(tokens, rows, block)[0], 2)))
     return tokens * columns if kind == "countsketch" else rows * columns
 

@@ -67,20 +67,6 @@ def test_a_nan_stays_in_its_row(place):
     assert dp[2].isfinite().all()
 
 
-def test_threads_share_the_rows():
-    scores, dp = torch.randn(301, 1000), torch.randn(301, 1000)
-    one, other = (scores.clone(), dp.clone()), (scores.clone(), dp.clone())
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        softmax_gradients(*one)
-        torch.set_num_threads(4)
-        softmax_gradients(*other)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
 def test_padding_at_the_end_of_all_sequences_with_dropout():
     """Then a block has fewer columns than the bits of dropout, of which it takes some."""
     q, k, v, y = tensors(3, 2, 2, 20, 20, 8, 8, dtype=torch.float32)

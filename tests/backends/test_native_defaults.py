@@ -14,9 +14,7 @@ from rmm_linear.activations.attention import scaled_dot_product_attention
 from rmm_linear.activations.base import packed_class
 from rmm_linear.activations.dropout import PackedDropout
 from rmm_linear.backends import native
-from rmm_linear.ops import gated, norms
 from rmm_linear.ops.native.derivatives import derivative_table
-from rmm_linear.packing.pointwise import Pointwise
 
 ROWS, WIDTH = 100, 16
 
@@ -77,37 +75,6 @@ def test_outputs_and_gradients_stay_the_same(name, value):
             output = module(x)
             gradients = torch.autograd.grad(output.square().sum(), [x, *module.parameters()])
         found.append((output.detach(), *gradients))
-    for one, other in zip(*found, strict=True):
-        assert one.any()
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("value", ["meta", torch.float64, torch.float16], ids=str)
-def test_tables_of_derivatives_stay_the_same(value):
-    tables = []
-    for given in ("cpu", value):
-        derivative_table.cache_clear()
-        with default(given):
-            tables.append(derivative_table(Pointwise("gelu"), 4))
-    first, second = (vars(table).copy() for table in tables)
-    knots = first.pop("knots"), second.pop("knots")
-    assert knots[0].dtype == torch.float32
-    assert torch.equal(*knots)
-    assert first == second
-
-
-@pytest.mark.parametrize("index", [None, torch.tensor([4, 0])], ids=["all rows", "some rows"])
-@pytest.mark.parametrize("value", ["meta", torch.float64], ids=str)
-def test_gradients_of_operators_stay_the_same(value, index):
-    """Called by themselves: PyTorch suspends a default device while it runs a backward pass."""
-    x, b, y = (pointwise_helpers.randn(7, WIDTH, seed=seed) for seed in (1, 2, 3))
-    gamma, found = torch.ones(WIDTH), []
-    for given in ("cpu", value):
-        with torch.no_grad(), default(given):
-            stored = norms.pack_norm(x, index, 5, 4, 1e-5, True)
-            gradients = norms.norm_backward(y, stored, gamma, index, 4, True, torch.float32, True)
-            stored = gated.keep_gated(x, b, "silu", 4, 5, index, True, True)
-            found.append([*gradients, *gated.apply_gated(y, stored, 4, index, True, True)])
     for one, other in zip(*found, strict=True):
         assert one.any()
         assert torch.equal(one, other)

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rmm_linear.losses  # noqa: F401 - the one operator outside of ops/
 from rmm_linear import ops
+from rmm_linear.backends.native import transforms
 from rmm_linear.ops.dispatch import OPERATIONS, OPERATORS, Case
+from rmm_linear.ops.native.derivatives import derivative_table
 
 for module in pkgutil.iter_modules(ops.__path__):
     importlib.import_module(f"rmm_linear.ops.{module.name}")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-SIZES = [(6, 70), (9, 130), (1, 64), (0, 70), (5, 1), (3, 3)]
+SIZES = [(6, 70), (16, 130), (1, 64), (0, 70), (3, 0), (5, 1), (9, 3)]
 # Which rows are valid or stored, and how matrices lie in memory.
 PLACES = [("all", "rows"), ("some", "columns"), ("none", "steps"), ("listed", "transposed"), ("all", "transposed")]
 # PyTorch's own rules are tried where something is special: a shape, a dtype, rows that are left out.
@@ -124,7 +127,8 @@ def assert_alike(found, expected, row, dtype):
             assert_codes_alike(one, other, row.moved, found[place + 1 :][:1] * follows, expected[place + 1 :][:1])
         elif is_qparams(one) and row.moved:  # the ends of a range can be rounded to the next number of bfloat16
             torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6, equal_nan=True)
-            assert (one != other).any(-1).sum() <= max(2, row.moved * one[..., 0].numel())
+            mean = row.moved * one[..., 0].numel()
+            assert (one != other).any(-1).sum() <= 1 + mean + 3 * mean**0.5
         elif one.is_floating_point():
             assert_near(one, other, row.error, {dtype, one.dtype})
         else:
@@ -173,6 +177,44 @@ def test_every_backend_makes_what_plain_pytorch_makes(row, setting, dtype, place
         assert_alike(found, (row.plain(*other.arguments, **other.named), other), row, dtype)
 
 
+@every_row
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_share_the_rows(row, dtype, samples):
+    """Of the C library, which gives a thread 65,536 elements at least."""
+    case, before, found = Case(600, 300, dtype), torch.get_num_threads(), []
+    for threads in (1, 3):
+        calls = samples(row, case)[-3:]
+        torch.set_num_threads(threads)
+        try:
+            found.append([(row(*one.arguments, **one.named), one) for one in calls])
+        finally:
+            torch.set_num_threads(before)
+    assert_alike(*found, row, dtype)
+    assert same(*found) or not row.by_row or row.name == "NORM_GRADIENTS"  # whose sums have another order
+
+
+@every_row
+@pytest.mark.parametrize("setting", ["torch", "auto"])
+@pytest.mark.parametrize("default", ["meta", torch.float64, torch.float16], ids=str)
+def test_the_defaults_of_pytorch_change_nothing(row, setting, default, samples):
+    """Neither the default device nor the default dtype."""
+    before, found = torch.get_default_dtype(), []
+    for changes in (False, True):
+        calls = samples(row, Case(8, 70, taken="some"), setting)
+        derivative_table.cache_clear()
+        transforms._plan.cache_clear()
+        try:
+            if changes and isinstance(default, torch.dtype):
+                torch.set_default_dtype(default)
+            elif changes:
+                torch.set_default_device(default)
+            found.append([(row(*one.arguments, **one.named), one) for one in calls])
+        finally:
+            torch.set_default_dtype(before)
+            torch.set_default_device(None)
+    assert same(*found)
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("row", [row for row in OPERATIONS.values() if row.by_row], ids=lambda row: row.name)
 @pytest.mark.parametrize("setting", ["torch", "auto", kernels])
@@ -205,12 +247,13 @@ def test_no_accelerator_is_waited_for(one, taken, samples, monkeypatch):
     """Tensors without numbers, on a device that is no CPU: what asks for one raises."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it does not know this device
     run = getattr(one, "plain", None) or one.function
-    if taken == "some" and "attention_backward" in one.name.lower():
-        pytest.xfail("without a fused kernel, rows that were left out are found by numbers of the index")
+    # Without a fused kernel, rows that were left out are found by numbers of the index.
+    waits = taken == "some" and "attention_backward" in one.name.lower()
     for call in samples(one, Case(taken=taken), "torch"):
         there = changed(call, lambda tensor: tensor.to("meta"))
-        made = tensors_of(run(*there.arguments, **there.named))
-        assert all(tensor.device.type == "meta" for tensor in made)
+        with pytest.raises(NotImplementedError, match="no data") if waits else nullcontext():
+            made = tensors_of(run(*there.arguments, **there.named))
+            assert all(tensor.device.type == "meta" for tensor in made)
 
 
 def flat(operator, call):

@@ -1,6 +1,5 @@
-"""The operators of the kinds that sample rows: PyTorch's rules, the kernels, and what they refuse."""
+"""The operators of the kinds that sample rows: what is drawn, in parts, counted, and what they refuse."""
 
-import itertools
 import math
 import sys
 
@@ -9,22 +8,13 @@ import torch
 from cases import every_sampler, needs_triton
 from helpers import assert_packed_alike, chances
 from operator_helpers import SEED, ranks
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear import RMMConfig, packing, sketched_linear
+from rmm_linear import packing
 from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import sketches as table
 from rmm_linear.ops.save import save_input
-from rmm_linear.ops.sketches import to_arguments
 from rmm_linear.sketches import (
-    SAMPLERS,
-    TokenMask,
-    gather,
-    probabilities,
-    random_keys,
-    row_norms,
-    sample_rows,
     sketch,
     sketch_parts,
 )
@@ -44,19 +34,6 @@ def sample(x, kind, rows, uniform_mix=0.1, expected=None, mask=None):
     return table.SAMPLE_ROWS(x, SEED, SaveSpec(kind, rows, None, None, uniform_mix), expected, mask)
 
 
-@pytest.mark.diagonal
-@every_backend
-@every_mask
-@every_sampler
-def test_operators_keep_pytorchs_rules(kind, mask, backend, monkeypatch):
-    monkeypatch.setenv("RMM_BACKEND", backend)
-    for expected, bits in itertools.product((None, heavy()[:, 0].abs()), (None, 4)):
-        more = to_arguments(SaveSpec(kind, 7, None, bits, 0.1), ranks(mask))
-        torch.library.opcheck(torch.ops.rmm_linear.keep.default, (heavy(), 77, expected, *more))
-    sampled = sample(heavy(), kind, 7, mask=ranks(mask))
-    torch.library.opcheck(torch.ops.rmm_linear.gather_rows.default, (heavy().T.contiguous().T, *sampled))
-
-
 @every_backend
 @every_mask
 @every_sampler
@@ -71,18 +48,6 @@ def test_drawn_rows_are_those_of_the_sketch(kind, mask, backend, monkeypatch):
     codes, qparams = table.PACKED_ROWS(x, SEED, sampled, 8)
     restored = packing.unpack(codes, qparams, SEED, 8, 70, x.dtype)
     torch.testing.assert_close(restored, z, rtol=0, atol=float(z.abs().max()) / 40)
-
-
-@every_sampler
-def test_a_draw_never_waits_for_the_device(kind):
-    """Fake tensors have no numbers: a draw that asked for one would wait for an accelerator, and raises here."""
-    with FakeTensorMode():
-        x, mask = torch.randn(64, 5), TokenMask.of(torch.ones(64))
-        p = probabilities(row_norms(x), 0.1, torch.ones(64), mask)
-        sampled = sample_rows(p, random_keys(torch.zeros(1, dtype=torch.int64), 7), SAMPLERS[kind], mask)
-        assert gather(x, sampled).shape == (7, 5)
-        with pytest.raises(DataDependentOutputException):
-            bool(mask.count > 7)
 
 
 def test_expected_norms_and_the_mix_decide_what_is_drawn():
@@ -130,21 +95,6 @@ def test_what_cannot_be_drawn_is_refused():
         torch.ops.rmm_linear.sketch(x, SEED, "norm_rows", 7)
 
 
-@every_backend
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@every_sampler
-def test_other_types_draw_the_same_rows(kind, dtype, backend, monkeypatch):
-    monkeypatch.setenv("RMM_BACKEND", backend)
-    x = heavy(dtype=dtype)
-    sampled = sample(x, kind, 9)
-    p = probabilities(row_norms(x))
-    expected = sketch(x, kind=kind, seed=SEED, rows=9, p=p)
-    found = table.GATHER_ROWS(x, sampled)
-    assert found.dtype == dtype
-    tolerance = {torch.float64: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6)
-
-
 def test_operations_are_counted():
     x, sampled, norms = heavy(), sample(heavy(), "wta", 8), 2 * 40 * 70
     for run, flops in (
@@ -158,21 +108,3 @@ def test_operations_are_counted():
         with FlopCounterMode(display=False) as counter:
             run()
         assert counter.get_total_flops() == flops
-
-
-@every_mask
-@pytest.mark.parametrize("bits", [None, 4])
-@every_sampler
-@needs_triton
-def test_a_layer_on_the_kernels_is_the_layer(kind, bits, mask, monkeypatch):
-    config = RMMConfig(kind=kind, ratio=0.2, bits=bits, min_rows=1)
-    token_mask = None if mask == "all" else torch.arange(40) % (3 if mask == "some" else 16) == 1
-    y = heavy(40, 6) if token_mask is None else heavy(40, 6) * token_mask.unsqueeze(1)
-    gradients = {}
-    for backend in ("torch", "triton"):
-        monkeypatch.setenv("RMM_BACKEND", backend)
-        weight = heavy(6, 70).requires_grad_()
-        sketched_linear(heavy(), weight, config=config, seed=5, token_mask=token_mask).backward(y)
-        gradients[backend] = weight.grad
-    error = (gradients["torch"] - gradients["triton"]).norm() / gradients["torch"].norm()
-    assert error <= (1e-5 if bits is None else 2e-2), error

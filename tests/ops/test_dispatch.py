@@ -1,15 +1,84 @@
-"""Operators run as plain functions, and as operators wherever something may see them as such."""
+"""Which code runs: plain PyTorch or the kernels; and a function, or the operator where something may see it as one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from cases import needs_triton
+from operator_helpers import SEED, SKETCH, made
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear.ops.dispatch import Operator
+from rmm_linear.backends import triton
+from rmm_linear.backends.select import backend_of
+from rmm_linear.ops import sketches as table
+from rmm_linear.ops.dispatch import Operation, Operator, operation
+from rmm_linear.spec import SaveSpec
+
+
+@pytest.mark.parametrize("value", ["cuda", "", "Triton"])
+def test_another_backend_is_refused(value, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", value)
+    with pytest.raises(ValueError, match=f"RMM_BACKEND must be auto, torch or triton, got '{value}'"):
+        SKETCH(made(), SEED, "countsketch", 7)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels that run, in order."""
+    names = []
+
+    class Recorded:
+        def __getattr__(self, name):
+            def run(*args, **options):
+                names.append(name)
+                return getattr(kernels, name)(*args, **options)
+
+            return run
+
+    kernels = triton.kernels()
+    monkeypatch.setattr("rmm_linear.ops.triton.kernels", Recorded)
+    return names
+
+
+@needs_triton
+def test_the_processor_runs_pytorch_unless_asked(calls, monkeypatch):
+    for value in (None, "auto", "torch"):
+        if value is not None:
+            monkeypatch.setenv("RMM_BACKEND", value)
+        table.PACKED_SKETCH(made(), SEED, SaveSpec("countsketch", 7, bits=4), None)
+    assert calls == []
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("countsketch", torch.float32, ["sparse_sketch"]),
+        ("rows", torch.float16, ["random_keys", "sparse_sketch"]),
+        ("gaussian", torch.float32, ["dense_sketch"]),
+        ("rademacher", torch.bfloat16, ["dense_sketch"]),
+        ("hadamard", torch.float32, ["random_keys", "dense_sketch"]),
+        ("dct", torch.float32, []),
+        ("countsketch", torch.float64, []),
+    ],
+)
+def test_kernels_run_when_asked_where_there_is_one(kind, dtype, expected, calls, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    SKETCH(made(dtype=dtype), SEED, kind, 7)
+    assert calls == expected
+
+
+def test_a_dtype_among_the_arguments_chooses_too():
+    """C makes no float64, whatever dtype is read; and a name is given once."""
+    row = Operation("of the tests", lambda x, dtype: "plain", lambda x, dtype: "native")
+    backend = "native" if backend_of("cpu", torch.float32) == "native" else "plain"
+    assert [row(torch.ones(2), dtype=one) for one in (torch.float32, torch.float64)] == [backend, "plain"]
+    assert row(torch.ones(2, dtype=torch.float64), torch.float32) == "plain"
+    with pytest.raises(ValueError, match="There is an operation 'PACK' already"):
+        operation("PACK", row.plain)
 
 
 def double(x: Tensor, factor: int, other: Tensor | None) -> Tensor:
