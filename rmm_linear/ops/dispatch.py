@@ -116,6 +116,8 @@ class Operation:
         moved: The share of codes that may be another number in ``native`` or ``triton``, because a value on the edge of
             a step falls to either side of it; 0 for none.
         error: The relative error that ``native`` and ``triton`` may have in float32, by another order of sums.
+        rounds_sums: Whether every implementation rounds sums to a half type before it packs them; the kernels that make a
+            sketch and pack it do not.
         by_row: Whether a row of what it makes follows from the same row of the tensors it is given, and from no other.
     """
 
@@ -128,6 +130,7 @@ class Operation:
     triton_dtypes: frozenset[torch.dtype] = NARROW
     moved: float = 0.0
     error: float = 1e-5
+    rounds_sums: bool = True
     by_row: bool = True
     _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 

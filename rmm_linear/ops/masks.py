@@ -28,7 +28,7 @@ def _apply_samples(case: Case) -> Iterator[Call]:
 PACK_MASK = operation(
     "PACK_MASK", plain.pack_mask, native.pack_mask, triton.pack_mask, _pack_samples, native_dtypes=FLOATS
 )
-APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton.apply_mask, _apply_samples, error=0)
+APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton.apply_mask, _apply_samples)
 
 
 @operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask))

@@ -36,7 +36,7 @@ def _normalize_plainly(
 
 
 def _pack_samples(case: Case) -> Iterator[Call]:
-    for bits in WIDTHS:
+    for bits in WIDTHS if case.columns else ():
         centered = bits != 4 and case.columns > 1
         yield call(case.matrix() + 1, bits, case.seeds, _EPS if case.columns > 1 else 1.0, centered, case.index)
 

@@ -120,7 +120,7 @@ SKETCH = operation(
 )  # fmt: skip
 PACKED_SKETCH = operation(
     "PACKED_SKETCH", plain.packed_sketch, native.packed_sketch, triton.packed_sketch, _packed_sketch_samples,
-    native_dtypes=FLOATS, moved=0.002, by_row=False,
+    native_dtypes=FLOATS, moved=0.002, rounds_sums=False, by_row=False,
 )  # fmt: skip
 UNPACKED_PRODUCT = operation(
     "UNPACKED_PRODUCT", plain.unpacked_product, native.unpacked_product, triton.unpacked_product, _product_samples,
@@ -141,7 +141,7 @@ GATHER_ROWS = operation(
 )  # fmt: skip
 PACKED_ROWS = operation(
     "PACKED_ROWS", plain.packed_rows, native.packed_rows, triton.packed_rows, _packed_rows_samples,
-    native_dtypes=FLOATS, moved=0.002,
+    native_dtypes=FLOATS, moved=0.002, rounds_sums=False,
 )  # fmt: skip
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rmm_linear.losses  # noqa: F401 - the one operator outside of ops/
-from rmm_linear import ops
+from rmm_linear import ops, packing
 from rmm_linear.backends.native import transforms
 from rmm_linear.ops.dispatch import OPERATIONS, OPERATORS, Case
 from rmm_linear.ops.native.derivatives import derivative_table
+from rmm_linear.spec import SaveSpec
 
 for module in pkgutil.iter_modules(ops.__path__):
     importlib.import_module(f"rmm_linear.ops.{module.name}")
@@ -146,13 +147,23 @@ def assert_codes_alike(codes, expected, moved, qparams, expected_qparams):
 
 
 def assert_near(found, expected, error, dtypes):
-    """By the rounding of the dtypes; the interpreter cuts float32 off to bfloat16, which doubles that."""
-    halves = {torch.float16: 5e-3, torch.bfloat16: 1e-2}
-    limit = max(halves.get(dtype, error) for dtype in dtypes) if error else 0.0
+    """By the rounding of the dtypes; the interpreter cuts off to bfloat16, what it multiplies and what it makes."""
+    halves = {torch.float16: 5e-3, torch.bfloat16: 2e-2}
+    limit = max(halves.get(dtype, error) for dtype in dtypes)
     found, expected = found.double(), expected.double()
     assert torch.equal(found.isfinite(), expected.isfinite())
     difference = (found - expected).where(found.isfinite(), 0).norm()
     assert difference <= limit * expected.where(expected.isfinite(), 0).norm() + 1e-30
+
+
+def assert_near_when_unpacked(found, expected, call):
+    """Each is within half a step of what it packed, which differs by a rounding to the half type."""
+    (matrix, seed, *others), _ = call
+    (bits,) = (getattr(one, "bits", one) for one in others if isinstance(one, (int, SaveSpec)))
+    unpacked = [packing.unpack(*packed, seed, bits, matrix.shape[1], torch.float32) for packed in (found, expected)]
+    step = float(expected[1][..., 1].float().max()) if unpacked[1].numel() else 0.0
+    room = step * unpacked[1].numel() ** 0.5 + 1e-2 * unpacked[1].norm()
+    assert (unpacked[0] - unpacked[1]).norm() <= room
 
 
 def test_the_table_has_all_of_them():
@@ -165,6 +176,7 @@ def test_the_table_has_all_of_them():
 
 
 @pytest.mark.pairs
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter
 @every_row
 @pytest.mark.parametrize("setting", ["auto", kernels])
 @every_dtype
@@ -173,8 +185,11 @@ def test_the_table_has_all_of_them():
 def test_every_backend_makes_what_plain_pytorch_makes(row, setting, dtype, place, size, samples):
     case = Case(*size, dtype, *place)
     for one, other in zip(samples(row, case), samples(row, case, setting), strict=True):
-        found = row(*one.arguments, **one.named), one  # what is written to is among the arguments
-        assert_alike(found, (row.plain(*other.arguments, **other.named), other), row, dtype)
+        found, expected = row(*one.arguments, **one.named), row.plain(*other.arguments, **other.named)
+        if row.rounds_sums or dtype.itemsize > 2:
+            assert_alike((found, one), (expected, other), row, dtype)  # what is written to is among the arguments
+        else:
+            assert_near_when_unpacked(found, expected, one)
 
 
 @every_row
