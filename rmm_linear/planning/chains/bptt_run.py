@@ -138,6 +138,7 @@ class Run:
         Returns:
             Gradients with respect to the inputs, the initial state and the parameters.
         """
+        self.replayed.check()
         actions, frames = self.rest, self.frames
         self.rest, self.frames = None, []
         self.grads, self.grad_state = grads, grad_state

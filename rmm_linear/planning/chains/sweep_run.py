@@ -116,6 +116,7 @@ class Run:
                 "A sweep must go backwards once, got a second backward pass, but the states that it needs are gone "
                 "after the first. Sum what you differentiate, or call sweep again."
             )
+        self._replayed.check()
         made = package()
         totals: Gradients = [None] * len(self._parameters)
         self._begin = dataclasses.replace(self._begin, leaves=[leaf.detach() for leaf in initial])

@@ -97,12 +97,14 @@ class Replayed:
         """
         self.modules = [*modules]
         self.parts, self.written = parts_of(self.modules), [*written]
-        constant = [each for each in arguments if isinstance(each, Tensor)]
-        constant += [one for part in self.parts for one in part._parameters.values() if one is not None]
         # Weak: whoever needs an argument again has it, or has it in host memory.
-        self._constant = [
-            (TensorWeakRef(each), version) for each, version in zip(constant, versions(constant), strict=True)
-        ]
+        given = [each for each in arguments if isinstance(each, Tensor)]
+        self._given = [(TensorWeakRef(each), versions([each])) for each in given]
+        self._named = [dict(part._parameters.items()) for part in self.parts]
+        parameters = [each for named in self._named for each in named.values() if each is not None]
+        self._parameters = [*zip(parameters, versions(parameters), strict=True)]
+        self._modes = [part.training for part in self.parts]
+        constant = [*given, *parameters]
         self.draws, self.devices = draws, accelerators(constant)
         self.autocasts = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
         self._overwritten: Overwritten = {}  # inside of kept()
@@ -130,15 +132,23 @@ class Replayed:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave generators and buffers as they are now."""
+        """Run in the modes of the first run, and leave generators, buffers and modes as they are now."""
         states, outer = generator_states(self.devices) if self.draws else [], self._overwritten
+        modes = [part.training for part in self.parts]
         try:
+            self._set_modes(self._modes)
             with buffers_kept(self.parts, self.written) as self._overwritten:
                 yield
         finally:
             self._overwritten = outer
+            self._set_modes(modes)
             if states:
                 set_generator_states(states, self.devices)
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for part, mode in zip(self.parts, modes, strict=True):
+            if part.training != mode:
+                part.training = mode
 
     def as_left(self) -> AbstractContextManager[None]:
         """Inside of :meth:`kept`, show buffers as they will be left, to a backward pass that has saved some."""
@@ -168,16 +178,27 @@ class Replayed:
 
     def check(self) -> None:
         """Raise if a repetition would not compute what the first run did."""
-        for reference, version in self._constant:
-            tensor = reference()
-            if tensor is not None and versions([tensor]) != [version]:
-                named = {id(one): name for module in self.modules for name, one in module.named_parameters()}
-                what = f"the parameter {named[id(tensor)]!r}" if id(tensor) in named else "an input"
-                raise RuntimeError(
-                    f"The backward pass computes again what the forward pass computed, but {what} of shape "
-                    f"{tuple(tensor.shape)} was changed in place between the two. Run the backward pass before the "
-                    "optimizer's step, and clone what is changed."
-                )
+        change = ""
+        for reference, version in self._given:
+            if (each := reference()) is not None and versions([each]) != version:
+                change = f"an input of shape {tuple(each.shape)} was changed in place"
+        for each, version in self._parameters:
+            if versions([each]) != [version]:
+                change = f"the parameter {self._name_of(each)!r} was changed in place"
+        for part, named in zip(self.parts, self._named, strict=True):
+            for name, each in named.items():
+                # Wrappers that shard parameters put others there, and take them away again.
+                if part._parameters.get(name) is not each and type(each) is type(part._parameters.get(name)):
+                    change = f"the parameter {name!r} of {type(part).__name__} was replaced"
+        if change:
+            raise RuntimeError(
+                f"The backward pass computes again what the forward pass computed, but {change} between the two. Run "
+                "the backward pass before the optimizer's step, and clone what is changed."
+            )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        named = {id(each): name for module in self.modules for name, each in module.named_parameters()}
+        return named.get(id(parameter), "")
 
 
 class _Reusable(AbstractContextManager[None]):
