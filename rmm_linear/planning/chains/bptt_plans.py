@@ -27,8 +27,9 @@ class Action(NamedTuple):
 
     "advance" runs the steps from ``step`` to ``end`` - 1, "store" keeps the state before ``step``, "record" runs
     ``step`` for its backward pass and keeps its graph, "backward" is the backward pass of ``step`` and drops that
-    graph, "drop" drops the state before ``step``. What advances or is recorded first after another action begins at the
-    newest state that is kept, which may be the one that a recorded step ends with.
+    graph, "drop" drops the state before ``step``, and "take" drops it too, when the next action is the last that begins
+    there. What advances or is recorded first after another action begins at the newest state that is kept, which may be
+    the one that a recorded step ends with.
 
     Attributes:
         kind: What.
@@ -37,7 +38,7 @@ class Action(NamedTuple):
         is_kept: For "record", whether the graph waits for later steps and takes slots.
     """
 
-    kind: Literal["advance", "store", "record", "backward", "drop"]
+    kind: Literal["advance", "store", "record", "backward", "drop", "take"]
     step: int
     end: int = 0
     is_kept: bool = False
@@ -145,11 +146,16 @@ class BPTTPlan(SavedSettings):
                     yield Action("backward", begin - 1) if is_recorded else Action("drop", begin)
                     continue
                 return
-            split = chosen.split(slots, end - begin)
+            is_stored = begin > 0 and not is_recorded
+            split = chosen.split(slots, end - begin, is_stored=is_stored)
             middle = begin + (split if split > 0 else -split - 1 if split < 0 else end - begin - 1)
             if middle > begin:
                 yield Action("advance", begin, middle)
-            frames.append((begin, middle, slots, is_recorded))
+            if is_stored and split == -1 and middle + 1 < end:
+                yield Action("take", begin)
+                slots += 1
+            else:
+                frames.append((begin, middle, slots, is_recorded))
             if split > 0:
                 yield Action("store", middle)
                 frames.append((middle, end, slots - 1, False))

@@ -29,16 +29,7 @@ class Outputs:
         self.leaves: list[Any] | None = None
 
     def put(self, number: int, found: Sequence[Any]) -> None:
-        """Take the leaves of a step's output.
-
-        Args:
-            number: The step.
-            found: Tensors, or None.
-
-        Raises:
-            TypeError: If a leaf is neither.
-            ValueError: If its shape or dtype differs from that of the first step, or one of them is None.
-        """
+        """Take the leaves of a step's output."""
         wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
         if wrong is not None:
             raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
@@ -85,15 +76,7 @@ class Run:
         self.rest: Iterator[Action] | None = None
 
     def forward(self, inputs: list[Tensor], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Run all steps.
-
-        Args:
-            inputs: Leaves of the inputs, time first.
-            state: Leaves of the initial state.
-
-        Returns:
-            The leaves of the outputs, stacked, and of the last state.
-        """
+        """Run all steps."""
         self.replayed = Replayed(modules_behind(self.step.cell), (*inputs, *state), draws=True)
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]
@@ -130,8 +113,6 @@ class Run:
         """Run the backward pass.
 
         Args:
-            inputs: Leaves of the inputs.
-            state: Leaves of the initial state.
             grads: Gradients with respect to the leaves of the outputs.
             grad_state: Gradients with respect to the leaves of the last state.
 
@@ -194,6 +175,9 @@ class Run:
             seen = self._seen() if action.is_kept else None
             self.frames.append(Frame(Snapshot.of(action.step + 1, new, seen, self.lasting), recorded))
             self.current = None
+        elif action.kind == "take":
+            self.current = self._state()
+            self.frames.pop().state.release()
         else:
             frame = self.frames.pop()
             if frame.recorded is not None:
