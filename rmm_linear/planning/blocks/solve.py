@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.blocks.solvers import Option, by_greedy, by_milp, by_rounded, has_scipy, peaks
+from rmm_linear.planning.blocks.solvers import Option, by_milp, by_rounded, has_scipy, peaks
 
-SOLVERS = ("auto", "milp", "rounded", "greedy")
+SOLVERS = ("auto", "milp", "rounded")
 
 
 def choose(
@@ -26,13 +26,12 @@ def choose(
     - "milp": the optimum to a millionth, by scipy's solver of mixed-integer programs, HiGHS. After 20 seconds, the best
       that was found until then.
     - "rounded": the optimum of a budget that is smaller by at most a 20,000th per block, by a dynamic program.
-    - "greedy": from the cheapest options, one change after another by what it costs per byte. No bound.
 
     Args:
         options: Of every block, in the order of the forward pass.
         budget: Bytes.
         cost: Of an option, finite; it may be negative. None: the time that it adds.
-        solver: "milp", "rounded", "greedy", or "auto": the first where scipy can be imported, else the second.
+        solver: "milp", "rounded", or "auto": the first where scipy can be imported, else the second.
 
     Example:
         >>> keep, again = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)
@@ -51,7 +50,7 @@ def choose(
     prices = [[price(option) for option in block] for block in blocks]
     if solver == "auto":
         solver = "milp" if has_scipy() else "rounded"
-    solve = {"milp": by_milp, "rounded": by_rounded, "greedy": by_greedy}[solver]
+    solve = {"milp": by_milp, "rounded": by_rounded}[solver]
     return [some[index] for some, index in zip(usable, solve(blocks, prices, budget), strict=True)]
 
 

@@ -154,19 +154,6 @@ def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
     return _improved(blocks, prices, budget, chosen[::-1])
 
 
-def by_greedy(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
-    """Begin with the cheapest options, and change what costs least per byte of the highest peak until all fit.
-
-    Args:
-        budget: Bytes.
-    """
-    cheapest = [
-        min(range(len(block)), key=lambda index: (price[index], block[index].kept))
-        for block, price in zip(blocks, prices, strict=True)
-    ]
-    return _improved(blocks, prices, budget, _lowered(blocks, prices, budget, cheapest))
-
-
 def _improved(blocks: Blocks, prices: Prices, budget: int, chosen: list[int]) -> list[int]:
     """Spend what is left of the budget on options that cost less, the greatest gain first."""
     gains = sorted(
@@ -179,25 +166,4 @@ def _improved(blocks: Blocks, prices: Prices, budget: int, chosen: list[int]) ->
         changed = [*chosen[:number], index, *chosen[number + 1 :]]
         if prices[number][index] < prices[number][chosen[number]] and max(peaks(blocks, changed)) <= budget:
             chosen = changed
-    return chosen
-
-
-def _lowered(blocks: Blocks, prices: Prices, budget: int, chosen: list[int]) -> list[int]:
-    """Change options until the highest peak fits; no block returns to what it left, so this ends."""
-    chosen, untried = list(chosen), [set(range(len(block))) for block in blocks]
-    while (highest := max(found := peaks(blocks, chosen))) > budget:
-        place, changes = found.index(highest), list[tuple[float, int, int]]()
-        for number in range(place + 1):
-            now = chosen[number]
-            untried[number].discard(now)
-            for index in untried[number]:
-                old, new = blocks[number][now], blocks[number][index]
-                saved = old.kept - new.kept if number < place else old.worst - new.worst
-                if saved > 0:
-                    added = prices[number][index] - prices[number][now]
-                    changes.append((added / saved, number, index))
-        if not changes:
-            return [min(range(len(block)), key=lambda index: block[index].kept) for block in blocks]
-        _, number, index = min(changes)
-        chosen[number] = index
     return chosen
