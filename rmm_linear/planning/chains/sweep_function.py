@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.chains import schedules
-from rmm_linear.planning.chains.sweep_report import SweepReport
 from rmm_linear.planning.chains.sweep_run import Gradients, Length, Run
-from rmm_linear.planning.chains.sweep_settings import Settings
+from rmm_linear.planning.chains.sweep_settings import Settings, SweepReport
 from rmm_linear.planning.chains.sweep_steps import Stepper, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot, is_differentiable

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from rmm_linear.planning.chains.schedules import package
-from rmm_linear.planning.chains.sweep_report import SweepReport
+from rmm_linear.planning.chains.sweep_settings import SweepReport
 from rmm_linear.planning.chains.sweep_steps import Recorded, Stepper, go_back, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot

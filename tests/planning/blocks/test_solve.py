@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rmm_linear.planning.blocks import solvers
+from rmm_linear.planning.blocks import solve as solvers
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 
 SOLVERS = ["milp", "rounded"]
