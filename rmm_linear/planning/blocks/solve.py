@@ -110,11 +110,7 @@ def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
 
 
 def least(options: Sequence[Sequence[Option]]) -> int:
-    """Return the least budget for which :func:`choose` finds something.
-
-    Returns:
-        Bytes.
-    """
+    """Return the least budget for which :func:`choose` finds something."""
     low, high = 0, sum(max(option.kept for option in block) for block in options)
     high += max(option.worst for block in options for option in block)
     while low < high:
@@ -163,11 +159,7 @@ def has_scipy() -> bool:
 
 
 def by_milp(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
-    """Solve the integer program with HiGHS; what it returns is checked in integers.
-
-    Args:
-        budget: Bytes.
-    """
+    """Solve the integer program with HiGHS; what it returns is checked in integers."""
     for target in (budget, budget - budget // _TOLERANCE - 1):
         chosen = _milp(blocks, prices, target)
         if chosen is not None and max(peaks(blocks, chosen)) <= budget:
@@ -220,9 +212,6 @@ def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
 
     It takes about a millisecond per block. Exact where at most 20,000 bytes are free; else what rounding leaves of the
     budget is spent on options that cost less.
-
-    Args:
-        budget: Bytes.
     """
     floors = [min(option.kept for option in block) for block in blocks]
     bases = list(accumulate(floors, initial=0))

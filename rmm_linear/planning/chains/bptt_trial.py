@@ -71,11 +71,7 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
 
 
 def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:
-    """Raise if a step reaches a tensor whose gradient would be missing.
-
-    Args:
-        leaves: Tensors that need a gradient and that the step reaches.
-    """
+    """Raise if a step reaches a tensor whose gradient would be missing."""
     ids = {id(leaf) for leaf in known}
     for leaf in leaves:
         if id(leaf) in ids:

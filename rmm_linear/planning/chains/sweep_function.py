@@ -16,9 +16,8 @@ from rmm_linear.planning.chains.sweep_settings import Settings, SweepReport
 from rmm_linear.planning.chains.sweep_steps import Stepper, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot, is_differentiable
-from rmm_linear.planning.stores.copies import wait_for_devices
 from rmm_linear.planning.stores.open import open_store
-from rmm_linear.planning.stores.transfers import Transfers
+from rmm_linear.planning.stores.transfers import Transfers, wait_for_devices
 
 _TIMED = 3  # steps whose time is measured
 

@@ -81,11 +81,7 @@ class Run:
         self._ended = False
 
     def forward(self, needed: list[bool]) -> list[Tensor]:
-        """Run the chain forward.
-
-        Args:
-            needed: Which tensors of the initial state need a gradient.
-        """
+        """Run the chain forward."""
         self._needed = needed
         made = package()
         try:

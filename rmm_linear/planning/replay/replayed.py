@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import CellType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from rmm_linear._support.autocast import autocast_as, autocast_now
 from rmm_linear.planning.replay.buffers import Buffers, Overwritten, buffers_as_left, buffers_kept, parts_of
-from rmm_linear.planning.replay.generators import accelerators, generator_states, set_generator_states
 
 _EMPTY = CellType()  # as of a function that captures a name before it is given a value
 _MANY = 1000  # entries of a container in which modules are looked for
@@ -24,6 +24,41 @@ _MANY = 1000  # entries of a container in which modules are looked for
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the version counters of tensors; those of inference mode have none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def accelerators(leaves: Iterable[Any]) -> list[torch.device]:
+    """Return the devices of tensors whose generators are not the CPU's, in a fixed order."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+
+
+def generator_states(devices: Sequence[torch.device], last: list[Tensor] | None = None) -> list[Tensor]:
+    """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others.
+
+    Args:
+        last: Earlier states. They are returned, and take no memory again, if nothing has been drawn since.
+    """
+    found = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+    if last is not None and all(torch.equal(new, old) for new, old in zip(found, last, strict=True)):
+        return last
+    return found
+
+
+def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    """Set what :func:`generator_states` returned."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def forked(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore the generators at the end of the block."""
+    before = generator_states(devices)
+    try:
+        yield
+    finally:
+        set_generator_states(before, devices)
 
 
 @dataclass(frozen=True)
