@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rmm_linear import planning
 
-SAVED = Path(__file__).parent / "fixtures" / "public_names.json"
+SAVED = Path(__file__).parent / "data" / "public_names.json"
 
 
 def parameters(function):

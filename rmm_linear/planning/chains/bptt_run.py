@@ -101,7 +101,8 @@ class Run:
             raise
         read.restored()  # raises if the cell changed its inputs
         seen = [self.replayed.seen(self.begin), *(frame.state.seen for frame in self.frames)]
-        self.is_moved = any(one is not None and one is not self.begin for one in seen)
+        # Buffers may have moved and come back: a flag that a step turns on, and the next one off.
+        self.is_moved = bool(self.begin.buffers.held) or any(one is not None and one is not self.begin for one in seen)
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
         last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].state.restored()]
         self.inputs, self.frames[0] = [], Frame(Snapshot.of(0, []))  # saved for backward instead

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
 from rmm_linear._support.autocast import autocast_as, autocast_now
@@ -143,6 +144,11 @@ class Replayed:
         self.draws, self.devices = draws, accelerators(constant)
         self.autocasts = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
         self._overwritten: Overwritten = {}  # inside of kept()
+        if draws and parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.parts)):
+            raise RuntimeError(
+                "Steps run without gradients first, and parametrize.cached() would keep weights without gradients. "
+                "Call bptt or sweep outside of it."
+            )
 
     def seen(self, last: Seen | None = None) -> Seen:
         """Return what a run would read now.
@@ -155,9 +161,21 @@ class Replayed:
         """
         drawn = generator_states(self.devices, None if last is None else last.generators) if self.draws else []
         buffers = Buffers(self.parts, self.written, None if last is None else last.buffers)
+        if self.draws:
+            self._refuse_graphs()
         if last is not None and drawn is last.generators and buffers.is_as(last.buffers):
             return last
         return Seen(drawn, buffers)
+
+    def _refuse_graphs(self) -> None:
+        for part in self.parts:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    raise RuntimeError(
+                        f"A step must hand gradients on by its state alone, but it left the buffer {name!r} of "
+                        f"{type(part).__name__} with a graph. Detach what goes into the buffer, or make it a part of "
+                        "the state."
+                    )
 
     def set(self, seen: Seen) -> None:
         """Let the next run read what :meth:`seen` found; to be called inside of :meth:`kept`."""
