@@ -283,7 +283,7 @@ class ModelContext:
                 is_step = output is not None and module.training and torch.is_grad_enabled()
                 self.checks.finish(module) if is_step else self.checks.forget()
             if not self._recomputing:
-                self._pending.close()
+                self._pending.close(output)
             if self._seeded and not self._recomputing:
                 draw_seed()
 
