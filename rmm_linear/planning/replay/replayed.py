@@ -239,9 +239,10 @@ class Replayed:
             if versions([each]) != [version]:
                 change = f"the parameter {self._name_of(each)!r} was changed in place"
         for part, named in zip(self.parts, self._named, strict=True):
+            there = dict(part._parameters.items())
             for name, each in named.items():
                 # Wrappers that shard parameters put others there, and take them away again.
-                if part._parameters.get(name) is not each and type(each) is type(part._parameters.get(name)):
+                if there.get(name) is not each and type(each) is type(there.get(name)):
                     change = f"the parameter {name!r} of {type(part).__name__} was replaced"
         if change:
             raise RuntimeError(
