@@ -62,10 +62,8 @@ class Run:
         self.step, self.plan, self.store, self.name = step, plan, store, uuid.uuid4().hex[:12]
         self.module = module_of(step.cell) if parameters is None else None
         # In place of a module's parameters, their aliases get the gradients of single steps: hooks see the sum alone.
-        named = {} if self.module is None else dict(self.module.named_parameters())
-        named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.parameters = list(named.values()) if parameters is None else list(parameters)
-        self.names = [f"module.{name}" for name in named]
+        owned = [] if self.module is None else [one for one in self.module.parameters() if one.requires_grad]
+        self.parameters = owned if parameters is None else list(parameters)
         self.leaves = self.parameters if parameters else [one.detach().requires_grad_() for one in self.parameters]
         self.inputs: list[Tensor] = []
         self.frames: list[Frame] = []
@@ -149,10 +147,17 @@ class Run:
 
     def _inside(self, work: Callable[[], None]) -> None:
         """Do what runs the cell, with the leaves in place of its module's parameters."""
-        if self.module is None or not self.names:
+        if self.module is None or not self.parameters:
             work()
-        else:
-            functional_call(_Holder(self.module), dict(zip(self.names, self.leaves, strict=True)), (work,))
+            return
+        holder, leaves = _Holder(self.module), dict(zip(map(id, self.parameters), self.leaves, strict=True))
+        places = {  # once for every module that has it: functional_call leaves others in modules with two names
+            f"{part}.{name}": leaves[id(parameter)]
+            for part, module in holder.named_modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in leaves
+        }
+        functional_call(holder, places, (work,), tie_weights=False)
 
     def _do(self, action: Action, put: Callable[[int, list[Any]], None] | None = None) -> None:
         if action.kind == "advance":
