@@ -64,10 +64,10 @@ class Step(Cell):
         return self.block(state)
 
 
-def rolled(make: Callable[[nn.Module], Any] = Cell, **options: Any) -> Any:
+def rolled(make: Callable[[nn.Module], Any] = Cell, slots: int = 2, **options: Any) -> Any:
     def prepare(blocks, folder):
         cell = make(blocks[0])
-        return lambda x: bptt(cell, torch.zeros(STEPS, 1), x, slots=2, **options)[1]
+        return lambda x: bptt(cell, torch.zeros(STEPS, 1), x, slots=slots, **options)[1]
 
     return prepare
 
@@ -85,6 +85,8 @@ EXECUTORS = {
     **{f"plan_graph {method}": graphed(method) for method in ("cuts", "chen", "kusumoto")},
     "checkpoint_chain": chained,
     "bptt both": rolled(),
+    "bptt slots=0": rolled(slots=0),
+    "bptt slots=100": rolled(slots=100),
     "bptt states": rolled(internal=False),
     "bptt graphs": rolled(internal="only"),
     "bptt of a function": rolled(lambda block: lambda _, state: (None, block(state))),
@@ -163,6 +165,10 @@ def on_a_copy(trial: Trial) -> list[Any]:
     return trial.backward(trial.run(trial.x * 1))
 
 
+def without_its_gradient(trial: Trial) -> list[Any]:
+    return trial.backward(trial.run(trial.x.detach()))
+
+
 def twice(trial: Trial) -> list[Any]:
     return once(trial) + once(trial)
 
@@ -178,13 +184,21 @@ def two_at_once(trial: Trial, *, reverse: bool = False) -> list[Any]:
     return [seen for y in (reversed(found) if reverse else found) for seen in trial.backward(y)]
 
 
-def in_a_checkpoint(trial: Trial) -> list[Any]:
-    return trial.backward(checkpoint(trial.run, trial.x, use_reentrant=False))
+def in_a_checkpoint(trial: Trial, *, reentrant: bool = False) -> list[Any]:
+    return trial.backward(checkpoint(trial.run, trial.x, use_reentrant=reentrant))
 
 
 def under_autocast(trial: Trial, *, cached: bool = True) -> list[Any]:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
         y = trial.run(trial.x)
+    return trial.backward(y)
+
+
+def beside_a_plain_run(trial: Trial) -> list[Any]:
+    """Autocast's cache must not hand casts without a gradient on to what comes next."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = trial.run(trial.x)
+        y = y + trial.blocks[0](trial.x)
     return trial.backward(y)
 
 

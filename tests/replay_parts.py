@@ -59,6 +59,13 @@ class ByData(Reading):
         self.k.data.mul_(1.1)
 
 
+class Saved(ByData):
+    """Autograd saves the buffer itself, so the backward pass sees its last value."""
+
+    def read(self):
+        return self.k
+
+
 class Replacing(Reading):
     def read(self):
         return self.k
@@ -132,6 +139,12 @@ class Parting(Replacing):
     arrange = Sharing.arrange
 
 
+class SharingData(ByData):
+    """All parts write into one buffer, of which autograd sees nothing."""
+
+    arrange = Sharing.arrange
+
+
 class Evaluating(InPlace):
     """Writes a buffer in eval mode."""
 
@@ -149,6 +162,14 @@ class Norming(Part):
         return self.norm(super().forward(x))
 
 
+class Renorming(Norming):
+    """All parts have one norm."""
+
+    def arrange(self, parts):
+        for part in parts:
+            part.norm = self.norm
+
+
 class Spectral(Part):
     def __init__(self):
         super().__init__()
@@ -156,11 +177,13 @@ class Spectral(Part):
 
 
 class Switching(Part):
-    """Switches autocast on, and off inside of that."""
+    """Switches autocast on, and off inside of that, and gradients off."""
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            x = F.dropout(self.linear(x), 0.2)
+            with torch.no_grad():
+                scale = torch.tanh(x).abs().mean()
+            x = F.dropout(self.linear(x), 0.2) * scale
             with torch.autocast("cpu", enabled=False):
                 x = x.float() * 1.5
         return torch.tanh(x)
@@ -201,6 +224,14 @@ class Frozen(Dropping):
         for number, part in enumerate(parts):
             part.linear.bias.requires_grad_(False)
             part.linear.weight.requires_grad_(number % 2 == 0)
+
+
+class Still(Dropping):
+    """Everything is frozen."""
+
+    def arrange(self, parts):
+        for part in parts:
+            part.requires_grad_(False)
 
 
 class Overwriting(Part):
