@@ -230,6 +230,11 @@ class ModelContext:
         """
         return self.auto_bits.setdefault(index, AutoBits())
 
+    @property
+    def current_pass(self) -> Any:
+        """What the node of a layer must hold for its recomputation; None where no forward pass is running."""
+        return None if in_backward() else self._pending.current
+
     def note_backward(self) -> None:
         """Note that the backward pass of a forward pass has begun."""
         self._pending.find()

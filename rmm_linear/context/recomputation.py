@@ -114,9 +114,10 @@ class PendingForwards:
 
     def __init__(self) -> None:
         """Begin without any forward pass."""
-        # The nodes that the outputs have in the graph hold the passes, so that masks are freed with the graph.
+        # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
+        self._last: ForwardPass | None = None  # if no tensor of its output has a graph
         self._open: ForwardPass | None = None
         # The backward pass alone holds the values: one that fails runs no callback, but releases its own.
         self._tasks: weakref.WeakValueDictionary[int, _Running] = weakref.WeakValueDictionary()
@@ -131,7 +132,7 @@ class PendingForwards:
         Args:
             module: The outermost module.
         """
-        self._open = None  # an interrupted pass
+        self._open = self._last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
         for known in self.passes():
             if known.backward_begun and known.calls:
@@ -151,12 +152,20 @@ class PendingForwards:
             return
         closed.end = next_node()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                notes: Any = tensor.grad_fn.metadata
-                notes.setdefault(_PASSES, []).append(closed)
+        # An operation in place gives a view another node; that of the tensor that it is a view of stays.
+        found = {one.grad_fn for leaf in tensors for one in (leaf, leaf._base) if one is not None}
+        own = [node for node in found if node is not None and node._sequence_nr() >= closed.begin]  # pyright: ignore
+        for node in own:
+            notes: Any = node.metadata
+            notes.setdefault(_PASSES, []).append(closed)
         if not tensors and output is not None:
             self._held.append(closed)
+        self._last = None if own else closed
+
+    @property
+    def current(self) -> ForwardPass | None:
+        """The pass that is running, for the node of a layer to hold."""
+        return self._open
 
     def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
         """Remember the mask and ids of a call in the current forward pass, if there is one.

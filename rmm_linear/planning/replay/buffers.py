@@ -129,6 +129,8 @@ def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether elements share memory, so that nothing can be written, and nothing need be."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CellType, TracebackType
+from types import CellType, CodeType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
@@ -101,16 +102,23 @@ def modules_behind(function: Any) -> list[nn.Module]:
         elif inspect.ismethod(one):
             todo += [one.__self__, one.__func__]
         elif inspect.isfunction(one):
-            cells = [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
-            named = [one.__globals__.get(name) for name in one.__code__.co_names]
-            todo += [*cells, *(each for each in named if not inspect.isfunction(each) or _is_beside(each, one))]
+            todo += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
+            todo += [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+            named = [one.__globals__.get(name) for name in _names(one.__code__)]
+            todo += [each for each in named if not inspect.isfunction(each) or each.__module__ == one.__module__]
+        elif callable(one) and not isinstance(one, type) and inspect.isfunction(type(one).__call__):
+            todo += [type(one).__call__, vars(one) if hasattr(one, "__dict__") else None]
         elif isinstance(one, list | tuple | dict) and len(one) <= _MANY:
             todo += one.values() if isinstance(one, dict) else one
     return found
 
 
-def _is_beside(function: Any, other: Any) -> bool:
-    return function.__module__ == other.__module__
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names in a function's code, and in that of functions inside of it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 class Replayed:
@@ -137,7 +145,9 @@ class Replayed:
         given = [each for each in arguments if isinstance(each, Tensor)]
         self._given = [(TensorWeakRef(each), versions([each])) for each in given]
         self._named = [dict(part._parameters.items()) for part in self.parts]
-        parameters = [each for named in self._named for each in named.values() if each is not None]
+        parameters = [
+            each for named in self._named for each in named.values() if each is not None and not is_lazy(each)
+        ]
         self._parameters = [*zip(parameters, versions(parameters), strict=True)]
         self._modes = [part.training for part in self.parts]
         constant = [*given, *parameters]
@@ -241,8 +251,8 @@ class Replayed:
         for part, named in zip(self.parts, self._named, strict=True):
             there = dict(part._parameters.items())
             for name, each in named.items():
-                # Wrappers that shard parameters put others there, and take them away again.
-                if there.get(name) is not each and type(each) is type(there.get(name)):
+                now = there.get(name)
+                if now is not each and _is_other(now, each):
                     change = f"the parameter {name!r} of {type(part).__name__} was replaced"
         if change:
             raise RuntimeError(
@@ -253,6 +263,13 @@ class Replayed:
     def _name_of(self, parameter: Tensor) -> str:
         named = {id(each): name for module in self.modules for name, each in module.named_parameters()}
         return named.get(id(parameter), "")
+
+
+def _is_other(now: Tensor | None, then: Tensor | None) -> bool:
+    """Whether a parameter was replaced, and not lent by a wrapper that shards parameters or keeps them elsewhere."""
+    if now is None or then is None or now.is_meta or then.is_meta or is_lazy(then):
+        return False
+    return type(now) is type(then) or type(then) is Tensor  # functional_call lends plain tensors
 
 
 class _Reusable(AbstractContextManager[None]):
