@@ -98,9 +98,9 @@ class Run:
             self.inputs, self.frames, self.current, self.rest = [], [], None, None
             raise
         read.restored()  # raises if the cell changed its inputs
-        seen = [self.replayed.seen(self.begin), *(frame.state.seen for frame in self.frames)]
-        # Buffers may have moved and come back: a flag that a step turns on, and the next one off.
-        self.is_moved = bool(self.begin.buffers.held) or any(one is not None and one is not self.begin for one in seen)
+        seen = [frame.state.seen for frame in self.frames]
+        is_moved = any(one is not None and one is not self.begin for one in seen)
+        self.is_moved = self.replayed.settle(self.begin, seen[-1]) or is_moved
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
         last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].state.restored()]
         self.inputs, self.frames[0] = [], Frame(Snapshot.of(0, []))  # saved for backward instead
@@ -137,7 +137,7 @@ class Run:
 
         try:
             with self.replayed.kept(), self.replayed.autocast(cached=True):
-                self.replayed.set(self.begin)
+                self.replayed.set(self.begin, whole=True)
                 self._inside(work)
             return [*self.grad_inputs, *self.grad_state, *self.grad_parameters]
         finally:

@@ -94,6 +94,8 @@ class Run:
             self.close()
             raise
         self._early = {}
+        if self._begin.seen is not None:
+            self._replayed.settle(self._begin.seen, self._last)
         self._begin = dataclasses.replace(
             self._begin, leaves=[], versions=None
         )  # autograd keeps them, until the backward pass
@@ -118,6 +120,8 @@ class Run:
         self._begin = dataclasses.replace(self._begin, leaves=[leaf.detach() for leaf in initial])
         try:
             with self._replayed.autocast(), self._replayed.kept():
+                if self._begin.seen is not None:
+                    self._replayed.set(self._begin.seen, whole=True)
                 for action in self._schedule:
                     if isinstance(action, made.EndReverse):
                         break

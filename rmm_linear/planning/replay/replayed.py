@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
 from rmm_linear._support.autocast import autocast_as, autocast_now
-from rmm_linear.planning.replay.buffers import Buffers, Overwritten, buffers_as_left, buffers_kept, parts_of
+from rmm_linear.planning.replay.buffers import Buffers, Overwritten, buffers_as_left, buffers_kept, parts_of, version_of
 
 _EMPTY = CellType()  # as of a function that captures a name before it is given a value
 _MANY = 1000  # entries of a container in which modules are looked for
@@ -25,7 +25,7 @@ _MANY = 1000  # entries of a container in which modules are looked for
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the version counters of tensors; those of inference mode have none."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def accelerators(leaves: Iterable[Any]) -> list[torch.device]:
@@ -154,6 +154,7 @@ class Replayed:
         self.draws, self.devices = draws, accelerators(constant)
         self.autocasts = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
         self._overwritten: Overwritten = {}  # inside of kept()
+        self._moved, self._still = set[int](), set[int]()  # buffers by their ids, see settle()
         if draws and parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.parts)):
             raise RuntimeError(
                 "Steps run without gradients first, and parametrize.cached() would keep weights without gradients. "
@@ -170,9 +171,12 @@ class Replayed:
             Generators and buffers; ``last`` itself if all is as it was.
         """
         drawn = generator_states(self.devices, None if last is None else last.generators) if self.draws else []
-        buffers = Buffers(self.parts, self.written, None if last is None else last.buffers)
+        buffers = Buffers(self.parts, self.written, None if last is None else last.buffers, self._still)
         if self.draws:
             self._refuse_graphs()
+        if last is not None:
+            old = {*map(id, last.buffers.held)}
+            self._moved |= {id(held.tensor()) for held in buffers.held if id(held) not in old}
         if last is not None and drawn is last.generators and buffers.is_as(last.buffers):
             return last
         return Seen(drawn, buffers)
@@ -187,11 +191,26 @@ class Replayed:
                         "the state."
                     )
 
-    def set(self, seen: Seen) -> None:
-        """Let the next run read what :meth:`seen` found; to be called inside of :meth:`kept`."""
+    def settle(self, begin: Seen, last: Seen | None) -> bool:
+        """Note which buffers no run has changed, so that :meth:`set` leaves them; return whether some have moved.
+
+        Args:
+            begin: What the first run read.
+            last: The newest that :meth:`seen` has found.
+        """
+        end = self.seen(last or begin)
+        self._still = begin.buffers.still(self._moved)
+        return end.generators is not begin.generators or len(self._still) < len(begin.buffers.held)
+
+    def set(self, seen: Seen, *, whole: bool = False) -> None:
+        """Let the next run read what :meth:`seen` found; to be called inside of :meth:`kept`.
+
+        Args:
+            whole: Whether buffers are written that no run has changed: somebody else may have.
+        """
         if seen.generators:
             set_generator_states(seen.generators, self.devices)
-        seen.buffers.set(self._overwritten)
+        seen.buffers.set(self._overwritten, () if whole else self._still)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -215,7 +234,7 @@ class Replayed:
 
     def as_left(self) -> AbstractContextManager[None]:
         """Inside of :meth:`kept`, show buffers as they will be left, to a backward pass that has saved some."""
-        return buffers_as_left(self._overwritten)
+        return buffers_as_left(self._overwritten, self._still)
 
     def autocast(self, *, cached: bool = False) -> AbstractContextManager[None]:
         """Enter autocast as it was before the first run; see :func:`autocast_as`."""
