@@ -210,6 +210,8 @@ class BlockPlan(Plan):
         check_least(plan, 0, "memory", "predicted", "plain", "flops")
         for block in plan.blocks:
             check_least(block, 0, "kept", "noise")
+            if block.choice == NESTED and not block.inner:
+                raise ValueError(f"{block.name} is nested, and must have inner parts, got none")
         plan = plan if config is None else replace(plan, config=provided(CONVERT).read(config))
         plan.check()
         return plan
@@ -223,8 +225,6 @@ class BlockPlan(Plan):
         for block in self.blocks:
             if block.choice not in CHOICES:
                 raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {block.choice!r}")
-            if block.choice == NESTED and not block.inner:
-                raise ValueError(f"{block.name} is nested, and must have inner parts, got none")
         names = [name for block in self.blocks for name in (block.name, *block.inner)]
         if len({*names}) != len(names):
             raise ValueError(f"blocks must have one row each, got {Counter(names).most_common(1)[0][0]!r} twice")
