@@ -160,7 +160,7 @@ def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[
     with quiet():
         begin = time.perf_counter()
         work = Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
-        work.candidates.add(MAX_NOISE)
+        work.add_options(MAX_NOISE)
         for row in by_method(work):
             yield {**common, **row, "seconds": time.perf_counter() - begin}
             begin = time.perf_counter()

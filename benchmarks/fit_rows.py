@@ -99,7 +99,7 @@ class Solved(Origin):
     Attributes:
         blocks: Number of blocks.
         budget: As a share of the peak of keeping all.
-        solver: "milp", "rounded" or "greedy".
+        solver: "milp" or "rounded".
         seconds: Time to solve.
         cost: What the plan adds, by the least that any solver adds; empty if nothing fits.
         peak: Of the plan, by the budget.

@@ -14,7 +14,7 @@ from rmm_linear.planning.blocks.solve import Option, choose, peak_of
 
 SIZES = (12, 24, 48, 96, 200)
 SHARES = (0.6, 0.3)
-SOLVERS = ("milp", "rounded", "greedy")
+SOLVERS = ("milp", "rounded")
 WEIGHT = 1e-3  # seconds that are given for a noise of 1
 
 

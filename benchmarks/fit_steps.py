@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -112,7 +113,7 @@ def options_of(model: nn.Module, batch: Any, folder: str | None = None) -> Fitti
     """
     with quiet():
         fitting = Fitting(model, batch, None, folder=folder)
-        fitting.candidates.add(MAX_NOISE)
+        fitting.add_options(MAX_NOISE)
     return fitting
 
 
@@ -130,7 +131,7 @@ def fitted(fitting: Fitting, memory: int) -> FitReport | str:
         ValueError: If it fails for another reason than the budget.
     """
     fitting.total = memory
-    fitting.proposals.budget = memory - fitting.static.before_step
+    fitting.proposals = replace(fitting.proposals, budget=memory - fitting.static.before_step)
     with quiet():
         try:
             report = fitting.solved()

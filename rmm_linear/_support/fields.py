@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from rmm_linear._support.validation import did_you_mean
 
 Read = TypeVar("Read")
+_MOST = 2**63  # of whole numbers: bytes, steps
 
 
 def read_fields(kind: type[Read], values: object, where: str = "") -> Read:
@@ -34,6 +35,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             return read_fields(one, value, where)
         if get_origin(one) in (tuple, Sequence) and isinstance(value, list | tuple):
             return tuple(_read(get_args(one)[0], each, f"{where}[{place}]") for place, each in enumerate(value))
+        if type(value) is int and abs(value) >= _MOST:
+            continue
         if one is float and type(value) in (int, float) and math.isfinite(value):
             return value
         if one in (int, str, bool, NoneType) and type(value) is one:

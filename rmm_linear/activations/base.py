@@ -31,6 +31,7 @@ class PackedCall:
     mask: TokenMask | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
     is_exact: bool = False
+    forward_pass: Any = None  # held by the node, for a recomputation
 
     @property
     def index(self) -> Tensor | None:
@@ -62,7 +63,8 @@ class PackedModule(ConvertedModule):
             return PackedCall(draw_seed() if seeded else None)
         mask = context.call_of(index, shape, device, self.rmm_config.mask_padding).mask
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
-        return PackedCall(context.layer_seed(index) if seeded else None, mask, self._note_backward)
+        seed = context.layer_seed(index) if seeded else None
+        return PackedCall(seed, mask, self._note_backward, forward_pass=context.current_pass)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the two classes, since the class made of them is in no module."""

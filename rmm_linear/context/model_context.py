@@ -230,6 +230,11 @@ class ModelContext:
         """
         return self.auto_bits.setdefault(index, AutoBits())
 
+    @property
+    def current_pass(self) -> Any:
+        """What the node of a layer must hold for its recomputation; None where no forward pass is running."""
+        return None if in_backward() else self._pending.current
+
     def note_backward(self) -> None:
         """Note that the backward pass of a forward pass has begun."""
         self._pending.find()
@@ -283,7 +288,7 @@ class ModelContext:
                 is_step = output is not None and module.training and torch.is_grad_enabled()
                 self.checks.finish(module) if is_step else self.checks.forget()
             if not self._recomputing:
-                self._pending.close()
+                self._pending.close(output)
             if self._seeded and not self._recomputing:
                 draw_seed()
 

@@ -9,18 +9,21 @@ layer is recomputed without a mask: that adds noise, whereas the mask of another
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.autograd_nodes import next_node, running_node
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
 
-_MOST = 64  # forward passes that are remembered, so that passes without a backward pass do not fill the memory
+_MOST = 64  # forward passes that are remembered
+_PASSES = "rmm_linear"  # in what is known of a node, beside what anomaly detection notes there
 
 
 @dataclass(eq=False)
@@ -111,10 +114,17 @@ class PendingForwards:
 
     def __init__(self) -> None:
         """Begin without any forward pass."""
-        self._passes: deque[ForwardPass] = deque(maxlen=_MOST)
-        self._over: deque[ForwardPass] = deque(maxlen=_MOST)
+        # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
+        self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
+        self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
+        self._last: ForwardPass | None = None  # if no tensor of its output has a graph
+        self._open: ForwardPass | None = None
         # The backward pass alone holds the values: one that fails runs no callback, but releases its own.
-        self._tasks: WeakValueDictionary[int, _Running] = WeakValueDictionary()
+        self._tasks: weakref.WeakValueDictionary[int, _Running] = weakref.WeakValueDictionary()
+
+    def passes(self) -> list[ForwardPass]:
+        """Return the forward passes whose graphs are alive, the oldest first."""
+        return [known for reference in self._known if (known := reference()) is not None]
 
     def open(self, module: nn.Module) -> None:
         """Begin a forward pass, and drop the calls of those whose backward pass is over.
@@ -122,21 +132,40 @@ class PendingForwards:
         Args:
             module: The outermost module.
         """
-        self.close()  # an interrupted pass
+        self._open = self._last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
-        for known in [known for known in self._passes if known.backward_begun]:
-            known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
-            known.calls.clear()
-            self._passes.remove(known)
-            self._over.append(known)
-        self._passes.append(ForwardPass(module, next_node()))
+        for known in self.passes():
+            if known.backward_begun and known.calls:
+                known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
+                known.calls.clear()
+        self._open = ForwardPass(module, next_node())
+        self._known = deque(map(weakref.ref, [*self.passes(), self._open]), _MOST)
 
-    def close(self) -> None:
-        """End the forward pass; one without gradients has no backward pass, and is not remembered."""
-        if self._passes and self._passes[-1].end is None:
-            self._passes[-1].end = next_node()
-            if not torch.is_grad_enabled():
-                self._passes.pop()
+    def close(self, output: Any) -> None:
+        """End the forward pass; one without gradients has no backward pass, and is not remembered.
+
+        Args:
+            output: What the outermost module returned.
+        """
+        closed, self._open = self._open, None
+        if closed is None or not torch.is_grad_enabled():
+            return
+        closed.end = next_node()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        # An operation in place gives a view another node; that of the tensor that it is a view of stays.
+        found = {one.grad_fn for leaf in tensors for one in (leaf, leaf._base) if one is not None}
+        own = [node for node in found if node is not None and node._sequence_nr() >= closed.begin]  # pyright: ignore
+        for node in own:
+            notes: Any = node.metadata
+            notes.setdefault(_PASSES, []).append(closed)
+        if not tensors and output is not None:
+            self._held.append(closed)
+        self._last = None if own else closed
+
+    @property
+    def current(self) -> ForwardPass | None:
+        """The pass that is running, for the node of a layer to hold."""
+        return self._open
 
     def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
         """Remember the mask and ids of a call in the current forward pass, if there is one.
@@ -146,8 +175,8 @@ class PendingForwards:
             tokens: N.
             inputs: Its mask, ids and sample indices; mask and ids have N tokens.
         """
-        if self._passes and self._passes[-1].end is None:
-            calls = self._passes[-1].calls.setdefault(index, set())
+        if self._open is not None:
+            calls = self._open.calls.setdefault(index, set())
             calls.add((tokens, inputs.mask, inputs.input_ids, inputs.sample_index))
 
     def find(self) -> ForwardPass | None:
@@ -165,7 +194,8 @@ class PendingForwards:
         node, running = running_node(), self._tasks.get(task)
         if running is not None and running.is_alone and node is not None and running.known.created(node):
             return running.known  # as in all but the first layer: the remembered passes are many
-        fitting = [] if node is None else [each for each in (*self._passes, *self._over) if each.created(node)]
+        passes = self.passes()
+        fitting = [] if node is None else [each for each in passes if each.created(node)]
         if len(fitting) != 1:  # every thread numbers its nodes by itself, so numbers may coincide
             return None
         found = fitting[0]
@@ -173,7 +203,7 @@ class PendingForwards:
         if running is None:
             running = self._tasks[task] = _Running(found)
             Variable._execution_engine.queue_callback(functools.partial(_end, running))
-        running.known, running.is_alone = found, not any(map(found.overlaps, (*self._passes, *self._over)))
+        running.known, running.is_alone = found, not any(map(found.overlaps, passes))
         return found
 
 

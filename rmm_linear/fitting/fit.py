@@ -95,7 +95,7 @@ def fit(
         report = work.kept() if is_first and work.is_within(work.exact_peak) else None
         if report is None:
             work.check_floor()
-            work.candidates.add(max_noise)
+            work.add_options(max_noise)
             if time is not None:
                 report = work.within_time(time)
             else:

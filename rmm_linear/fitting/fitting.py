@@ -72,6 +72,10 @@ class Fitting:
         greater, lesser = (seconds, option.noise) if self.objective == "time" else (option.noise, seconds)
         return greater + _LESSER[self.objective] * lesser
 
+    def add_options(self, max_noise: float, sampled: Any = None) -> None:
+        """Measure the options that are allowed; noise is that of a batch, or of the example."""
+        self.proposals = self.candidates.add(max_noise, sampled)
+
     def is_within(self, peak: int) -> bool:
         """Whether a peak, and the optimizer's own step, are within the budget."""
         return self.total is None or max(peak, self.static.in_optimizer_step) <= self.total
@@ -117,13 +121,14 @@ class Fitting:
         try:
             report = self.report(plan)
         except torch.OutOfMemoryError:
-            self.proposals.budget = int(0.9 * plan.predicted)
+            self.proposals = replace(self.proposals, budget=int(0.9 * plan.predicted))
             return None
         if self.is_within(report.peak):
             return report
         report.plan.revert()
         self.over.append(report.peak)
-        self.proposals.budget -= report.peak - (self.total or 0)
+        over = report.peak - (self.total or 0)
+        self.proposals = replace(self.proposals, budget=self.proposals.budget - over)
         return None
 
     def within_time(self, time: float) -> FitReport:

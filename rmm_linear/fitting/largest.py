@@ -140,7 +140,7 @@ def max_batch(
         except RuntimeError as error:
             checkpointed = 0
             work.candidates.notes.append(f"Not every block can be recomputed. {error}")
-        work.candidates.add(max_noise, example)  # of which `large` may be two copies, whose gradients are alike
+        work.add_options(max_noise, example)  # of which `large` may be two copies, whose gradients are alike
         lines = _Lines(work.proposals, _measured_at(small, work.proposals), size // 2, size)
         plans: dict[int, BlockPlan] = {}
 
@@ -224,14 +224,11 @@ def _next(sizes: dict[int, int], budget: int, low: int, high: int | None) -> int
 
 def _measured_at(example: Any, proposals: Proposals) -> Proposals:
     """The same options with another batch."""
-    model, costs = proposals.model, proposals.costs
-    found = Proposals(
-        model, example, Costs(measure(model, example, held=proposals.held).blocks, costs.peak), 0,
-        configure=proposals.configure, folder=proposals.folder, held=proposals.held,
-    )  # fmt: skip
+    blocks = measure(proposals.model, example, held=proposals.held).blocks
+    found = replace(proposals, example=example, costs=Costs(blocks, proposals.costs.peak), rows=())
     names = dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP)
     for name in names:
-        found.add([next((row for row in rows if row.option == name), None) for rows in proposals.rows])
+        found = found.adding([next((row for row in rows if row.option == name), None) for rows in proposals.rows])
     return found
 
 
@@ -259,11 +256,7 @@ class _Lines:
 
     def plan(self, work: Fitting, example: Any, count: int) -> BlockPlan:
         """The plan of least memory for a number of sequences, simulated with as many."""
-        proposals = Proposals(
-            work.model, resized(example, count), work.costs, work.proposals.budget,
-            cost=work.cost, configure=work.proposals.configure, folder=work.proposals.folder, held=work.proposals.held,
-        )  # fmt: skip
-        proposals.rows = self.rows(count)
+        proposals = replace(work.proposals, example=resized(example, count), rows=self.rows(count))
         options = proposals.options
         return proposals.judge(choose(options, least(options), work.cost, solver="rounded") or [])
 

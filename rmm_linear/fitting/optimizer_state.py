@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rmm_linear.fitting.shards import Shards, local, local_bytes, size_bytes
 from rmm_linear.memory.peak import LiveTensors, Peak, storages
-from rmm_linear.planning.replay.generators import forked
+from rmm_linear.planning.replay.replayed import forked
 
 _logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)
 
 
 class Candidates:
-    """Adds the allowed options to proposals, and knows what was left out.
+    """Adds the allowed options to the given ones, and knows what was left out.
 
     Attributes:
         proposals: The options, with bytes, seconds and noise.
@@ -60,12 +60,15 @@ class Candidates:
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
         self.is_meta = not has_memory(self.model)
 
-    def add(self, max_noise: float, sampled: Any = None) -> None:
+    def add(self, max_noise: float, sampled: Any = None) -> Proposals:
         """Measure everything that is allowed.
 
         Args:
             max_noise: The most noise that a layer may have, by the minibatch's.
             sampled: The batch whose noise it is; None for the example.
+
+        Returns:
+            The options.
         """
         if RECOMPUTE in self.allow:
             self._add_recomputation()
@@ -80,14 +83,20 @@ class Candidates:
         if settings:
             self._add_noise(settings, max_noise, self.example if sampled is None else sampled)
         if KEEP not in self.allow:
-            self.proposals.rows = [rows[1:] or rows for rows in self.proposals.rows]
+            self._set([rows[1:] or rows for rows in self.proposals.rows])
+        return self.proposals
+
+    def _set(self, rows: Iterable[Sequence[PlannedBlock]]) -> None:
+        self.proposals = replace(self.proposals, rows=[*rows])
 
     def _add_recomputation(self) -> None:
         choices = [RECOMPUTE] if self.is_meta else [RECOMPUTE, SELECTIVE, NESTED]
         if self.is_meta:
             self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known on the meta device.")
         try:
-            Recomputations(self.model, self.example, self.costs, choices).add_to(self.proposals)
+            ways = Recomputations(self.model, self.example, self.costs, choices)
+            for choice in choices:
+                self.proposals = ways.add_to(self.proposals, choice)
         except ValueError as error:
             self.notes.append(f"{RECOMPUTE} is left out. {error}")
 
@@ -118,17 +127,17 @@ class Candidates:
 
     def _try(self, option: str, rows: Sequence[PlannedBlock | None]) -> None:
         try:
-            self.proposals.add(rows)
+            self.proposals = self.proposals.adding(rows)
         except torch.OutOfMemoryError:
             self.notes.append(f"{option} is left out: a step with it in all blocks ran out of memory.")
 
     def _add_times(self) -> None:
         times = self._times()
         self.seconds = sum(times.plain.values())
-        self.proposals.rows = [
+        self._set(
             [replace(row, seconds=times.extra.get((row.name, row.option), row.seconds)) for row in rows]
             for rows in self.proposals.rows
-        ]
+        )
 
     def _times(self) -> Times:
         rows = {found[0].name: found[1:] for found in self.proposals.rows}
@@ -157,7 +166,8 @@ class Candidates:
             )
             self._add_nominal_noise()
         dropped: dict[str, list[str]] = {}
-        for number, rows in enumerate(self.proposals.rows):
+        left: list[list[PlannedBlock]] = []
+        for rows in self.proposals.rows:
             kept: list[PlannedBlock] = []
             for row in rows:
                 found = noise.found.get(row.setting, {}).get(row.name)
@@ -167,7 +177,8 @@ class Candidates:
                     kept.append(replace(row, noise=found.total))
                 else:
                     dropped.setdefault(row.setting, []).append(f"{row.name} ({found.worst:.3g})")
-            self.proposals.rows[number] = kept
+            left.append(kept)
+        self._set(left)
         self.is_too_noisy = bool(dropped)
         for setting, names in dropped.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -179,10 +190,10 @@ class Candidates:
     def _add_nominal_noise(self) -> None:
         """Prefer wide settings among those that cost the same."""
         order = {setting.name: place for place, setting in enumerate(SETTINGS)}
-        self.proposals.rows = [
+        self._set(
             [replace(row, noise=_NOMINAL * order.get(row.setting, 0)) for row in rows if row.setting != NARROW]
             for rows in self.proposals.rows
-        ]
+        )
 
     def _noise(self, settings: Sequence[Setting], batch: Any) -> Noise:
         if self.is_meta:

@@ -109,7 +109,8 @@ class SketchedLayer(ConvertedModule):
                 self.rmm_auto_bits.observe(x, config, (dtype or input.dtype).itemsize, call.mask)
         # Set without an estimator too: layers that share the sketch may have one.
         expected = functools.partial(self._expected, call) if spec.samples_rows(call.tokens) else None
-        on_backward = functools.partial(self._on_backward, call)
+        held = None if context is None else context.current_pass  # by the node, for a recomputation
+        on_backward = functools.partial(self._on_backward, call, held=held)
         if context is None:
             return LinearCall(spec, draw_seed(), dtype, call.mask, expected=expected, on_backward=on_backward)
         cache = context.sketch_cache if context.is_open() else None  # outside of a forward pass, nothing clears it
@@ -127,7 +128,7 @@ class SketchedLayer(ConvertedModule):
             return self.rmm_context.expected(self.rmm_index, call)
         return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
 
-    def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None) -> None:
+    def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None, held: object = None) -> None:
         if is_reverted(self):
             return
         if self.rmm_context is None:

@@ -9,7 +9,7 @@ from rmm_linear.planning.chains.bptt_plans import BPTTPlan, StepBytes, plan_bptt
 from rmm_linear.planning.chains.modules import chain_sizes, checkpoint_chain
 from rmm_linear.planning.chains.subsets import ChainPlan, minimum_peak
 from rmm_linear.planning.chains.sweep import sweep
-from rmm_linear.planning.chains.sweep_report import SweepReport
+from rmm_linear.planning.chains.sweep_settings import SweepReport
 from rmm_linear.planning.graphs.backend import Backend, backend
 from rmm_linear.planning.graphs.capture import CaptureError
 from rmm_linear.planning.graphs.node_costs import NodeCost

@@ -39,7 +39,7 @@ Rows = dict[str, dict[str, Any]]
 def made() -> Made:
     """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
     work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
-    work.candidates.add(1.0)
+    work.add_options(1.0)
     return work, plans(work)
 
 

@@ -18,7 +18,7 @@ from rmm_linear.fitting.settings import SETTINGS, Conversions, converting
 from rmm_linear.fitting.times import Times
 from rmm_linear.memory import peak
 from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure
-from rmm_linear.planning.blocks import solvers
+from rmm_linear.planning.blocks import solve as solvers
 from rmm_linear.planning.step.step import run_step
 from rmm_linear.variance import gradient_noise
 

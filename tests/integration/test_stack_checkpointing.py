@@ -147,7 +147,7 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, preserve, bit
         monkeypatch.setattr(
             type(model.block[2]),
             "_on_backward",
-            lambda layer, call, y, mask: in_block.append((layer.rmm_index, live.now)),
+            lambda layer, call, y, mask, held=None: in_block.append((layer.rmm_index, live.now)),
         )
         with LiveTensors(Peak()) as live:
             hooks = torch.autograd.graph.save_on_cpu() if form == "save_on_cpu" else contextlib.nullcontext()
@@ -179,7 +179,7 @@ def test_a_checkpointed_block_of_a_transformer_keeps_its_sketches_while_it_is_re
         enable_checkpointing(model, reentrant)
         batch, alive = {"input_ids": batch_of("llama")["input_ids"], "use_cache": False}, []
         layer = model.model.layers[0].mlp.down_proj
-        monkeypatch.setattr(type(layer), "_on_backward", lambda layer, call, y, mask: alive.append(live.now))
+        monkeypatch.setattr(type(layer), "_on_backward", lambda layer, call, y, mask, held=None: alive.append(live.now))
         with LiveTensors(Peak()) as live:
             loss = loss_of(model, "llama", batch)
             forward = live.now

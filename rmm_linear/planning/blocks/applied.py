@@ -61,6 +61,9 @@ class AppliedBlocks(Applied):
 @apply.register
 def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
     """Make a model train by a plan; see :meth:`BlockPlan.apply`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"A plan is applied to an nn.Module, got {model!r}.")
+    plan.check()
     if APPLIED in vars(model):
         raise ValueError("The model trains by another plan already. Call rmm_linear.revert(model) first.")
     modules = dict(model.named_modules())

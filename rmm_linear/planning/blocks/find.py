@@ -28,11 +28,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
-    """Find the parts of a block that may be recomputed by themselves while it is recomputed.
-
-    Returns:
-        Names of its children that have children; of the first level that has several children.
-    """
+    """Find the parts of a block that may be recomputed by themselves while it is recomputed."""
     module = model.get_submodule(block)
     first_names = {name for name, _ in model.named_modules()}  # not those of modules that are shared
     children = [
@@ -49,11 +45,7 @@ def owner_of(name: str, blocks: Iterable[str]) -> str | None:
 
 
 def alike(model: nn.Module, name: str) -> str:
-    """Return what modules that cost the same have in common, the input aside.
-
-    Returns:
-        Its class and the shapes of its parameters.
-    """
+    """Return what modules that cost the same have in common, the input aside."""
     module = model.get_submodule(name)
     shapes = [tuple(parameter.shape) for parameter in module.parameters()]
     return f"{type(module).__qualname__} {shapes}"

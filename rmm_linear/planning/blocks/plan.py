@@ -210,13 +210,23 @@ class BlockPlan(Plan):
         check_least(plan, 0, "memory", "predicted", "plain", "flops")
         for block in plan.blocks:
             check_least(block, 0, "kept", "noise")
-            if block.choice not in CHOICES:
-                raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {block.choice!r}")
             if block.choice == NESTED and not block.inner:
                 raise ValueError(f"{block.name} is nested, and must have inner parts, got none")
-        names = [name for block in plan.blocks for name in (block.name, *block.inner)]
+        plan = plan if config is None else replace(plan, config=provided(CONVERT).read(config))
+        plan.check()
+        return plan
+
+    def check(self) -> None:
+        """Check that the choices can be applied together.
+
+        Raises:
+            ValueError: If a choice is unknown or lacks what it needs, or a block has two rows.
+        """
+        for block in self.blocks:
+            if block.choice not in CHOICES:
+                raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {block.choice!r}")
+        names = [name for block in self.blocks for name in (block.name, *block.inner)]
         if len({*names}) != len(names):
             raise ValueError(f"blocks must have one row each, got {Counter(names).most_common(1)[0][0]!r} twice")
-        if (config is not None) != any(block.choice == CONVERT for block in plan.blocks):
-            raise ValueError(f"config must be there where a block is converted, and only there, got {config!r}")
-        return plan if config is None else replace(plan, config=provided(CONVERT).read(config))
+        if (self.config is not None) != any(block.choice == CONVERT for block in self.blocks):
+            raise ValueError(f"config must be there where a block is converted, and only there, got {self.config!r}")

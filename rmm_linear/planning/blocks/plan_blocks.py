@@ -67,7 +67,9 @@ def plan_blocks(
     if costs.peak.bytes <= budget:
         return replace(plans.plan([0] * len(costs.blocks), costs.peak), flops=1.0).made_for(model)
     choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
-    Recomputations(model, example, costs, choices).add_to(plans)
+    ways = Recomputations(model, example, costs, choices)
+    for choice in choices:
+        plans = ways.add_to(plans, choice)
     best = plans.search() or plans.smallest()
     if memory != LEAST and best.predicted > budget:
         raise ValueError(
@@ -97,22 +99,21 @@ class Recomputations:
         self.seconds = time_modules(model, example, parts) if NESTED in choices and parts else {}
         self.cheap = cheap_shares(model, example, names) if SELECTIVE in choices else {}
 
-    def add_to(self, proposals: Proposals) -> None:
-        """Add them to the options of the blocks."""
-        for choice in self.choices:
-            refused = self._refusing_selective(proposals) if choice == SELECTIVE else set[str]()
-            rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]
-            if all(row is None for row in rows):
-                continue
-            try:
-                proposals.add(rows)
-            except RuntimeError as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise ValueError(
-                    "A block must compute the same when it runs again, and one does not: it may keep something between "
-                    "calls, as caches of keys and values do. Set model.config.use_cache=False in transformers. It "
-                    f"raised {type(error).__name__}: {reason}"
-                ) from error
+    def add_to(self, proposals: Proposals, choice: str) -> Proposals:
+        """Add one of the ways to the options; raise ValueError if a block does not compute the same again."""
+        refused = self._refusing_selective(proposals) if choice == SELECTIVE else set[str]()
+        rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]
+        if all(row is None for row in rows):
+            return proposals
+        try:
+            return proposals.adding(rows)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                "A block must compute the same when it runs again, and one does not: it may keep something between "
+                "calls, as caches of keys and values do. Set model.config.use_cache=False in transformers. It "
+                f"raised {type(error).__name__}: {reason}"
+            ) from error
 
     def _row(self, block: BlockCost, choice: str) -> PlannedBlock | None:
         inner = self.inner[block.name] if choice == NESTED else ()

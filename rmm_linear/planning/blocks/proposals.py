@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -29,52 +29,59 @@ def seconds_of(option: Option) -> float:
     return option.seconds
 
 
+@dataclass(frozen=True, eq=False)
 class Proposals:
-    """The options of every block, and the plans made of them."""
+    """The options of every block, as a value, and the plans made of them.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        costs: Costs,
-        budget: int,
-        workspace: Workspace | None = None,
-        *,
-        cost: Cost = seconds_of,
-        solver: str = "rounded",
-        configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None,
-        folder: str | None = None,
-        held: Held | None = None,
-    ) -> None:
-        """Begin with blocks that keep everything.
+    Attributes:
+        budget: Bytes of a step.
+        cost: What the solver makes least.
+        configure: Makes the configuration for the converted blocks of a plan.
+        folder: Of files, for offloaded blocks of a model on the CPU.
+        rows: Of every block, its options; if left out, blocks keep everything.
+    """
 
-        Args:
-            budget: Bytes of a step.
-            configure: Makes the configuration for the converted blocks of a plan.
-            folder: Of files, for offloaded blocks of a model on the CPU.
-        """
-        self.model, self.example, self.costs, self.budget = model, example, costs, budget
-        self.workspace, self.cost, self.solver = workspace, cost, solver
-        self.configure, self.folder, self.held = configure, folder, held
-        self.names = [block.name for block in costs.blocks]
-        self.rows = [[PlannedBlock(block.name, KEEP, block.kept, block.worst)] for block in costs.blocks]
+    model: nn.Module
+    example: Any
+    costs: Costs
+    budget: int
+    workspace: Workspace | None = None
+    cost: Cost = seconds_of
+    solver: str = "rounded"
+    configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None
+    folder: str | None = None
+    held: Held | None = None
+    rows: Sequence[Sequence[PlannedBlock]] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            kept = [[PlannedBlock(block.name, KEEP, block.kept, block.worst)] for block in self.costs.blocks]
+            object.__setattr__(self, "rows", kept)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the blocks."""
+        return [block.name for block in self.costs.blocks]
 
     @property
     def options(self) -> list[list[Option]]:
         """What the solver chooses from."""
         return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
 
-    def add(self, rows: Rows) -> None:
+    def adding(self, rows: Rows) -> Proposals:
         """Add an option to some blocks: a step with all of them shows what each block keeps and needs with it.
 
         Args:
             rows: For every block what happens to it, or None where it does not have this option.
+
+        Returns:
+            The options with these.
         """
-        events = self.events([row or self.rows[number][0] for number, row in enumerate(rows)])
+        events = self.events([row or known[0] for row, known in zip(rows, self.rows, strict=True)])
         kept, worst = by_block(events, self.names)
-        for known, row in zip(self.rows, rows, strict=True):
-            if row is not None:
-                known.append(replace(row, kept=kept[row.name], worst=worst[row.name]))
+        measured = [row and replace(row, kept=kept[row.name], worst=worst[row.name]) for row in rows]
+        added = [[*known, row] if row else known for known, row in zip(self.rows, measured, strict=True)]
+        return replace(self, rows=added)
 
     def events(self, rows: Sequence[PlannedBlock]) -> list[Event]:
         """Follow the tensors of a step in which every block has one option."""

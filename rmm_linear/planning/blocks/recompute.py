@@ -46,12 +46,15 @@ class Recomputed:
     def detach(self) -> None:
         """Undo :meth:`attach`."""
         if self.replaced is None:
-            del self.module.__dict__["forward"]
+            self.module.__dict__.pop("forward", None)
         else:
             self.module.forward = self.replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass, and again in the backward pass."""
+        return _uncompiled(self, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if any(hasattr(one, "get_seq_length") for one in (*args, *kwargs.values())):
@@ -73,6 +76,13 @@ class Recomputed:
         output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
         seeds.finish()
         return output
+
+
+def _run(recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return recomputed._run(args, kwargs)
+
+
+_uncompiled: Any = torch.compiler.disable(_run)  # what a repetition needs is nothing for a compiler to trace
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,14 +1,53 @@
-"""Choose an option for every block of a sequence: least cost within a memory budget."""
+"""Choose an option for every block of a sequence: the least cost within a memory budget.
+
+Block i has options o that keep k(i, o) bytes after its forward pass, need q(i, o) at its worst moment and cost c(i, o):
+
+    min Σ c(i, o(i))  such that  Σ_{j<i} k(j, o(j)) + q(i, o(i)) ≤ budget for all i.
+
+They are given only options that fit if the blocks before keep as little as they can. So the choice of what keeps least
+fits, and only what a block keeps beyond that least is a matter of choice.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+import torch
+
+from rmm_linear._support.installing import INSTALL_PLANNING
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.blocks.solvers import Option, by_greedy, by_milp, by_rounded, has_scipy, peaks
 
-SOLVERS = ("auto", "milp", "rounded", "greedy")
+SOLVERS = ("auto", "milp", "rounded")
+_LEVELS = 20_000  # steps of bytes in the dynamic program: a table of 200 blocks is 8 MB
+_SECONDS = 20.0  # of the integer program
+_TOLERANCE = 10**6  # what HiGHS takes for an integer may be off by a millionth
+
+
+@dataclass(frozen=True)
+class Option:
+    """What may happen to a block.
+
+    Attributes:
+        name: Of the option.
+        kept: Bytes that live after the block's forward pass.
+        worst: Bytes at the worst moment of its forward, recomputation or backward pass, without what blocks before it
+            keep.
+        seconds: Time that is added.
+        noise: Sum over the block's layers of the stand-ins' variance by the minibatch's.
+    """
+
+    name: str
+    kept: int
+    worst: int
+    seconds: float
+    noise: float = 0.0
+
+
+Blocks = Sequence[Sequence[Option]]
+Prices = Sequence[Sequence[float]]
 
 
 def choose(
@@ -26,13 +65,12 @@ def choose(
     - "milp": the optimum to a millionth, by scipy's solver of mixed-integer programs, HiGHS. After 20 seconds, the best
       that was found until then.
     - "rounded": the optimum of a budget that is smaller by at most a 20,000th per block, by a dynamic program.
-    - "greedy": from the cheapest options, one change after another by what it costs per byte. No bound.
 
     Args:
         options: Of every block, in the order of the forward pass.
         budget: Bytes.
         cost: Of an option, finite; it may be negative. None: the time that it adds.
-        solver: "milp", "rounded", "greedy", or "auto": the first where scipy can be imported, else the second.
+        solver: "milp", "rounded", or "auto": the first where scipy can be imported, else the second.
 
     Example:
         >>> keep, again = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)
@@ -51,7 +89,7 @@ def choose(
     prices = [[price(option) for option in block] for block in blocks]
     if solver == "auto":
         solver = "milp" if has_scipy() else "rounded"
-    solve = {"milp": by_milp, "rounded": by_rounded, "greedy": by_greedy}[solver]
+    solve = {"milp": by_milp, "rounded": by_rounded}[solver]
     return [some[index] for some, index in zip(usable, solve(blocks, prices, budget), strict=True)]
 
 
@@ -72,11 +110,7 @@ def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
 
 
 def least(options: Sequence[Sequence[Option]]) -> int:
-    """Return the least budget for which :func:`choose` finds something.
-
-    Returns:
-        Bytes.
-    """
+    """Return the least budget for which :func:`choose` finds something."""
     low, high = 0, sum(max(option.kept for option in block) for block in options)
     high += max(option.worst for block in options for option in block)
     while low < high:
@@ -106,3 +140,118 @@ def _checked(cost: Callable[[Option], float]) -> Callable[[Option], float]:
         return found
 
     return price
+
+
+def peaks(blocks: Blocks, chosen: Sequence[int]) -> list[int]:
+    """Return the bytes at each block's worst moment, with what the blocks before it keep."""
+    rows = [block[index] for block, index in zip(blocks, chosen, strict=True)]
+    before = accumulate((row.kept for row in rows), initial=0)
+    return [kept + row.worst for kept, row in zip(before, rows, strict=False)]
+
+
+def has_scipy() -> bool:
+    """Say whether :func:`by_milp` can run."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def by_milp(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
+    """Solve the integer program with HiGHS; what it returns is checked in integers."""
+    for target in (budget, budget - budget // _TOLERANCE - 1):
+        chosen = _milp(blocks, prices, target)
+        if chosen is not None and max(peaks(blocks, chosen)) <= budget:
+            return chosen
+    return by_rounded(blocks, prices, budget)
+
+
+def _milp(blocks: Blocks, prices: Prices, budget: int) -> list[int] | None:
+    """What HiGHS finds, which may exceed the budget by its tolerance; None if it finds nothing."""
+    try:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as missing:
+        raise ImportError(
+            f"solver='milp' needs the package scipy, which is not installed. Run {INSTALL_PLANNING}, or use "
+            "solver='rounded'."
+        ) from missing
+    ends = list(accumulate(map(len, blocks), initial=0))
+    spans = [slice(begin, end) for begin, end in pairwise(ends)]
+    # Memory in millionths of the budget, costs in shares of the largest difference: tolerances and gaps are absolute.
+    one, rows, costs = np.zeros((len(blocks), ends[-1])), np.zeros((len(blocks), ends[-1])), np.zeros(ends[-1])
+    for number, (block, span) in enumerate(zip(blocks, spans, strict=True)):
+        one[number, span] = 1
+        rows[number, span] = [option.worst for option in block]
+        rows[number + 1 :, span] = [option.kept for option in block]
+        costs[span] = [price - min(prices[number]) for price in prices[number]]
+    unit = max(budget, 1) / 10**6
+    rules = [LinearConstraint(one, 1, 1), LinearConstraint(rows / unit, -np.inf, budget / unit)]
+    # Of two neighbours that are alike, the one that needs more beyond what it keeps comes first: the other order has no
+    # lower peak, and HiGHS would search both.
+    for number, block in enumerate(blocks[:-1]):
+        if len(block) > 1 and block == blocks[number + 1] and prices[number] == prices[number + 1]:
+            ranks = np.argsort(np.argsort([option.kept - option.worst for option in block], kind="stable"))
+            comes_later = ranks >= np.arange(1, len(block))[:, None]
+            order = np.zeros((len(comes_later), ends[-1]))
+            order[:, spans[number]], order[:, spans[number + 1]] = comes_later, -1.0 * comes_later
+            rules.append(LinearConstraint(order, -np.inf, 0))
+    found = milp(
+        costs / (costs.max() or 1.0),
+        integrality=np.ones(ends[-1]),
+        bounds=Bounds(0, 1),
+        constraints=rules,
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-6},
+    )
+    return None if found.x is None else [int(found.x[span].argmax()) for span in spans]
+
+
+def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
+    """Solve a dynamic program over what blocks keep beyond the least, rounded up to a grid of bytes.
+
+    It takes about a millisecond per block. Exact where at most 20,000 bytes are free; else what rounding leaves of the
+    budget is spent on options that cost less.
+    """
+    floors = [min(option.kept for option in block) for block in blocks]
+    bases = list(accumulate(floors, initial=0))
+    free = budget - bases[-2] - min(option.worst for option in blocks[-1])  # no block can make use of more
+    grid = max(1, -(-free // _LEVELS))
+    levels = free // grid + 1
+    best = torch.full((levels,), torch.inf, dtype=torch.float64, device="cpu")
+    best[0] = 0
+    steps, tables = list[list[int]](), list[torch.Tensor]()
+    for number, block in enumerate(blocks):
+        after, table = torch.full_like(best, torch.inf), torch.zeros_like(best, dtype=torch.int16)
+        is_last = number == len(blocks) - 1  # what it keeps comes after every worst moment
+        steps.append([0 if is_last else -((floors[number] - option.kept) // grid) for option in block])
+        for index, (option, price, step) in enumerate(zip(block, prices[number], steps[-1], strict=True)):
+            # The worst moment is not rounded: level * grid + base + worst <= budget.
+            fitting = min((budget - bases[number] - option.worst) // grid + 1, levels - step)
+            if fitting > 0:
+                made, part = best[:fitting] + price, slice(step, step + fitting)
+                table[part].masked_fill_(made < after[part], index)
+                after[part] = torch.minimum(after[part], made)
+        best = after
+        tables.append(table)
+    level = int((best == best.min()).nonzero()[0])
+    chosen = list[int]()
+    for step, table in zip(reversed(steps), reversed(tables), strict=True):
+        chosen.append(int(table[level]))
+        level -= step[chosen[-1]]
+    return _improved(blocks, prices, budget, chosen[::-1])
+
+
+def _improved(blocks: Blocks, prices: Prices, budget: int, chosen: list[int]) -> list[int]:
+    """Spend what is left of the budget on options that cost less, the greatest gain first."""
+    gains = sorted(
+        (price - prices[number][chosen[number]], number, index)
+        for number, row in enumerate(prices)
+        for index, price in enumerate(row)
+        if price < prices[number][chosen[number]]
+    )
+    for _, number, index in gains:
+        changed = [*chosen[:number], index, *chosen[number + 1 :]]
+        if prices[number][index] < prices[number][chosen[number]] and max(peaks(blocks, changed)) <= budget:
+            chosen = changed
+    return chosen

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import read_bytes, show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear._version import __version__
 from rmm_linear.planning.chains.bptt_costs import Envelope, is_exact, splits
-from rmm_linear.planning.chains.bptt_plots import plot_plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_RECORDED = "#0072b2"
 _FINEST = 64  # most slots of a graph that is measured: one of them is lost by rounding, and plans take time by slots
 
 
@@ -27,8 +28,9 @@ class Action(NamedTuple):
 
     "advance" runs the steps from ``step`` to ``end`` - 1, "store" keeps the state before ``step``, "record" runs
     ``step`` for its backward pass and keeps its graph, "backward" is the backward pass of ``step`` and drops that
-    graph, "drop" drops the state before ``step``. What advances or is recorded first after another action begins at the
-    newest state that is kept, which may be the one that a recorded step ends with.
+    graph, "drop" drops the state before ``step``, and "take" drops it too, when the next action is the last that begins
+    there. What advances or is recorded first after another action begins at the newest state that is kept, which may be
+    the one that a recorded step ends with.
 
     Attributes:
         kind: What.
@@ -37,7 +39,7 @@ class Action(NamedTuple):
         is_kept: For "record", whether the graph waits for later steps and takes slots.
     """
 
-    kind: Literal["advance", "store", "record", "backward", "drop"]
+    kind: Literal["advance", "store", "record", "backward", "drop", "take"]
     step: int
     end: int = 0
     is_kept: bool = False
@@ -145,11 +147,16 @@ class BPTTPlan(SavedSettings):
                     yield Action("backward", begin - 1) if is_recorded else Action("drop", begin)
                     continue
                 return
-            split = chosen.split(slots, end - begin)
+            is_stored = begin > 0 and not is_recorded
+            split = chosen.split(slots, end - begin, is_stored=is_stored)
             middle = begin + (split if split > 0 else -split - 1 if split < 0 else end - begin - 1)
             if middle > begin:
                 yield Action("advance", begin, middle)
-            frames.append((begin, middle, slots, is_recorded))
+            if is_stored and split == -1 and middle + 1 < end:
+                yield Action("take", begin)
+                slots += 1
+            else:
+                frames.append((begin, middle, slots, is_recorded))
             if split > 0:
                 yield Action("store", middle)
                 frames.append((middle, end, slots - 1, False))
@@ -297,3 +304,43 @@ def plan_bptt(steps: int, *, slots: int, internal_cost: int | None = None) -> BP
     <https://arxiv.org/abs/1606.03401>`_.
     """
     return BPTTPlan(steps, slots, internal_cost)
+
+
+def plot_plan(actions: Iterable[Action], steps: int, title: str, ax: Axes | None = None) -> Axes:
+    """Plot actions of ``BPTTPlan.actions()`` over so many steps; raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"Pictures need matplotlib. Run {INSTALL_EXTRA}.") from error
+    ax = ax or Figure(figsize=(7, 4.5), layout="constrained").subplots()
+    runs: list[tuple[float, float]] = []
+    stored: list[tuple[float, float]] = []
+    kept: list[tuple[float, float]] = []
+    recorded: list[tuple[float, float]] = []
+    clock = 0
+    for action in actions:
+        if action.kind == "advance":
+            runs += [(action.step, clock), (action.end, clock + action.end - action.step), (float("nan"), float("nan"))]
+            clock += action.end - action.step
+        elif action.kind == "record":
+            clock += 1
+            (kept if action.is_kept else recorded).append((action.step + 0.5, clock - 0.5))
+        elif action.kind == "store":
+            stored.append((action.step, clock))
+    size = max(1.0, min(5.0, 250 / steps))
+    marks = {"linestyle": "", "markersize": size, "color": _RECORDED}
+    for points, label, style in (
+        (runs, "steps that run", {"color": "0.45", "linewidth": 0.8}),
+        (stored, "state stored", {"linestyle": "", "marker": "o", "markersize": size, "color": "black"}),
+        (kept, "step recorded, its graph kept", {**marks, "marker": "s"}),
+        (recorded, "step recorded, its backward pass next", {**marks, "marker": "s", "markerfacecolor": "none"}),
+    ):
+        if points:
+            ax.plot(*zip(*points, strict=True), label=label, **style)
+    ax.set_xlabel("step")
+    ax.set_ylabel("forward steps so far")
+    ax.set_xlim(-0.5, steps + 0.5)
+    ax.invert_yaxis()
+    ax.legend(loc="upper right", fontsize=8)
+    ax.set_title(title, fontsize=10)
+    return ax

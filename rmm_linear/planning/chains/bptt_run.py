@@ -29,16 +29,7 @@ class Outputs:
         self.leaves: list[Any] | None = None
 
     def put(self, number: int, found: Sequence[Any]) -> None:
-        """Take the leaves of a step's output.
-
-        Args:
-            number: The step.
-            found: Tensors, or None.
-
-        Raises:
-            TypeError: If a leaf is neither.
-            ValueError: If its shape or dtype differs from that of the first step, or one of them is None.
-        """
+        """Take the leaves of a step's output."""
         wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
         if wrong is not None:
             raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
@@ -71,10 +62,8 @@ class Run:
         self.step, self.plan, self.store, self.name = step, plan, store, uuid.uuid4().hex[:12]
         self.module = module_of(step.cell) if parameters is None else None
         # In place of a module's parameters, their aliases get the gradients of single steps: hooks see the sum alone.
-        named = {} if self.module is None else dict(self.module.named_parameters())
-        named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.parameters = list(named.values()) if parameters is None else list(parameters)
-        self.names = [f"module.{name}" for name in named]
+        owned = [] if self.module is None else [one for one in self.module.parameters() if one.requires_grad]
+        self.parameters = owned if parameters is None else list(parameters)
         self.leaves = self.parameters if parameters else [one.detach().requires_grad_() for one in self.parameters]
         self.inputs: list[Tensor] = []
         self.frames: list[Frame] = []
@@ -85,15 +74,7 @@ class Run:
         self.rest: Iterator[Action] | None = None
 
     def forward(self, inputs: list[Tensor], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Run all steps.
-
-        Args:
-            inputs: Leaves of the inputs, time first.
-            state: Leaves of the initial state.
-
-        Returns:
-            The leaves of the outputs, stacked, and of the last state.
-        """
+        """Run all steps."""
         self.replayed = Replayed(modules_behind(self.step.cell), (*inputs, *state), draws=True)
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]
@@ -117,8 +98,9 @@ class Run:
             self.inputs, self.frames, self.current, self.rest = [], [], None, None
             raise
         read.restored()  # raises if the cell changed its inputs
-        seen = [self.replayed.seen(self.begin), *(frame.state.seen for frame in self.frames)]
-        self.is_moved = any(one is not None and one is not self.begin for one in seen)
+        seen = [frame.state.seen for frame in self.frames]
+        is_moved = any(one is not None and one is not self.begin for one in seen)
+        self.is_moved = self.replayed.settle(self.begin, seen[-1]) or is_moved
         # Tensors of their own: what is put out refers to the graph, which refers to the frames.
         last = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.frames[-1].state.restored()]
         self.inputs, self.frames[0] = [], Frame(Snapshot.of(0, []))  # saved for backward instead
@@ -130,14 +112,13 @@ class Run:
         """Run the backward pass.
 
         Args:
-            inputs: Leaves of the inputs.
-            state: Leaves of the initial state.
             grads: Gradients with respect to the leaves of the outputs.
             grad_state: Gradients with respect to the leaves of the last state.
 
         Returns:
             Gradients with respect to the inputs, the initial state and the parameters.
         """
+        self.replayed.check()
         actions, frames = self.rest, self.frames
         self.rest, self.frames = None, []
         self.grads, self.grad_state = grads, grad_state
@@ -156,7 +137,7 @@ class Run:
 
         try:
             with self.replayed.kept(), self.replayed.autocast(cached=True):
-                self.replayed.set(self.begin)
+                self.replayed.set(self.begin, whole=True)
                 self._inside(work)
             return [*self.grad_inputs, *self.grad_state, *self.grad_parameters]
         finally:
@@ -166,10 +147,17 @@ class Run:
 
     def _inside(self, work: Callable[[], None]) -> None:
         """Do what runs the cell, with the leaves in place of its module's parameters."""
-        if self.module is None or not self.names:
+        if self.module is None or not self.parameters:
             work()
-        else:
-            functional_call(_Holder(self.module), dict(zip(self.names, self.leaves, strict=True)), (work,))
+            return
+        holder, leaves = _Holder(self.module), dict(zip(map(id, self.parameters), self.leaves, strict=True))
+        places = {  # once for every module that has it: functional_call leaves others in modules with two names
+            f"{part}.{name}": leaves[id(parameter)]
+            for part, module in holder.named_modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in leaves
+        }
+        functional_call(holder, places, (work,), tie_weights=False)
 
     def _do(self, action: Action, put: Callable[[int, list[Any]], None] | None = None) -> None:
         if action.kind == "advance":
@@ -193,6 +181,9 @@ class Run:
             seen = self._seen() if action.is_kept else None
             self.frames.append(Frame(Snapshot.of(action.step + 1, new, seen, self.lasting), recorded))
             self.current = None
+        elif action.kind == "take":
+            self.current = self._state()
+            self.frames.pop().state.release()
         else:
             frame = self.frames.pop()
             if frame.recorded is not None:

@@ -39,18 +39,6 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
     What both graphs save is not a step's own: parameters, their copies under autocast, what the cell has captured.
     Where a step draws random numbers or changes buffers, every kept state and graph has the generators' states and the
     buffers' values with it.
-
-    Args:
-        step: The cell.
-        x: Inputs of one step.
-        state: The initial state.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ValueError: If the cell has captured the result of another computation that needs a gradient: its backward pass
-            would run at every step.
     """
     replayed = Replayed(modules_behind(step.cell), (*x, *state), draws=True)
     with replayed.kept():
@@ -83,16 +71,7 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
 
 
 def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: torch.nn.Module | None) -> None:
-    """Raise if a step reaches a tensor whose gradient would be missing.
-
-    Args:
-        leaves: Tensors that need a gradient and that the step reaches.
-        known: Those that get one.
-        module: The module that the cell is, or None for a function.
-
-    Raises:
-        ValueError: If it does.
-    """
+    """Raise if a step reaches a tensor whose gradient would be missing."""
     ids = {id(leaf) for leaf in known}
     for leaf in leaves:
         if id(leaf) in ids:

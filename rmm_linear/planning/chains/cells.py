@@ -114,11 +114,7 @@ class Step:
         return tree_unflatten(list(leaves), self.state)
 
     def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> Recorded:
-        """Run one step with its graph.
-
-        Args:
-            needs: For every leaf of both, whether it gets a gradient.
-        """
+        """Run one step with its graph."""
         leaves = [
             leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf
             for leaf, need in zip((*x, *state), needs, strict=True)

@@ -26,21 +26,13 @@ def package() -> Any:
 
 
 def in_memory(steps: int, slots: int) -> Any:
-    """Return Revolve's schedule, the optimum for states in fast memory alone.
-
-    Args:
-        slots: States in fast memory, the initial one among them.
-    """
+    """Return Revolve's schedule, the optimum for states in fast memory alone."""
     # The package's class Revolve makes the same schedule by a search: 48 s instead of 12 ms for 1000 steps.
     return package().MultistageCheckpointSchedule(steps, slots, 0)
 
 
 def two_level(interval: int, slots: int) -> Any:
-    """Return Kukreja's schedule: every ``interval``-th state in the store, Revolve's between two of them.
-
-    Args:
-        slots: States in fast memory, that from which an interval starts among them.
-    """
+    """Return Kukreja's schedule: every ``interval``-th state in the store, Revolve's between two of them."""
     made = package()
     return made.TwoLevelCheckpointSchedule(interval, slots - 1, binomial_storage=made.StorageType.RAM)
 

@@ -16,9 +16,8 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from rmm_linear.planning.chains.sweep_function import differentiable_run
-from rmm_linear.planning.chains.sweep_report import SweepReport
 from rmm_linear.planning.chains.sweep_run import Length
-from rmm_linear.planning.chains.sweep_settings import Settings
+from rmm_linear.planning.chains.sweep_settings import Settings, SweepReport
 from rmm_linear.planning.chains.sweep_steps import Stepper
 from rmm_linear.planning.replay.snapshots import flatten
 from rmm_linear.planning.stores.base import Store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -11,15 +12,13 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.chains import schedules
-from rmm_linear.planning.chains.sweep_report import SweepReport
 from rmm_linear.planning.chains.sweep_run import Gradients, Length, Run
-from rmm_linear.planning.chains.sweep_settings import Settings
+from rmm_linear.planning.chains.sweep_settings import Settings, SweepReport
 from rmm_linear.planning.chains.sweep_steps import Stepper, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot, is_differentiable
-from rmm_linear.planning.stores.copies import wait_for_devices
 from rmm_linear.planning.stores.open import open_store
-from rmm_linear.planning.stores.transfers import Transfers
+from rmm_linear.planning.stores.transfers import Transfers, wait_for_devices
 
 _TIMED = 3  # steps whose time is measured
 
@@ -32,23 +31,20 @@ def differentiable_run(
     owned = [] if stepper.module is None else [p for p in stepper.module.parameters() if p.requires_grad]
     replayed = Replayed(stepper.modules, leaves, draws=True)
     early = {0: Snapshot.of(0, [leaf.detach() for leaf in leaves], replayed.seen())}
-    with replayed.autocast():
-        parameters, early[1] = _first_step(stepper, leaves, owned, replayed, early[0])
-    if not parameters and not any(leaf.requires_grad for leaf in leaves):
-        return _without_gradients(stepper, early[1].leaves, length, report)
-    transfers = None
-    if settings.store is not None and length.known != 1:
-        transfers = Transfers(open_store(settings.store), owned=not hasattr(settings.store, "put"))
-    try:
-        with replayed.autocast():
-            schedule, uses_store = _schedule(stepper, early, length, settings, replayed, transfers, report)
-    except BaseException:
-        if transfers is not None:
-            transfers.close()
-        raise
-    if transfers is not None and not uses_store:
-        transfers.close()
+    with contextlib.ExitStack() as opened:
         transfers = None
+        if settings.store is not None and length.known != 1:  # a store that is none is refused before anything runs
+            transfers = Transfers(open_store(settings.store), owned=not hasattr(settings.store, "put"))
+            opened.callback(transfers.close)
+        with replayed.autocast():
+            parameters, early[1] = _first_step(stepper, leaves, owned, replayed, early[0])
+            if not parameters and not any(leaf.requires_grad for leaf in leaves):
+                return _without_gradients(stepper, early[1].leaves, length, report)
+            schedule, uses_store = _schedule(stepper, early, length, settings, replayed, transfers, report)
+        if uses_store:
+            opened.pop_all()
+        else:
+            transfers = None
     run = Run(stepper, schedule, length, early, replayed, parameters, transfers, report)
     return list(_Sweep.apply(run, len(leaves), *leaves, *parameters))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from rmm_linear.planning.chains.schedules import package
-from rmm_linear.planning.chains.sweep_report import SweepReport
+from rmm_linear.planning.chains.sweep_settings import SweepReport
 from rmm_linear.planning.chains.sweep_steps import Recorded, Stepper, go_back, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot
@@ -81,11 +81,7 @@ class Run:
         self._ended = False
 
     def forward(self, needed: list[bool]) -> list[Tensor]:
-        """Run the chain forward.
-
-        Args:
-            needed: Which tensors of the initial state need a gradient.
-        """
+        """Run the chain forward."""
         self._needed = needed
         made = package()
         try:
@@ -98,6 +94,8 @@ class Run:
             self.close()
             raise
         self._early = {}
+        if self._begin.seen is not None:
+            self._replayed.settle(self._begin.seen, self._last)
         self._begin = dataclasses.replace(
             self._begin, leaves=[], versions=None
         )  # autograd keeps them, until the backward pass
@@ -116,11 +114,14 @@ class Run:
                 "A sweep must go backwards once, got a second backward pass, but the states that it needs are gone "
                 "after the first. Sum what you differentiate, or call sweep again."
             )
+        self._replayed.check()
         made = package()
         totals: Gradients = [None] * len(self._parameters)
         self._begin = dataclasses.replace(self._begin, leaves=[leaf.detach() for leaf in initial])
         try:
             with self._replayed.autocast(), self._replayed.kept():
+                if self._begin.seen is not None:
+                    self._replayed.set(self._begin.seen, whole=True)
                 for action in self._schedule:
                     if isinstance(action, made.EndReverse):
                         break

@@ -1,9 +1,9 @@
-"""What the user says about a sweep, checked: which schedule, and which store."""
+"""Settings of a sweep, checked, and the report that it fills in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isqrt
 from typing import Any
 
@@ -95,3 +95,54 @@ def _are_levels(levels: Any) -> bool:
     if not isinstance(levels, Sequence) or not all(isinstance(level, Sequence) and level for level in levels):
         return False
     return [(level[0], len(level)) for level in levels] in ([("ram", 2), ("disk", n)] for n in (2, 4))
+
+
+@dataclass
+class SweepReport:
+    """What one :func:`sweep` did; complete when its backward pass has ended, and begun anew by the next sweep.
+
+    Attributes:
+        steps: Steps of the chain.
+        forward_steps: Times that ``step`` ran, those of the backward pass included.
+        interval: Every how many steps a state went to the store; None if none had to, or for ``levels``.
+        stored: States that went to the store.
+        stored_bytes: Their bytes.
+        read: States that came back from the store.
+        step_seconds: Time of one step, where it was measured to choose the interval.
+        transfer_seconds: Time in which one state goes to the store or comes back, whichever takes longer, likewise.
+        waited_forward: Seconds that the forward pass waited for the store.
+        waited_backward: Seconds that the backward pass waited for the store.
+
+    Example:
+        >>> report = SweepReport(steps=1000, forward_steps=4280, interval=50, stored=20, read=18)
+        >>> print(report)
+        sweep: steps=1000 forward_steps=4280 (4.28 per step) interval=50 stored=20 read=18 waited=0.000s
+    """
+
+    steps: int = 0
+    forward_steps: int = 0
+    interval: int | None = None
+    stored: int = 0
+    stored_bytes: int = 0
+    read: int = 0
+    step_seconds: float | None = None
+    transfer_seconds: float | None = None
+    waited_forward: float = 0.0
+    waited_backward: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that both passes waited for the store."""
+        return self.waited_forward + self.waited_backward
+
+    def reset(self) -> None:
+        """Forget what was filled in, as every sweep does when it begins."""
+        for field in fields(self):
+            setattr(self, field.name, field.default)
+
+    def __str__(self) -> str:
+        per_step = self.forward_steps / max(self.steps, 1)
+        return (
+            f"sweep: steps={self.steps} forward_steps={self.forward_steps} ({per_step:.2f} per step) "
+            f"interval={self.interval} stored={self.stored} read={self.read} waited={self.waited:.3f}s"
+        )

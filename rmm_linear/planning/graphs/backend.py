@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.budget import read_budget
 from rmm_linear.planning.graphs.capture import check_graph
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
-from rmm_linear.planning.graphs.plan import GraphPlan, fingerprint, planned_pieces
+from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, planned_pieces
 from rmm_linear.planning.graphs.plan_graph import plan_captured
 from rmm_linear.planning.graphs.record import graph_costs
 from rmm_linear.planning.plans import Applied, apply
@@ -43,6 +45,11 @@ class Backend:
             known: Plans of graphs that need not be planned.
             workspace: As for :func:`rmm_linear.planning.plan_graph`.
         """
+        if method not in (*METHODS, "keep"):
+            raise ValueError(
+                f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}"
+            )
+        read_budget(memory, 1)  # says at once if it is none
         self.memory = memory
         self.method = method
         self.workspace = workspace

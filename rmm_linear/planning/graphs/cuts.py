@@ -29,14 +29,7 @@ class Cuts:
         self.choices = [_Choices(number, choices) for choices in found]
 
     def solve(self, budget: int) -> list[Piece] | None:
-        """Choose pieces.
-
-        Args:
-            budget: Bytes.
-
-        Returns:
-            The pieces with the least recomputation whose peaks are within the budget; None if there are none.
-        """
+        """Choose pieces."""
         count = len(self.cuts)
         kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
         seconds = torch.zeros((count, _STATES), dtype=torch.float64)

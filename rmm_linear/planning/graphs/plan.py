@@ -105,18 +105,7 @@ class GraphPlan(Plan):
         return sum(piece.seconds for piece in self.pieces if piece.choice == "recompute")
 
     def run(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-        """Return a captured graph in the plan's pieces.
-
-        Args:
-            graph: The graph that was planned, captured anew.
-            inputs: Its inputs.
-
-        Returns:
-            A module with the same inputs and outputs.
-
-        Raises:
-            ValueError: If it is another graph.
-        """
+        """Return a captured graph in the plan's pieces."""
         self.check(graph, inputs)
         return self.of(graph_costs(graph, inputs))
 

@@ -52,22 +52,14 @@ class Search:
         self.judged = {_key(whole.parts): plain}
 
     def propose(self, method: str, budget: int) -> None:
-        """Let a method make proposals.
-
-        Args:
-            budget: Bytes; 0 for as little as can be.
-        """
+        """Let a method make proposals."""
         for parts in self._proposed(method, budget):
             key = _key(parts)
             if key not in self.proposals:
                 self.proposals[key] = Proposal(parts, method, *estimate(self.costs, parts))
 
     def best(self, budget: int) -> tuple[Proposal, int] | None:
-        """Find the proposal with the least recomputation that fits.
-
-        Args:
-            budget: Bytes.
-        """
+        """Find the proposal with the least recomputation that fits."""
         limit, found = budget, None
         for _ in range(_JUDGED):
             left = [p for key, p in self.proposals.items() if key not in self.judged and p.estimated <= limit]
@@ -98,11 +90,7 @@ class Search:
         return self.proposals[key], peak
 
     def judge(self, proposal: Proposal) -> int:
-        """Simulate a proposal, once.
-
-        Returns:
-            Its peak in bytes.
-        """
+        """Simulate a proposal, once."""
         key = _key(proposal.parts)
         if key not in self.judged:
             run = run_in_pieces(self.costs, *proposal.parts)

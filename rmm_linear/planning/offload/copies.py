@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.stores.base import StoreError
-from rmm_linear.planning.stores.copies import side_stream
 from rmm_linear.planning.stores.files import FileStore
+from rmm_linear.planning.stores.transfers import side_stream
 
 _READER = "rmm_linear-offload"  # a thread's name begins so
 

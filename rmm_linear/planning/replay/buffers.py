@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,12 +19,15 @@ class _Held:
 
     tensor: TensorWeakRef
     value: Tensor
+    version: int
 
-    def restored(self, overwritten: Overwritten) -> Tensor:
+    def restored(self, overwritten: Overwritten, still: Collection[int]) -> Tensor:
         """Write the value into the tensor, behind autograd's back: a graph may have saved it."""
         tensor = self.tensor()
         if tensor is None:
             return self.value.clone()  # a copy, for it may be changed, and be needed again
+        if id(tensor) in still:
+            return tensor
         _note(tensor, overwritten)
         if id(tensor) in overwritten:
             tensor.data.copy_(self.value)
@@ -35,13 +38,18 @@ class Buffers:
     """The buffers of modules at one moment."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor] = (), last: Buffers | None = None
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Sequence[Tensor] = (),
+        last: Buffers | None = None,
+        still: Collection[int] = (),
     ) -> None:
         """Copy the buffers.
 
         Args:
             modules: All modules that have some, parts of modules too: see :func:`parts_of`.
             last: The same modules' earlier. Its copies take no memory again where nothing has changed since.
+            still: Tensors, by their ids, that are known to have not changed.
         """
         self.modules, self.held = modules, list[_Held]()
         numbers: dict[int, int] = {}
@@ -51,9 +59,14 @@ class Buffers:
                 numbers[id(tensor)] = len(self.held)
                 place = names.get(name)
                 old = None if last is None or place is None else last.held[place]
-                if old is None or old.tensor() is not tensor or not torch.equal(tensor, old.value):
+                if (
+                    old is None
+                    or old.tensor() is not tensor
+                    or not (id(tensor) in still or torch.equal(tensor, old.value))
+                ):
                     copy = tensor.detach()
-                    old = _Held(TensorWeakRef(tensor), copy if _is_expanded(tensor) else copy.clone())
+                    copy = copy if _is_expanded(tensor) else copy.clone()
+                    old = _Held(TensorWeakRef(tensor), copy, version_of(tensor))
                 self.held.append(old)
             return numbers[id(tensor)]
 
@@ -81,11 +94,21 @@ class Buffers:
         made.held = [replace(held, value=value) for held, value in zip(self.held, values, strict=True)]
         return made
 
-    def set(self, overwritten: Overwritten) -> None:
-        """Put the tensors back where they were, with what they held."""
-        tensors = [held.restored(overwritten) for held in self.held]
+    def still(self, moved: Collection[int]) -> set[int]:
+        """Return the tensors, by their ids, that have not changed since, but for those that are known to have moved."""
+        there = [(held.tensor(), held.version) for held in self.held]
+        return {id(t) for t, version in there if t is not None and id(t) not in moved and version_of(t) == version}
+
+    def set(self, overwritten: Overwritten, still: Collection[int] = ()) -> None:
+        """Put the tensors back where they were, with what they held; those that are ``still`` hold it."""
+        tensors = [held.restored(overwritten, still) for held in self.held]
         for module, names in zip(self.modules, self.names, strict=True):
             _put(module, {name: None if place is None else tensors[place] for name, place in names.items()})
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor; one of inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -110,10 +133,11 @@ def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -
 
 
 @contextmanager
-def buffers_as_left(overwritten: Overwritten) -> Iterator[None]:
+def buffers_as_left(overwritten: Overwritten, still: Collection[int] = ()) -> Iterator[None]:
     """Inside of :func:`buffers_kept`, show what it will leave to a backward pass that has saved some of the tensors."""
     # On other devices than the CPU to compare would wait for them.
-    differs = [(t, value) for t, value in overwritten.values() if t.device.type != "cpu" or not torch.equal(t, value)]
+    moving = [both for key, both in overwritten.items() if key not in still]
+    differs = [(t, value) for t, value in moving if t.device.type != "cpu" or not torch.equal(t, value)]
     working = [(tensor, tensor.detach().clone()) for tensor, _ in differs]
     _write(differs)
     try:
@@ -129,6 +153,8 @@ def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether elements share memory, so that nothing can be written, and nothing need be."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

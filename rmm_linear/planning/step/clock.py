@@ -33,11 +33,7 @@ class Clock:
         return event
 
     def run(self, model: nn.Module, example: Any) -> dict[str, float]:
-        """Run a forward pass.
-
-        Returns:
-            Name to seconds.
-        """
+        """Run a forward pass."""
 
         def enter(name: str) -> Callable[..., None]:
             return lambda *_: self.running.append((name, self.now()))
@@ -55,11 +51,7 @@ class Clock:
         return self.sums(self.spans)
 
     def sums(self, spans: Sequence[tuple[str, Any, Any]]) -> dict[str, float]:
-        """Add up the time between what :meth:`now` returned.
-
-        Returns:
-            Name to seconds.
-        """
+        """Add up the time between what :meth:`now` returned."""
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(self.device)

@@ -152,12 +152,7 @@ class FollowedTensors(LiveTensors):
         weakref.finalize(storage, self._forget, key, running).atexit = False
 
     def resize(self, tensor: Tensor, size: int) -> None:
-        """Count other bytes for a tensor from now on.
-
-        Args:
-            tensor: A tensor that is counted; nothing happens with any other.
-            size: Bytes.
-        """
+        """Count other bytes for a tensor from now on."""
         key = tensor.untyped_storage()._cdata
         change = size - self.live.get(key, size)
         if change:

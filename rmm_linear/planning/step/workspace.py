@@ -50,11 +50,7 @@ def workspace(model: nn.Module, example: Any) -> Workspace:
 
 
 def allocator_peak(run: Callable[[], Any], *, is_cuda: bool = False) -> int:
-    """Return how far PyTorch's allocator rises above where it began.
-
-    Returns:
-        Bytes.
-    """
+    """Return how far PyTorch's allocator rises above where it began."""
     changes = (entry["args"]["Bytes"] for entry in allocations(run, is_cuda=is_cuda) if entry["name"] == _MEMORY)
     return max(accumulate(changes, initial=0))
 

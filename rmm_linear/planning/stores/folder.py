@@ -32,7 +32,14 @@ class RunFolder:
 
     def __init__(self, parent: Path) -> None:
         """Make the folder, and remove what killed runs left beside it."""
-        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = "which is a file" if parent.is_file() else f"which cannot be made: {error.strerror or error}"
+            raise StoreError(
+                f"store must be a folder, or where one can be made, got {str(parent)!r}, {what}. Give another folder, "
+                '"cpu", or an object with put, get and drop.'
+            ) from error
         remove_abandoned(parent)
         lock = None
         while lock is None:  # somebody who tidies up may take a lock that is not locked yet

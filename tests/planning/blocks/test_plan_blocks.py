@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from planning_graph_helpers import NETWORKS, Block, gradients, network
+from planning_graph_helpers import NETWORKS, gradients, network
 from torch import nn
 
 import rmm_linear
@@ -115,19 +115,6 @@ def test_what_cannot_fit_says_the_least_and_what_binds():
         plan_blocks(model, example, memory="much")
 
 
-class Power(nn.Module):
-    """Reads and writes a buffer, as spectral norms do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Block(8)
-        self.register_buffer("state", torch.ones(8))
-
-    def forward(self, x):
-        self.state.mul_(0.5)
-        return self.inner(x) * self.state
-
-
 class Overwriting(nn.Module):
     """Changes what it is given."""
 
@@ -137,16 +124,6 @@ class Overwriting(nn.Module):
 
     def forward(self, x):
         return self.inner(x.mul_(2))
-
-
-def test_a_buffer_that_is_read_and_written_is_that_of_the_first_time():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(Power() for _ in range(3))), torch.randn(5, 8)
-    before = copy.deepcopy(model.state_dict())
-    expected = gradients(model, lambda: run_step(model, x))
-    model.load_state_dict(before)
-    BlockPlan([PlannedBlock(str(place), "recompute") for place in range(3)]).apply(model)
-    assert same(gradients(model, lambda: run_step(model, x)), expected)
 
 
 def test_a_block_that_overwrites_its_input_is_kept():

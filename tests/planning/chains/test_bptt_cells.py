@@ -36,22 +36,6 @@ def test_dropout_repeats_and_trees_keep_their_form(internal):
     assert not last["count"].requires_grad
 
 
-def test_random_numbers_between_the_passes_do_not_matter_and_are_not_disturbed():
-    cell, state = Dropping(), {**zeros("h", "c"), "count": torch.tensor(0)}
-    grads, after = [], []
-    for between in (0, 7):
-        cell.zero_grad()
-        torch.manual_seed(0)
-        outputs, _ = bptt(cell, inputs(), state, slots=4)
-        torch.rand(between)
-        before = torch.get_rng_state()
-        outputs[0].sum().backward()
-        after.append(torch.equal(before, torch.get_rng_state()))
-        grads.append(cell.head.weight.grad is None and cell.cell.weight_hh.grad.clone())
-    assert after == [True, True]
-    assert torch.equal(*grads)
-
-
 def test_numbers_and_nothing_in_the_state_and_nothing_put_out():
     cell = nn.LSTMCell(H, H)
 
@@ -102,19 +86,6 @@ def test_sequences_of_several_lengths_by_a_mask():
     assert not found[0][1:, 2].any()  # beyond the end
 
 
-def test_functions_that_capture_parameters():
-    cell, scale = nn.LSTMCell(H, H), torch.ones(H, requires_grad=True)
-    frozen = torch.ones(H)
-
-    def run(x, state, factor=frozen):
-        h, c = cell(x * scale * factor, state)
-        return h, (h, c)
-
-    state = (torch.zeros(B, H), torch.zeros(B, H))
-    assert check(run, inputs(), state, [scale, *cell.parameters()]) == 5
-    assert check(lambda x, s: run(x, s, 2 * frozen), inputs(), state, [scale, *cell.parameters()]) == 5
-
-
 def test_methods_and_partial_calls_of_modules():
     class Two(nn.Module):
         def __init__(self):
@@ -133,29 +104,6 @@ def test_methods_and_partial_calls_of_modules():
     calls = counted(model.cell)
     bptt(model.step, inputs(), torch.zeros(B, H), slots=2, internal=False)
     assert len(calls) == T  # no trial steps
-
-
-def test_tied_parameters_get_the_sum():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.one, self.two = nn.Linear(H, H), nn.Linear(H, H)
-            self.two.weight = self.one.weight
-
-        def forward(self, x, state):
-            state = torch.tanh(self.one(x) + self.two(state))
-            return state, state
-
-    cell = Tied().double()
-    given = inputs().detach().double().requires_grad_()
-    expected, found = (
-        outcome(run, cell, given, torch.zeros(B, H).double(), list(cell.parameters()))[1]
-        for run in (loop, planned(slots=4))
-    )
-    for old, new in zip(expected, found, strict=True):
-        assert (old is None) == (new is None)
-        assert old is None or torch.allclose(old, new, rtol=1e-12, atol=1e-12)
 
 
 def test_what_every_step_reads_goes_with_the_state_and_its_gradient_adds_up():

@@ -49,28 +49,30 @@ def fewest(slots, steps, cost):
 
 @pytest.mark.parametrize("cost", [1, 2, 3])
 def test_no_order_of_actions_takes_fewer_steps_than_the_table(cost):
-    table = Table(6, 4, cost)
+    table = Table(7, 4, cost)
     for slots in range(5):
-        assert table.cost[slots].tolist() == [fewest(slots, steps, cost) for steps in range(7)]
+        assert table.cost[slots].tolist() == [fewest(slots, steps, cost) for steps in range(8)]
 
 
 @functools.cache
-def followed(splits, slots, steps, cost):
+def followed(splits, slots, steps, cost, is_stored=False):
     """Forward steps if the splits are followed."""
     total = 0
     while steps:
-        y = splits.split(slots, steps)
+        y = splits.split(slots, steps, is_stored=is_stored)
         if y > 0:
-            total, slots, rest = total + y + followed(splits, slots, y, cost), slots - 1, steps - y
+            total, slots, rest = total + y + followed(splits, slots, y, cost, is_stored), slots - 1, steps - y
         elif y < 0:
-            total, slots, rest = total - y + followed(splits, slots, -y - 1, cost), slots - cost, steps + y
+            rest, is_taken = steps + y, is_stored and y == -1
+            total = total - y + followed(splits, slots, -y - 1, cost, is_stored)
+            slots += is_taken - cost
         elif slots == 0:
             return total + steps * (steps + 1) // 2
         else:
             total, rest = total + steps, steps - 1
-        assert slots >= 0
+        assert slots >= 0 or rest == 0
         assert 0 <= rest < steps
-        steps = rest
+        steps, is_stored = rest, y > 0 or (y == 0 and is_stored)
     return total
 
 
@@ -80,6 +82,7 @@ def test_following_the_tables_splits_takes_the_steps_it_says(cost):
     for slots in range(0, 41, 4):
         for steps in (1, 2, 3, 17, 60):
             assert followed(table, slots, steps, cost) == table.cost[slots, steps]
+            assert followed(table, slots, steps, cost, is_stored=True) == table.stored_cost[slots, steps]
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2, 5, 9, 40])

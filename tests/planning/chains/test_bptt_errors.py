@@ -130,11 +130,3 @@ def test_a_parameter_that_is_put_out_as_it_is_gets_its_gradient():
         weight.grad = None
         bptt(lambda x, s: (weight, s), inputs().detach(), torch.zeros(1), slots=slots)[0].sum().backward()
         assert torch.equal(weight.grad, torch.full((B, H), float(T)))
-
-
-def test_hooks_on_parameters_of_a_function_are_refused():
-    cell = nn.LSTMCell(H, H)
-    cell.weight_hh.register_hook(lambda grad: grad)
-    state = (torch.zeros(B, H), torch.zeros(B, H))
-    with pytest.raises(ValueError, match=r"must have no hooks.*Give an nn\.Module"):
-        bptt(lambda x, s: (None, cell(x, s)), inputs(), state, slots=4)

@@ -38,13 +38,13 @@ def test_every_step_is_reversed_once_in_order_and_slots_suffice(steps, slots, co
             kept.append((at, size, action.kind == "record"))
             used += size
             at = None
-        elif action.kind in ("backward", "drop"):
+        elif action.kind in ("backward", "drop", "take"):
             position, size, is_recorded = kept.pop()
             assert is_recorded == (action.kind == "backward")
             assert position == action.step + is_recorded
             reversed_steps += [action.step] * is_recorded
             used -= size
-            at = None
+            at = position if action.kind == "take" else None
         most = max(most, used)
         assert used <= slots
     assert reversed_steps == list(range(steps))[::-1]

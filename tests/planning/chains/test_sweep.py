@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from planning_helpers import Reaction, Recording, State, differences, differentiated, plain, start
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.planning import SweepReport, sweep
 
@@ -111,17 +109,6 @@ class Owner(nn.Module):
         return self(number, u)
 
 
-def test_parameters_of_a_function_are_found() -> None:
-    scale, u, linear = captured()
-
-    def step(number: int, u: Tensor) -> Tensor:
-        return torch.tanh(linear(u) * scale + number * 0.01)
-
-    expected = torch.autograd.grad(plain(step, u, 12).sum(), [scale, *linear.parameters()])
-    found = torch.autograd.grad(sweep(step, u, 12, slots=3).sum(), [scale, *linear.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("method", ["forward", "advance", None])
 def test_parameters_of_a_module_need_not_be_reached_by_the_first_step(method: str | None) -> None:
     owner, (_, u, _) = Owner(), captured()
@@ -153,32 +140,6 @@ def test_a_captured_result_of_a_computation_is_an_error() -> None:
     (found,) = torch.autograd.grad(carried.sum(), scale, retain_graph=True)
     (expected,) = torch.autograd.grad(plain(lambda i, u: torch.sin(u * outside), u, 5).sum(), scale)
     assert torch.allclose(found, expected, rtol=1e-5)
-
-
-def test_hooks_of_parameters_see_the_sum_once() -> None:
-    scale, u, _ = captured()
-    seen: list[Tensor] = []
-    scale.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
-    (expected,) = torch.autograd.grad(plain(lambda i, u: torch.sin(u * scale), u, 8).sum(), scale)
-    seen.clear()
-    sweep(lambda i, u: torch.sin(u * scale), u, 8, slots=2).sum().backward()
-    assert len(seen) == 1
-    assert torch.equal(scale.grad, expected)
-    assert torch.equal(2 * seen[0], expected)
-
-
-def test_gradients_accumulate_over_sweeps_that_overlap(tmp_path: Any) -> None:
-    scale, u, _ = captured()
-
-    def step(number: int, u: Tensor) -> Tensor:
-        return torch.sin(u * scale)
-
-    options = {"slots": 2, "store": tmp_path, "interval": 3}
-    first, second = sweep(step, u, 10, **options), sweep(step, 2 * u, 13, **options)
-    (first.sum() + second.sum()).backward()
-    expected = [torch.autograd.grad(plain(step, v, n).sum(), scale)[0] for v, n in ((u, 10), (2 * u, 13))]
-    assert torch.allclose(scale.grad, sum(expected), rtol=1e-6)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sparse_gradients_of_an_embedding() -> None:
@@ -219,62 +180,6 @@ def test_states_of_other_shapes_strides_and_dtypes(name: str, tmp_path: Any) -> 
     expected = gradients(plain(step, initial, 17))
     found = gradients(sweep(step, initial, 17, **settings(name, tmp_path)))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["Revolve", "two levels"])
-def test_autocast_is_that_of_the_forward_pass(name: str, dtype: torch.dtype, tmp_path: Any) -> None:
-    """Its cache aside, which adds the parameters' gradients in the half type."""
-    _, u, linear = captured()
-    u.requires_grad_()
-
-    def gradients(run: Any) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
-            final = run(lambda i, u: torch.tanh(linear(u)).float() * 0.9 + 0.1 * u)
-            after = linear(u.detach())
-        found = torch.autograd.grad(final.sum() + after.float().sum(), [u, *linear.parameters()])
-        return [final, *found]
-
-    expected = gradients(lambda step: plain(step, u, 15))
-    found = gradients(lambda step: sweep(step, u, 15, **settings(name, tmp_path)))
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    for a, b in zip(found[2:], expected[2:], strict=True):  # the sum has one more addend, in another place
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_a_cast_without_a_graph_is_not_left_in_autocasts_cache() -> None:
-    _, u, linear = captured()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        sweep(lambda i, u: linear(u).float(), u, 5, slots=2)
-        linear(u).sum().backward()
-    assert linear.weight.grad is not None
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_inside_of_activation_checkpointing(reentrant: bool, tmp_path: Any) -> None:
-    _, u, linear = captured()
-    u.requires_grad_()
-
-    def block(u: Tensor) -> Tensor:
-        return sweep(lambda i, u: torch.tanh(linear(u)), u * 2, 11, slots=2, store=tmp_path, interval=3) * 3
-
-    expected = torch.autograd.grad(plain(lambda i, u: torch.tanh(linear(u)), u * 2, 11).sum() * 3, [u, linear.weight])
-    checkpoint(block, u, use_reentrant=reentrant).sum().backward()
-    gc.collect()
-    assert torch.allclose(u.grad, expected[0], rtol=1e-5)
-    assert torch.allclose(linear.weight.grad, expected[1], rtol=1e-5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_under_hooks_of_saved_tensors() -> None:
-    """What they give back is not the parameter that a step reaches."""
-    _, u, linear = captured()
-    expected = torch.autograd.grad(plain(lambda i, u: torch.tanh(linear(u)), u, 6).sum(), linear.weight)[0]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        final = sweep(lambda i, u: torch.tanh(linear(u)), u, 6, slots=2)
-    final.sum().backward()
-    assert torch.equal(linear.weight.grad, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

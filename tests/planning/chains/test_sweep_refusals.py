@@ -98,24 +98,6 @@ def test_a_step_that_changes_its_state_in_place(number: int) -> None:
         sweep(step, initial(), 5, slots=2)
 
 
-def test_a_parameter_that_changes_between_the_passes() -> None:
-    scale = torch.ones(3, requires_grad=True)
-    final = sweep(lambda i, u: torch.sin(u * scale), initial(), 5, slots=2)
-    with torch.no_grad():
-        scale.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        final.sum().backward()
-
-
-def test_an_initial_state_that_changes_between_the_passes() -> None:
-    state = torch.ones(3)
-    scale = torch.ones(3, requires_grad=True)
-    final = sweep(lambda i, u: torch.sin(u * scale), state, 5, slots=2)
-    state.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        final.sum().backward()
-
-
 def test_a_state_that_somebody_else_changes() -> None:
     seen: list[Tensor] = []
 
@@ -127,13 +109,6 @@ def test_a_state_that_somebody_else_changes() -> None:
     for state in seen[1:-1]:
         state.detach().add_(1)
     with pytest.raises(RuntimeError, match=r"The state before step \d must stay as it was .* Clone"):
-        final.sum().backward()
-
-
-def test_a_second_backward_pass() -> None:
-    final = sweep(halve, initial(), 5, slots=2)
-    final.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="must go backwards once, got a second backward pass"):
         final.sum().backward()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from offload_helpers import (
     same,
     step,
 )
-from planning_graph_helpers import CNN, real_peak
+from planning_graph_helpers import real_peak
 from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak
@@ -39,25 +38,15 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("chosen", [slice(None), slice(0, None, 2), slice(1, 2)])
-def test_gradients_are_those_of_the_plain_model(p: float, chosen: slice, tmp_path: Path) -> None:
-    model = Transformer(p)
+def test_gradients_are_those_of_the_plain_model(chosen: slice, tmp_path: Path) -> None:
+    model = Transformer(0.2)
     expected = step(model)
     attached = offloaded([*model.blocks[chosen]], tmp_path)
     assert same(step(model), expected)
     detach(attached)
     assert all("forward" not in block.__dict__ for block in model.blocks)
     assert same(step(model), expected)
-
-
-def test_batch_norm_in_place_relu_and_buffers(tmp_path: Path) -> None:
-    model, example = CNN(), torch.randn(4, 3, 32, 32)
-    plain = copy.deepcopy(model)
-    attached = offloaded([*model.body], tmp_path)
-    assert same(step(model, example), step(plain, example))
-    assert same([*model.buffers()], [*plain.buffers()])
-    detach(attached)
 
 
 def test_autocast_and_recomputed_blocks_beside_offloaded_ones(tmp_path: Path) -> None:
@@ -218,23 +207,6 @@ def test_second_derivatives(tmp_path: Path) -> None:
     expected = run()
     attached = offloaded([*model], tmp_path)
     assert same(run(), expected)
-    detach(attached)
-
-
-def test_two_graphs_in_either_order(tmp_path: Path) -> None:
-    model = Transformer(0.2)
-
-    def run(order: int) -> None:
-        losses = [model(TOKENS), model(TOKENS + 1 - TOKENS // 599)][::order]
-        for loss in losses:
-            loss.backward()
-
-    expected = [gradients(model, lambda order=order: run(order)) for order in (1, -1)]
-    attached = offloaded([*model.blocks], tmp_path)
-    assert [same(gradients(model, lambda order=order: run(order)), expected[n]) for n, order in enumerate((1, -1))] == [
-        True,
-        True,
-    ]
     detach(attached)
 
 

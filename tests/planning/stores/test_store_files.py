@@ -142,12 +142,6 @@ def test_a_store_that_is_forgotten_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        open_store(tmp_path / "file")
-
-
 def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     def run() -> int:
         store = open_store(tmp_path)

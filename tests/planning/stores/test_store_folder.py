@@ -10,7 +10,7 @@ import pytest
 import torch
 from fault_helpers import in_a_child, kill
 
-from rmm_linear.planning import StoreError, open_store
+from rmm_linear.planning import StoreError, bptt, open_store, sweep
 from rmm_linear.planning.stores import folder as store_folder
 
 fcntl = pytest.importorskip("fcntl")
@@ -100,3 +100,26 @@ def test_a_filesystem_without_locks_is_an_error_that_leaves_nothing(
     with pytest.raises(StoreError, match=r"rmm-\w{12}\.lock must be made and locked, got: No locks .* local disk"):
         open_store(tmp_path)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("inside", ["", "folder", "folder/deeper"])
+def test_a_store_that_is_a_file_or_below_one_is_refused_before_anything_runs(tmp_path, inside):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    calls, path = [], file / inside
+
+    def step(number, u):
+        calls.append(number)
+        return torch.sin(u)
+
+    u = torch.ones(3, requires_grad=True)
+    for run in (
+        lambda: open_store(path),
+        lambda: sweep(step, u, 20, slots=2, store=path),
+        lambda: bptt(lambda x, h: (None, step(0, h)), torch.zeros(20, 1), u, slots=2, internal=False, store=path),
+    ):
+        with pytest.raises(StoreError, match=r"store must be a folder.*file.*Give another folder"):
+            run()
+    assert calls == []
+    assert file.read_text() == "kept"
+    assert [*tmp_path.iterdir()] == [file]
