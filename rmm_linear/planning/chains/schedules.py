@@ -50,9 +50,6 @@ def hierarchical(steps: int, ram: int, disk: int, write: float, read: float) -> 
 def recomputed(steps: int, slots: int) -> int:
     """Return how many forward steps Revolve adds to the first run, in closed form (Griewank & Walther 2000).
 
-    Args:
-        slots: States in fast memory, the initial one among them.
-
     Example:
         >>> [recomputed(10, 3), recomputed(50, 5), recomputed(1000, 50)]
         [15, 122, 1948]

@@ -37,14 +37,7 @@ class Backend:
         known: Iterable[GraphPlan] = (),
         workspace: Workspace | None = None,
     ) -> None:
-        """Begin with the plans that are known.
-
-        Args:
-            memory: The budget, as for :func:`rmm_linear.planning.plan_graph`.
-            method: As for :func:`rmm_linear.planning.plan_graph`; "keep" leaves graphs that are not known as they are.
-            known: Plans of graphs that need not be planned.
-            workspace: As for :func:`rmm_linear.planning.plan_graph`.
-        """
+        """Begin with the plans that are known; others as of ``plan_graph``, "keep" leaves graphs as they are."""
         if method not in (*METHODS, "keep"):
             raise ValueError(
                 f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}"
