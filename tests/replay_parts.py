@@ -59,6 +59,26 @@ class ByData(Reading):
         self.k.data.mul_(1.1)
 
 
+class LaterByData(ByData):
+    """Leaves its buffer as it is in the first runs."""
+
+    def write(self, y):
+        if self.other.sum() > 4:
+            super().write(y)
+        self.other.add_(1)
+
+
+class Constant(Reading):
+    """A buffer that nothing writes, of several megabytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = torch.ones(1_000_000)
+
+    def read(self):
+        return self.k[:1] * 1.5
+
+
 class Saved(ByData):
     """Autograd saves the buffer itself, so the backward pass sees its last value."""
 
@@ -263,6 +283,36 @@ class Descending(InPlace):
             x = x if x.requires_grad else x.detach().requires_grad_()
             (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
         return torch.tanh(x - 0.5 * slope)
+
+
+class Lazy(Part):
+    """Has no shapes before its first run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.LazyLinear(WIDTH)
+
+
+class Lent(Dropping):
+    """Its weight is another tensor while it runs."""
+
+    def forward(self, x):
+        lent = {"weight": self.linear.weight * 0.5}
+        return F.dropout(torch.tanh(torch.func.functional_call(self.linear, lent, (x,))), self.rate, self.training)
+
+
+class Across(Dropping):
+    """What it hands on lies in memory column by column."""
+
+    def forward(self, x):
+        return super().forward(x).T.contiguous().T
+
+
+class Finishing(Dropping):
+    """Changes what it returns in place, which the next part saves."""
+
+    def forward(self, x):
+        return super().forward(x).mul_(1.5).relu_()
 
 
 class Deep(Part):

@@ -10,7 +10,7 @@ from torch import nn
 
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.quiet import quiet
-from rmm_linear._support.validation import did_you_mean
+from rmm_linear._support.validation import check_model, did_you_mean
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
@@ -113,8 +113,7 @@ def check_arguments(
     max_noise: float = 1.0,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
+    check_model(model)
     if memory is None and time is None:
         raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')
     if converted_modules(model) or any("rmm_plan" in vars(module) for module in model.modules()):

@@ -17,6 +17,7 @@ from rmm_linear.planning.graphs.order import order
 from rmm_linear.planning.graphs.plan import GraphPlan, PlannedPiece
 from rmm_linear.planning.graphs.plan_graph import plan_graph
 from rmm_linear.planning.load import load_plan
+from rmm_linear.planning.plans import Applied, apply
 from rmm_linear.planning.simulation import simulate
 from rmm_linear.planning.step.plots import plot_memory
 from rmm_linear.planning.step.workspace import workspace
@@ -24,6 +25,7 @@ from rmm_linear.planning.stores.base import StoreError
 from rmm_linear.planning.stores.open import open_store
 
 __all__ = [
+    "Applied",
     "BPTTPlan",
     "Backend",
     "BlockCost",
@@ -38,6 +40,7 @@ __all__ = [
     "StepBytes",
     "StoreError",
     "SweepReport",
+    "apply",
     "backend",
     "bptt",
     "chain_sizes",

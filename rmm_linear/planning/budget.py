@@ -8,14 +8,7 @@ LEAST = "least"  # as a budget: as little as a plan can need
 
 
 def read_budget(memory: object, plain: int) -> int:
-    """Read a memory budget.
-
-    Args:
-        memory: A number of bytes, a text such as "2GB", a share in (0, 1], or "least", which is 0 here.
-        plain: Bytes that a share is of.
-
-    Returns:
-        Bytes.
+    """Read a number of bytes, a text such as "2GB", a share in (0, 1] of ``plain``, or "least", which is 0 here.
 
     Example:
         >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget(1, 100)

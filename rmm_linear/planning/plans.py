@@ -77,5 +77,24 @@ class Applied:
 
 @singledispatch
 def apply(plan: Plan, model: nn.Module) -> Applied:
-    """Make a model train by a plan; each kind of plan has an executor, which does it."""
+    """Make a model train by a plan, as ``plan.apply(model)`` does, and return a handle on it.
+
+    Args:
+        plan: Of ``plan_blocks``, ``plan_graph`` or ``load_plan``.
+        model: The model that it was made for, or one like it.
+
+    Returns:
+        The handle: ``model`` is the model to train, ``revert()`` undoes the plan, and so does the end of a ``with``.
+
+    Raises:
+        TypeError: If the plan is none of these, or the model is none.
+        ValueError: If the plan does not fit the model, or the model trains by another plan already.
+
+    Example:
+        >>> import torch
+        >>> from rmm_linear import planning
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        >>> with planning.apply(planning.plan_blocks(model, torch.ones(100, 8), "least"), model) as planned:
+        ...     planned(torch.ones(100, 8)).sum().backward()
+    """
     raise TypeError(f"plan must be one of rmm_linear.planning, got {type(plan).__name__}.")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.validation import check_model
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.graphs.plan import GraphPlan
@@ -54,6 +55,7 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
             "simulate needs a plan or a model that is not compiled, got a compiled model. Use simulate(plan, example), "
             "or the model itself."
         )
-    if not isinstance(model, nn.Module):
+    if isinstance(model, BlockPlan | GraphPlan):
         return model.simulated(example, workspace)
+    check_model(model)
     return watch(model, example, workspace)[0]

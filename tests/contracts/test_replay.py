@@ -59,12 +59,14 @@ HAZARDS = {
     "buffer in place": Hazard(parts.InPlace),
     "buffer by data": Hazard(parts.ByData),
     "saved buffer by data": Hazard(parts.Saved),
+    "buffer by data, later": Hazard(parts.LaterByData, refusal="through .data|Data-dependent"),
+    "large buffer": Hazard(parts.Constant),
     "buffer replaced": Hazard(parts.Replacing),
     "buffer of another dtype": Hazard(parts.Retyping),
     "buffer that returns": Hazard(parts.Returning),
-    "buffer with a gradient": Hazard(parts.Carrying, refusal="with a graph|capture|different metadata"),
-    "buffer that grows": Hazard(parts.Growing, refusal="size"),
-    "buffer made by the first run": Hazard(parts.Beginning, refusal="different metadata|not found in storage"),
+    "buffer with a gradient": Hazard(parts.Carrying, refusal="left the buffer .* with a graph"),
+    "buffer that grows": Hazard(parts.Growing),
+    "buffer made by the first run": Hazard(parts.Beginning),
     "buffers swapped": Hazard(parts.Swapping),
     "shared buffer in place": Hazard(parts.Sharing),
     "shared buffer replaced": Hazard(parts.Parting),
@@ -84,9 +86,13 @@ HAZARDS = {
     "all parameters frozen": Hazard(parts.Still),
     "input without a gradient": Hazard(parts.Dropping, without_its_gradient),
     "cached spectral norm": Hazard(
-        parts.Spectral, then(lambda trial: None, around=nn.utils.parametrize.cached), "capture|cached"
+        parts.Spectral, then(lambda trial: None, around=nn.utils.parametrize.cached), "cached"
     ),
     "LSTM": Hazard(parts.Recurrent),
+    "lazy module": Hazard(parts.Lazy, refusal="uninitialized parameter|lazy module"),
+    "weights lent": Hazard(parts.Lent),
+    "column by column": Hazard(parts.Across),
+    "result in place": Hazard(parts.Finishing),
     "argument in place": Hazard(parts.Overwriting, on_a_copy, "in.?place"),
     "parameter written by the step": Hazard(parts.Decaying, refusal="in.?place"),
     "backward pass inside": Hazard(parts.Descending, refusal="backward an extra time|autograd.grad"),
@@ -114,14 +120,13 @@ HAZARDS = {
         "in.?place",
     ),
     "weight replaced later": Hazard(parts.Dropping, then(replace_weight), "parameter"),
-    "buffer changed later": Hazard(parts.Reading, then(lambda trial: trial.blocks[0].first.k.mul_(2)), "in.?place"),
-    "mode changed later": Hazard(
-        parts.Dropping, then(lambda trial: trial.blocks.eval()), "different number of tensors|different metadata|mode"
-    ),
+    "buffer changed later": Hazard(parts.Reading, then(lambda trial: trial.blocks[0].first.k.mul_(2))),
+    "mode changed later": Hazard(parts.Dropping, then(lambda trial: trial.blocks.eval())),
 }
 
 # What an executor must refuse; by its name, or by the first words of several names, as in all tables below.
 REFUSED = {
+    ("plan_graph", "buffer changed later"): "modified by an inplace operation",  # a piece saves it
     ("sweep", "retained graph, with a buffer"): "must go backwards once",
     ("plan_blocks selective", "retained graph, with a buffer"): "only allowed to backward once",
     ("plan_graph", "checkpoint inside"): "the model has its own",
@@ -133,6 +138,7 @@ REFUSED = {
     ("sweep", "retained graph"): "must go backwards once",
 }
 ABSENT = {
+    ("plan_graph", "lazy module"): "the plan's own run gives it its shapes",
     ("bptt slots=100", "failed repetition"): "nothing runs again",
     ("bptt slots=100", "failed repetition, with a buffer"): "nothing runs again",
     ("plan_blocks offload", "failed repetition"): "nothing runs again",

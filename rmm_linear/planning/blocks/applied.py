@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from rmm_linear._support.provided import provided
-from rmm_linear._support.validation import did_you_mean
+from rmm_linear._support.validation import check_model, did_you_mean
 from rmm_linear.planning.blocks.plan import APPLIED, CONVERT, KEEP, NESTED, OFFLOAD, SELECTIVE, BlockPlan
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
@@ -61,8 +61,7 @@ class AppliedBlocks(Applied):
 @apply.register
 def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
     """Make a model train by a plan; see :meth:`BlockPlan.apply`."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"A plan is applied to an nn.Module, got {model!r}.")
+    check_model(model)
     plan.check()
     if APPLIED in vars(model):
         raise ValueError("The model trains by another plan already. Call rmm_linear.revert(model) first.")

@@ -9,13 +9,9 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Find the blocks of a model.
+    """Name the blocks of a model in its order: entries of lists of like modules, and the modules beside such lists.
 
-    A block is an entry of a list of like modules, as a transformer's layers are, that is in no other; or a module
-    beside such lists, as embeddings and heads are. A model without such a list has its children as blocks.
-
-    Returns:
-        Their names, in the order in which the model has them.
+    A model without such a list has its children as blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16)

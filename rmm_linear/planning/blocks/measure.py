@@ -10,6 +10,7 @@ from torch import nn
 
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
+from rmm_linear._support.validation import check_model
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.find import find_blocks, owner_of
 from rmm_linear.planning.blocks.observe import observe
@@ -133,6 +134,7 @@ def measure(
         >>> [sum(block.storages) for block in costs.blocks]  # the batch, the activation
         [200, 2000, 0]
     """
+    check_model(model)
     names = find_blocks(model)
     seen = observe(model, example, names)
     # What a module keeps cannot be told apart from what others keep between its calls.

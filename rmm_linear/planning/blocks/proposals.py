@@ -69,14 +69,7 @@ class Proposals:
         return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
 
     def adding(self, rows: Rows) -> Proposals:
-        """Add an option to some blocks: a step with all of them shows what each block keeps and needs with it.
-
-        Args:
-            rows: For every block what happens to it, or None where it does not have this option.
-
-        Returns:
-            The options with these.
-        """
+        """Add an option to the blocks that have a row, as a step with all of them shows what each keeps and needs."""
         events = self.events([row or known[0] for row, known in zip(rows, self.rows, strict=True)])
         kept, worst = by_block(events, self.names)
         measured = [row and replace(row, kept=kept[row.name], worst=worst[row.name]) for row in rows]

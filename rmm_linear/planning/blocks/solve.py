@@ -57,20 +57,11 @@ def choose(
     *,
     solver: str = "auto",
 ) -> list[int] | None:
-    """Choose an option for every block, so that their costs have the least sum.
+    """Choose an option for every block, so that their costs (the time that they add, if None) have the least sum.
 
-    A block's worst moment comes on top of what the blocks before it keep. Every solver finds something wherever
-    anything fits, and never exceeds the budget; they differ in how close to the least sum they come:
-
-    - "milp": the optimum to a millionth, by scipy's solver of mixed-integer programs, HiGHS. After 20 seconds, the best
-      that was found until then.
-    - "rounded": the optimum of a budget that is smaller by at most a 20,000th per block, by a dynamic program.
-
-    Args:
-        options: Of every block, in the order of the forward pass.
-        budget: Bytes.
-        cost: Of an option, finite; it may be negative. None: the time that it adds.
-        solver: "milp", "rounded", or "auto": the first where scipy can be imported, else the second.
+    "milp" is the optimum to a millionth, by scipy's HiGHS, or the best after 20 seconds; "rounded" that of a budget
+    smaller by at most a 20,000th per block, by a dynamic program; "auto" the first where scipy is installed. Both find
+    something wherever anything fits, and never exceed the budget.
 
     Example:
         >>> keep, again = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)
@@ -94,13 +85,7 @@ def choose(
 
 
 def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
-    """Return the peak of a choice.
-
-    Args:
-        options: Of every block, in the order of the forward pass.
-
-    Returns:
-        Bytes at the worst moment of any block, with what the blocks before it keep.
+    """Return the bytes at the worst moment of any block, with what the blocks before it keep.
 
     Example:
         >>> peak_of([[Option("keep", 5, 6, 0.0)], [Option("keep", 5, 6, 0.0)]], [0, 0])

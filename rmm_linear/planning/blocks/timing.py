@@ -14,13 +14,7 @@ from rmm_linear.planning.step.flops import PRODUCTS
 
 
 def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: int = 2) -> dict[str, float]:
-    """Measure how long the forward passes of modules take.
-
-    Like modules have the same time, so that noise does not choose between them.
-
-    Returns:
-        Name to seconds: of the device for CUDA, of the process for the CPU.
-    """
+    """Return seconds of modules' forward passes by name; like modules have the same, so that noise does not choose."""
     passes = [Clock(model, names).run(model, example) for _ in range(repeats)]
     return _mean_of_alike(model, {name: min(seconds[name] for seconds in passes) for name in names})
 

@@ -58,14 +58,7 @@ class Splits(Protocol):
 
 
 def splits(steps: int, slots: int, internal_cost: int | None) -> Splits:
-    """Choose where to split.
-
-    Args:
-        internal_cost: Slots of a recorded step's graph, a; None stores no graph.
-
-    Returns:
-        The splits: with the least forward steps where a state and a graph differ in size only if a table is affordable.
-    """
+    """Choose where to split; where a state and a graph differ in size, least only if a table is affordable."""
     if internal_cost is not None and slots >= internal_cost * (steps - 1):
         return AllGraphs()
     if _is_bound_attained(steps, slots, internal_cost) or not _is_affordable(steps, slots):

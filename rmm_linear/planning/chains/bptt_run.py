@@ -109,15 +109,7 @@ class Run:
     def backward(
         self, inputs: list[Tensor], state: list[Any], grads: Sequence[Tensor | None], grad_state: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Run the backward pass.
-
-        Args:
-            grads: Gradients with respect to the leaves of the outputs.
-            grad_state: Gradients with respect to the leaves of the last state.
-
-        Returns:
-            Gradients with respect to the inputs, the initial state and the parameters.
-        """
+        """Return gradients of inputs, initial state and parameters, from those of outputs and last state."""
         self.replayed.check()
         actions, frames = self.rest, self.frames
         self.rest, self.frames = None, []

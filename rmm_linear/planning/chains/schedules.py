@@ -50,9 +50,6 @@ def hierarchical(steps: int, ram: int, disk: int, write: float, read: float) -> 
 def recomputed(steps: int, slots: int) -> int:
     """Return how many forward steps Revolve adds to the first run, in closed form (Griewank & Walther 2000).
 
-    Args:
-        slots: States in fast memory, the initial one among them.
-
     Example:
         >>> [recomputed(10, 3), recomputed(50, 5), recomputed(1000, 50)]
         [15, 122, 1948]
@@ -72,15 +69,7 @@ def two_level_steps(steps: int, interval: int, slots: int) -> int:
 
 @dataclass
 class Counts:
-    """What a schedule does, in numbers.
-
-    Attributes:
-        forward_steps: Forward steps, those of the first run and those that are recorded included.
-        ram: Most states in fast memory at once, as the schedule counts them.
-        disk: Most states in the store at once.
-        writes: States that go to the store.
-        reads: States that come back.
-    """
+    """Forward steps of a schedule, recorded ones too; most states in fast memory and in the store; writes and reads."""
 
     forward_steps: int = 0
     ram: int = 0

@@ -77,6 +77,7 @@ def sweep(
 
     Raises:
         ValueError: If an argument is out of range, or two contradict each other.
+        StoreError: If the store is a file, before any step runs, or a state does not come back from it.
 
     Example:
         >>> u = torch.ones(3, dtype=torch.float64, requires_grad=True)

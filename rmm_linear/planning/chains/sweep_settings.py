@@ -8,6 +8,7 @@ from math import isqrt
 from typing import Any
 
 from rmm_linear._support.validation import check_integer
+from rmm_linear.planning.stores.folder import refuse_file
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Settings:
             )
         if isinstance(steps, int) and steps < 0:
             raise ValueError(f"steps must be at least 0, got {steps}.")
+        refuse_file(store)
         check_integer("length", length, optional=True)
         if length is not None and not callable(steps):
             raise ValueError(f"length is for a condition, got steps={steps} and length={length}. Leave length out.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear._support.validation import did_you_mean
+from rmm_linear._support.validation import check_model, did_you_mean
 from rmm_linear.planning.budget import read_budget
 from rmm_linear.planning.graphs.capture import check_graph
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
@@ -37,14 +37,7 @@ class Backend:
         known: Iterable[GraphPlan] = (),
         workspace: Workspace | None = None,
     ) -> None:
-        """Begin with the plans that are known.
-
-        Args:
-            memory: The budget, as for :func:`rmm_linear.planning.plan_graph`.
-            method: As for :func:`rmm_linear.planning.plan_graph`; "keep" leaves graphs that are not known as they are.
-            known: Plans of graphs that need not be planned.
-            workspace: As for :func:`rmm_linear.planning.plan_graph`.
-        """
+        """Begin with the plans that are known; others as of ``plan_graph``, "keep" leaves graphs as they are."""
         if method not in (*METHODS, "keep"):
             raise ValueError(
                 f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}"
@@ -126,11 +119,12 @@ def backend(memory: int | float | str, method: str = "cuts") -> Backend:
 @apply.register
 def apply_graph(plan: GraphPlan, model: nn.Module) -> Applied:
     """Make a model that trains by a plan; see :meth:`GraphPlan.apply`."""
-    plan.made_for(model, plan._workspace)
+    check_model(model)
     if plan.method == "blocks":
         raise ValueError("The plan is of one graph of several and cannot be applied to a model. Use plan_blocks().")
     method = "keep" if plan.method == "order" else plan.method
     made = Backend(plan.asked or plan.memory, method, known=[plan], workspace=plan._workspace)
+    plan.made_for(model, plan._workspace)
     return Applied(plan, torch.compile(model, backend=made, dynamic=False))
 
 

@@ -27,9 +27,6 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
     """Capture the forward pass of a training step, without its memory: the graph is not run.
 
     What torch.compile has compiled in this process is forgotten, and compiled again when it is used.
-
-    Args:
-        example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
     """
     if callable(example):
         raise CaptureError("A graph is captured from a batch, got a function. Pass the batch, or use plan_blocks().")

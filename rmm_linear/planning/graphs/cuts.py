@@ -83,16 +83,7 @@ def _candidates(costs: GraphCosts) -> list[int]:
 
 
 def unbeaten(kept: Tensor, seconds: Tensor, most: int) -> Tensor:
-    """Choose the states that keep less than all faster ones, thinned out evenly to what can be carried.
-
-    Args:
-        kept: Bytes, shape (n,).
-        seconds: Time, shape (n,).
-
-    Returns:
-        Places of the states, int64, shape (m,), m ≤ ``most``, from the fewest bytes to the least time. The first and
-        the last are always there.
-    """
+    """Return places of ``most`` states, thinned out evenly, that keep less than all faster ones, least bytes first."""
     order = torch.argsort(seconds, stable=True)
     order = order[torch.argsort(kept[order], stable=True)]
     ordered = seconds[order]

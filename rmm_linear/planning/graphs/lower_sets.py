@@ -62,12 +62,9 @@ class LowerSets:
         self.steps = self._steps()
 
     def solve(self, budget: int, *, most: bool = False) -> list[int] | None:
-        """Find the sequence of lower sets with the least recomputation.
+        """Find the lower sets with the least recomputation within bytes (results and their gradients), or the most.
 
-        Args:
-            budget: Bytes, in the terms of the paper: results of nodes, each with a gradient.
-            most: The most recomputation instead, which the paper calls memory-centric: what is forgotten early frees
-                memory that its budget does not count.
+        The paper calls the latter memory-centric: what is forgotten early frees memory that its budget does not count.
         """
         count, last = len(self.sets), len(self.sets) - 1
         kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite

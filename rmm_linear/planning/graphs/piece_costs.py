@@ -23,13 +23,7 @@ Parts = tuple[list[int], set[int]]  # by node: its part; and the parts that are 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes that are kept or recomputed together.
-
-    Attributes:
-        begin: Number of the first node.
-        end: Number of the node after the last one.
-        recomputed: Whether it is recomputed in the backward pass.
-    """
+    """Nodes from number ``begin`` to before ``end`` that are kept or recomputed together."""
 
     begin: int
     end: int

@@ -25,13 +25,7 @@ class RecomputedPiece(nn.Module):
     """A piece of a graph under activation checkpointing."""
 
     def __init__(self, piece: nn.Module, written: Sequence[int], *, random: bool, to_the_end: bool) -> None:
-        """Wrap a piece.
-
-        Args:
-            written: Places of the arguments that it changes: statistics of norms, counters.
-            random: Whether it draws random numbers, which are to be repeated.
-            to_the_end: Whether all of it is to be run again, as it switches something off that it has switched on.
-        """
+        """Wrap a piece that writes some of its arguments, may draw, and may have to run ``to_the_end`` again."""
         super().__init__()
         self.piece = piece
         self.written = tuple(written)

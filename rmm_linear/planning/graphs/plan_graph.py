@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.validation import did_you_mean
+from rmm_linear._support.validation import check_model, did_you_mean
 from rmm_linear.planning.budget import LEAST, read_budget
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
@@ -60,6 +60,7 @@ def plan_graph(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}")
+    check_model(model)
     graph, inputs = capture(model, example)
     return plan_captured(graph, inputs, memory, method, workspace).made_for(model, workspace)
 

@@ -26,14 +26,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Proposal:
-    """Pieces of a graph.
-
-    Attributes:
-        parts: By node: its part; and the parts that are recomputed.
-        method: Who proposed them.
-        estimated: Peak by the formula.
-        seconds: A rough time of the recomputation.
-    """
+    """Pieces of a graph (by node its part, and the recomputed parts), who proposed them, peak by formula, time."""
 
     parts: Parts
     method: str

@@ -21,12 +21,13 @@ class _Held:
     value: Tensor
     version: int
 
-    def restored(self, overwritten: Overwritten, still: Collection[int]) -> Tensor:
+    def restored(self, overwritten: Overwritten, still: Collection[int], *, whole: bool) -> Tensor:
         """Write the value into the tensor, behind autograd's back: a graph may have saved it."""
         tensor = self.tensor()
         if tensor is None:
             return self.value.clone()  # a copy, for it may be changed, and be needed again
-        if id(tensor) in still:
+        is_still = id(tensor) in still and version_of(tensor) == self.version
+        if is_still and (not whole or _is_known_to_be(tensor, self.value)):
             return tensor
         _note(tensor, overwritten)
         if id(tensor) in overwritten:
@@ -44,26 +45,23 @@ class Buffers:
         last: Buffers | None = None,
         still: Collection[int] = (),
     ) -> None:
-        """Copy the buffers.
+        """Copy the buffers of modules, parts of modules too; ``last`` gives the copies of what has not changed since.
 
-        Args:
-            modules: All modules that have some, parts of modules too: see :func:`parts_of`.
-            last: The same modules' earlier. Its copies take no memory again where nothing has changed since.
-            still: Tensors, by their ids, that are known to have not changed.
+        A tensor whose id is in ``still`` has changed if its version counter says so; others are compared.
         """
         self.modules, self.held = modules, list[_Held]()
         numbers: dict[int, int] = {}
+
+        def is_as(old: _Held, tensor: Tensor) -> bool:
+            by_version = id(tensor) in still
+            return version_of(tensor) == old.version if by_version else torch.equal(tensor, old.value)
 
         def number(tensor: Tensor, name: str, names: dict[str, int | None]) -> int:
             if id(tensor) not in numbers:
                 numbers[id(tensor)] = len(self.held)
                 place = names.get(name)
                 old = None if last is None or place is None else last.held[place]
-                if (
-                    old is None
-                    or old.tensor() is not tensor
-                    or not (id(tensor) in still or torch.equal(tensor, old.value))
-                ):
+                if old is None or old.tensor() is not tensor or not is_as(old, tensor):
                     copy = tensor.detach()
                     copy = copy if _is_expanded(tensor) else copy.clone()
                     old = _Held(TensorWeakRef(tensor), copy, version_of(tensor))
@@ -99,9 +97,9 @@ class Buffers:
         there = [(held.tensor(), held.version) for held in self.held]
         return {id(t) for t, version in there if t is not None and id(t) not in moved and version_of(t) == version}
 
-    def set(self, overwritten: Overwritten, still: Collection[int] = ()) -> None:
-        """Put the tensors back where they were, with what they held; those that are ``still`` hold it."""
-        tensors = [held.restored(overwritten, still) for held in self.held]
+    def set(self, overwritten: Overwritten, still: Collection[int] = (), *, whole: bool = False) -> None:
+        """Put the tensors back where they were, with what they held; ``still`` ones hold it, or ``whole`` looks."""
+        tensors = [held.restored(overwritten, still, whole=whole) for held in self.held]
         for module, names in zip(self.modules, self.names, strict=True):
             _put(module, {name: None if place is None else tensors[place] for name, place in names.items()})
 
@@ -117,12 +115,14 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 @contextmanager
-def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -> Iterator[Overwritten]:
-    """Leave buffers as they are now: the same tensors, with the same values."""
+def buffers_kept(
+    modules: Sequence[nn.Module], tensors: Iterable[Tensor] = (), still: Collection[int] = ()
+) -> Iterator[Overwritten]:
+    """Leave buffers as they are now: the same tensors, with the same values; those that are ``still`` stay so."""
     there = [dict(module._buffers.items()) for module in modules]
     overwritten: Overwritten = {}
     for tensor in (*(each for named in there for each in named.values()), *tensors):
-        if tensor is not None:
+        if tensor is not None and id(tensor) not in still:
             _note(tensor, overwritten)
     try:
         yield overwritten
@@ -135,9 +135,8 @@ def buffers_kept(modules: Sequence[nn.Module], tensors: Iterable[Tensor] = ()) -
 @contextmanager
 def buffers_as_left(overwritten: Overwritten, still: Collection[int] = ()) -> Iterator[None]:
     """Inside of :func:`buffers_kept`, show what it will leave to a backward pass that has saved some of the tensors."""
-    # On other devices than the CPU to compare would wait for them.
     moving = [both for key, both in overwritten.items() if key not in still]
-    differs = [(t, value) for t, value in moving if t.device.type != "cpu" or not torch.equal(t, value)]
+    differs = [(tensor, value) for tensor, value in moving if not _is_known_to_be(tensor, value)]
     working = [(tensor, tensor.detach().clone()) for tensor, _ in differs]
     _write(differs)
     try:
@@ -149,6 +148,11 @@ def buffers_as_left(overwritten: Overwritten, still: Collection[int] = ()) -> It
 def _write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in values:
         tensor.data.copy_(value)
+
+
+def _is_known_to_be(tensor: Tensor, value: Tensor) -> bool:
+    """Compare values where nothing has to be waited for."""
+    return tensor.device.type == "cpu" and torch.equal(tensor, value)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

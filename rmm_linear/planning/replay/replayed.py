@@ -145,16 +145,20 @@ class Replayed:
         given = [each for each in arguments if isinstance(each, Tensor)]
         self._given = [(TensorWeakRef(each), versions([each])) for each in given]
         self._named = [dict(part._parameters.items()) for part in self.parts]
-        parameters = [
-            each for named in self._named for each in named.values() if each is not None and not is_lazy(each)
-        ]
+        parameters = [each for named in self._named for each in named.values() if each is not None]
+        if draws and any(map(is_lazy, parameters)):
+            raise RuntimeError("Steps are tried first, and one has a lazy module. Run the module once before.")
+        parameters = [each for each in parameters if not is_lazy(each)]
         self._parameters = [*zip(parameters, versions(parameters), strict=True)]
         self._modes = [part.training for part in self.parts]
         constant = [*given, *parameters]
         self.draws, self.devices = draws, accelerators(constant)
         self.autocasts = autocast_now(sorted({"cpu", *(device.type for device in self.devices)}))
         self._overwritten: Overwritten = {}  # inside of kept()
-        self._moved, self._still = set[int](), set[int]()  # buffers by their ids, see settle()
+        self._moved = set[int]()  # buffers by their ids, as the following
+        self._still: set[int] | None = (
+            None  # version counters say whether they change; None before the first repetition
+        )
         if draws and parametrize._cache_enabled and any(map(parametrize.is_parametrized, self.parts)):
             raise RuntimeError(
                 "Steps run without gradients first, and parametrize.cached() would keep weights without gradients. "
@@ -162,21 +166,16 @@ class Replayed:
             )
 
     def seen(self, last: Seen | None = None) -> Seen:
-        """Return what a run would read now.
-
-        Args:
-            last: What one read before. It takes no memory again where nothing has changed since.
-
-        Returns:
-            Generators and buffers; ``last`` itself if all is as it was.
-        """
+        """Return what a run would read now: ``last`` itself if all is as it was, and its copies of what is."""
         drawn = generator_states(self.devices, None if last is None else last.generators) if self.draws else []
-        buffers = Buffers(self.parts, self.written, None if last is None else last.buffers, self._still)
+        buffers = Buffers(self.parts, self.written, None if last is None else last.buffers, self._still or ())
         if self.draws:
             self._refuse_graphs()
         if last is not None:
             old = {*map(id, last.buffers.held)}
             self._moved |= {id(held.tensor()) for held in buffers.held if id(held) not in old}
+            if self._still is None:  # one step has run: it alone is asked about each value, as that takes time
+                self._still = last.buffers.still(self._moved)
         if last is not None and drawn is last.generators and buffers.is_as(last.buffers):
             return last
         return Seen(drawn, buffers)
@@ -194,23 +193,27 @@ class Replayed:
     def settle(self, begin: Seen, last: Seen | None) -> bool:
         """Note which buffers no run has changed, so that :meth:`set` leaves them; return whether some have moved.
 
-        Args:
-            begin: What the first run read.
-            last: The newest that :meth:`seen` has found.
+        ``begin`` is what the first run read, ``last`` the newest that :meth:`seen` has found.
         """
-        end = self.seen(last or begin)
+        believed, self._still = self._still or set(), set()
+        last = last or begin
+        end = self.seen(last)
         self._still = begin.buffers.still(self._moved)
+        silent = (believed & self._moved) & last.buffers.still(())
+        for part in self.parts if silent else ():
+            for name, buffer in part._buffers.items():
+                if id(buffer) in silent:
+                    raise RuntimeError(
+                        f"The first step left the buffer {name!r} of {type(part).__name__} as it was, and a later one "
+                        "wrote it through .data, which leaves no trace. Use buffer.copy_(...) under torch.no_grad()."
+                    )
         return end.generators is not begin.generators or len(self._still) < len(begin.buffers.held)
 
     def set(self, seen: Seen, *, whole: bool = False) -> None:
-        """Let the next run read what :meth:`seen` found; to be called inside of :meth:`kept`.
-
-        Args:
-            whole: Whether buffers are written that no run has changed: somebody else may have.
-        """
+        """Let the next run read, inside of :meth:`kept`, what :meth:`seen` found; ``whole`` looks at all values."""
         if seen.generators:
             set_generator_states(seen.generators, self.devices)
-        seen.buffers.set(self._overwritten, () if whole else self._still)
+        seen.buffers.set(self._overwritten, self._still or (), whole=whole)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -219,7 +222,7 @@ class Replayed:
         modes = [part.training for part in self.parts]
         try:
             self._set_modes(self._modes)
-            with buffers_kept(self.parts, self.written) as self._overwritten:
+            with buffers_kept(self.parts, self.written, self._still or ()) as self._overwritten:
                 yield
         finally:
             self._overwritten = outer
@@ -234,7 +237,7 @@ class Replayed:
 
     def as_left(self) -> AbstractContextManager[None]:
         """Inside of :meth:`kept`, show buffers as they will be left, to a backward pass that has saved some."""
-        return buffers_as_left(self._overwritten, self._still)
+        return buffers_as_left(self._overwritten, self._still or ())
 
     def autocast(self, *, cached: bool = False) -> AbstractContextManager[None]:
         """Enter autocast as it was before the first run; see :func:`autocast_as`."""

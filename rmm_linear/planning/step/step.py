@@ -113,11 +113,7 @@ def prepared(
     """Prepare a step that leaves no trace, on fake tensors in the place of parameters, buffers and the batch.
 
     A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
-    CPU, as what a model does, and what it saves, depends on the device.
-
-    Args:
-        run: What to run on the model and the batch.
-        on_gradient: Is called with every parameter whose gradient has just been added up.
+    CPU, as what a model saves depends on the device. ``on_gradient`` gets each parameter whose gradient is complete.
     """
     with as_in_training(model), ExitStack() as stack:
 

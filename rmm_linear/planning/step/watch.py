@@ -18,12 +18,7 @@ Held = Callable[[Tensor], int]
 def watch(
     model: nn.Module, example: Any, workspace: Workspace | None = None, held: Held | None = None
 ) -> tuple[Peak, FollowedTensors]:
-    """Run a step and follow its tensors.
-
-    Args:
-        held: Says how many bytes of a parameter's gradient count once it is added up: 0 where gradients are there when
-            the step begins, those of one rank's part where it is sharded. None: all.
-    """
+    """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all."""
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
 
     def hold(parameter: Tensor) -> None:

@@ -15,6 +15,7 @@ import socket
 import uuid
 import weakref
 from pathlib import Path
+from typing import Any
 
 from rmm_linear.planning.stores.base import StoreError
 
@@ -32,14 +33,11 @@ class RunFolder:
 
     def __init__(self, parent: Path) -> None:
         """Make the folder, and remove what killed runs left beside it."""
+        refuse_file(parent)
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = "which is a file" if parent.is_file() else f"which cannot be made: {error.strerror or error}"
-            raise StoreError(
-                f"store must be a folder, or where one can be made, got {str(parent)!r}, {what}. Give another folder, "
-                '"cpu", or an object with put, get and drop.'
-            ) from error
+            raise _no_folder(parent, f"which cannot be made: {error.strerror or error}") from error
         remove_abandoned(parent)
         lock = None
         while lock is None:  # somebody who tidies up may take a lock that is not locked yet
@@ -63,6 +61,21 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the folder, now."""
         self._finalizer()
+
+
+def refuse_file(store: Any) -> None:
+    """Raise if a store is a path that is no folder, and cannot become one because it or a part of it is a file."""
+    path = Path(store) if isinstance(store, str | os.PathLike) and store != "cpu" else None
+    there = next((each for each in (path, *path.parents) if each.exists()), None) if path else None
+    if there is not None and not there.is_dir():
+        raise _no_folder(path, "which is a file" if there == path else f"but {str(there)!r} is a file")
+
+
+def _no_folder(path: Path | None, why: str) -> StoreError:
+    return StoreError(
+        f"store must be a folder, or where one can be made, got {str(path)!r}, {why}. Give another folder, "
+        '"cpu", or an object with put, get and drop.'
+    )
 
 
 def remove_abandoned(parent: Path) -> None:

@@ -168,11 +168,9 @@ class _Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, last: Callable[[], None], left: Sized) -> None:
-        """End the thread after what it has begun and a last job; what else it has not begun is left undone.
+        """End the thread after what it has begun and a last job, which may begin twice if the thread is killed.
 
-        Args:
-            last: The job, which may be begun anew if the thread is killed.
-            left: What becomes less while the job goes on; as long as it does, this waits.
+        What it has not begun is left undone. This waits as long as ``left`` becomes less.
         """
         with contextlib.suppress(queue.Empty):
             while True:
@@ -251,12 +249,7 @@ def _leave_nothing(store: Any, owned: bool, held: dict[str, bool]) -> None:
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Begin to copy tensors to the CPU's memory.
-
-    Returns:
-        Contiguous tensors on the CPU, those that are there already themselves; and events to wait for before they are
-        read.
-    """
+    """Begin to copy tensors to the CPU's memory; return them, and the events to wait for before they are read."""
     copies, events = [], []
     for tensor in (one.detach().resolve_conj().resolve_neg() for one in tensors):
         if tensor.device.type != "cuda":
