@@ -116,8 +116,8 @@ class Operation:
         moved: The share of codes that may be another number in ``native`` or ``triton``, because a value on the edge of
             a step falls to either side of it; 0 for none.
         error: The relative error that ``native`` and ``triton`` may have in float32, by another order of sums.
-        rounds_sums: Whether every implementation rounds sums to a half type before it packs them; the kernels that make a
-            sketch and pack it do not.
+        rounds_sums: Whether every implementation rounds sums to a half type before it packs them; the kernels that make
+            a sketch and pack it do not.
         by_row: Whether a row of what it makes follows from the same row of the tensors it is given, and from no other.
     """
 
