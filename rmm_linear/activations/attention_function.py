@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import PackedCall
-from rmm_linear.layers.function import as_no_view, refuse_double_backward
+from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import AttentionSpec, hides_padding, score_rows
@@ -39,7 +39,7 @@ class Attention:
     bits: int = BITS
 
 
-class AttentionFunction(torch.autograd.Function):
+class AttentionFunction(SavingFunction):
     """Attention that saves packed queries, keys and values. Shapes as for ``F.scaled_dot_product_attention``."""
 
     @staticmethod
@@ -81,10 +81,9 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
-        refuse_double_backward("a packed attention")
-        (y,), (stored, mask, kept, index, kv_index, bias) = grad_outputs, ctx.saved_tensors
-        if ctx.call.on_backward is not None:
-            ctx.call.on_backward(y.reshape(y.shape[0] * y.shape[1], -1), ctx.call.mask)
+        (y,) = grad_outputs
+        SavingFunction.received(ctx, y, "a packed attention", (y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]))
+        stored, mask, kept, index, kv_index, bias = ctx.saved_tensors
         grad_bias, needs_bias = None, bias is not None and ctx.needs_input_grad[7]
         with autocast_off(y.device.type):
             *gradients, of_bias = attention_backward(
@@ -173,4 +172,4 @@ def packed_attention(
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
         mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
-    return AttentionFunction.apply(query, key, value, mask, attention, call, exact, bias)  # pyright: ignore[reportReturnType]
+    return AttentionFunction.run(query, key, value, mask, attention, call, exact, bias)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rmm_linear.activations.base import PackedCall, PackedModule
-from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.masks import apply_mask, pack_mask
 
 
@@ -40,10 +40,10 @@ class PackedDropout(PackedModule):
         is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel()
         if not is_saving or is_plain or (self.inplace and torch.compiler.is_compiling()):
             return F.dropout(input, self.p, self.training, self.inplace)
-        return DropoutFunction.apply(input, self.p, self.inplace, call)
+        return DropoutFunction.run(input, self.p, self.inplace, call)
 
 
-class DropoutFunction(torch.autograd.Function):
+class DropoutFunction(SavingFunction):
     """Dropout with its mask in one bit per element."""
 
     @staticmethod
@@ -60,11 +60,9 @@ class DropoutFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient."""
-        refuse_double_backward("a packed nn.Dropout")
-        (grad_output,), (bits, index) = grad_outputs, ctx.saved_tensors
-        y = grad_output.reshape(-1, grad_output.shape[-1])
-        if ctx.call.on_backward is not None:
-            ctx.call.on_backward(y, ctx.call.mask)
+        (grad_output,) = grad_outputs
+        y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
+        bits, index = ctx.saved_tensors
         return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None, None
 
 

@@ -13,7 +13,7 @@ from rmm_linear.activations.gated_parts import GatedParts, gated_parts
 from rmm_linear.activations.pointwise import is_composed
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 
@@ -84,7 +84,7 @@ class PackedGatedMLP(PackedModule):
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
             bits = activation_bits(self.rmm_config)
             run = None if self._is_fused(act, a) else act
-            product = GatedFunction.apply(a, b, run, self.rmm_parts.activation, bits, call)
+            product = GatedFunction.run(a, b, run, self.rmm_parts.activation, bits, call)
         else:
             product = act(a) * b
         return self.rmm_parts.output(self, product)
@@ -96,7 +96,7 @@ class PackedGatedMLP(PackedModule):
         return runs_fused(a, self.rmm_is_composed)
 
 
-class GatedFunction(torch.autograd.Function):
+class GatedFunction(SavingFunction):
     """act(a) · b, with both of its derivatives packed."""
 
     @staticmethod
@@ -118,11 +118,9 @@ class GatedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
-        refuse_double_backward("a packed gated MLP")
-        (grad_output,), (stored, index) = grad_outputs, ctx.saved_tensors
-        y = grad_output.reshape(-1, grad_output.shape[-1])
-        if ctx.call.on_backward is not None:
-            ctx.call.on_backward(y, ctx.call.mask)
+        (grad_output,) = grad_outputs
+        y = SavingFunction.received(ctx, grad_output, "a packed gated MLP")
+        stored, index = ctx.saved_tensors
         found = apply_gated(y, stored, ctx.bits, index, *ctx.needs_input_grad[:2])
         gradients = (None if one is None else one.view(grad_output.shape).to(ctx.dtype) for one in found)
         return *gradients, None, None, None, None

@@ -18,7 +18,7 @@ from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.layers.function import SavingFunction, refuse_double_backward
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
@@ -93,7 +93,7 @@ class PackedNorm(PackedModule):
             with torch.no_grad(), autocast_off(input.device.type):
                 stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
             self._share(input, norm, stored)
-        return NormFunction.apply(input, weight, bias, stored, call.index, run, norm)
+        return NormFunction.run(input, weight, bias, stored, call.index, run, norm)
 
     def _normalize(self, norm: _Norm, casts: Casts, input: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the packed copy, made in one pass inside of the autograd function."""
@@ -138,7 +138,7 @@ def _has_rows(input: object, dims: int) -> bool:
     return isinstance(input, Tensor) and input.is_floating_point() and input.dim() >= dims
 
 
-class NormFunction(torch.autograd.Function):
+class NormFunction(SavingFunction):
     """A norm with the gradients of a packed copy of its normalized rows."""
 
     @staticmethod

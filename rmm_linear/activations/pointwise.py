@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear.activations.base import _PAIRS, PackedCall, PackedModule
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.layers.function import refuse_double_backward
+from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
@@ -86,10 +86,10 @@ class PackedActivation(PackedModule):
         bits = self.rmm_function.bits(self.rmm_bits)
         is_fused = self.rmm_config.fused and not is_inplace and runs_fused(input, self.rmm_is_composed)
         exact = None if is_fused else super().forward
-        return PointwiseFunction.apply(input, exact, is_inplace, self.rmm_function, bits, call)
+        return PointwiseFunction.run(input, exact, is_inplace, self.rmm_function, bits, call)
 
 
-class PointwiseFunction(torch.autograd.Function):
+class PointwiseFunction(SavingFunction):
     """A pointwise function with its derivative in few bits."""
 
     @staticmethod
@@ -121,13 +121,11 @@ class PointwiseFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient."""
-        refuse_double_backward("a packed activation")
-        (grad_output,), (stored, index) = grad_outputs, ctx.saved_tensors
-        y = grad_output.reshape(-1, grad_output.shape[-1])
-        if ctx.call.on_backward is not None:
-            ctx.call.on_backward(y, ctx.call.mask)
+        (grad_output,) = grad_outputs
+        y = SavingFunction.received(ctx, grad_output, "a packed activation")
+        stored, index = ctx.saved_tensors
         grad_input = apply_derivative(y, stored, index, *ctx.stored_as).view(grad_output.shape).to(ctx.dtype)
-        return grad_input, *(None for _ in ctx.needs_input_grad[1:])
+        return grad_input, None, None, None, None, None
 
 
 def is_composed(module: nn.Module) -> bool:

@@ -50,7 +50,27 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
     return grad_input, grad_bias
 
 
-class SketchedLinearFunction(torch.autograd.Function):
+class SavingFunction(torch.autograd.Function):
+    """Base class of functions that save something else than their input."""
+
+    @classmethod
+    def run(cls, *arguments: Any) -> Any:
+        """Do what ``apply`` does, without asking for torch.func in eager code, which converted modules refuse before."""
+        if torch.compiler.is_compiling():
+            return cls.apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def received(ctx: Any, y: Tensor, title: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Refuse double backward, and return dY as a matrix, of which ``ctx.call`` is told before it is used."""
+        refuse_double_backward(title)
+        y = y.reshape((-1, y.shape[-1]) if shape is None else shape)
+        if ctx.call.on_backward is not None:
+            ctx.call.on_backward(y, ctx.call.mask)
+        return y
+
+
+class SketchedLinearFunction(SavingFunction):
     """The linear layer that computes its weight gradient from a sketch of X."""
 
     @staticmethod
@@ -97,7 +117,7 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
     return gradient.to(ctx.weight_dtype)
 
 
-class UnsavedLinearFunction(torch.autograd.Function):
+class UnsavedLinearFunction(SavingFunction):
     """The linear layer that saves nothing of X: its gradients are those with respect to input and bias."""
 
     @staticmethod

@@ -168,7 +168,7 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     saved = _saved(input, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
-    return SketchedLinearFunction.apply(
+    return SketchedLinearFunction.run(
         input, weight, bias, x, call.dtype, call.spec, call.on_backward, is_traced, *ranks, *saved
     )
 
@@ -205,6 +205,6 @@ def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
-    return UnsavedLinearFunction.apply(
+    return UnsavedLinearFunction.run(
         input, RefusedGradient.apply(weight), bias, autocast_dtype(input.device.type, input.dtype)
     )
