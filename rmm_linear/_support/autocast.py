@@ -12,6 +12,7 @@ from torch import Tensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_AS_IT_IS = nullcontext()
 
 
 def autocast_off(device: str) -> AbstractContextManager[Any]:
@@ -23,7 +24,7 @@ def autocast_off(device: str) -> AbstractContextManager[Any]:
     Returns:
         The context.
     """
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

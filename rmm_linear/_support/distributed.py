@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor | None) -> bool:
     """Say whether a tensor is distributed over several processes.
 
     Args:
-        tensor: Any tensor or parameter.
+        tensor: Any tensor or parameter, or None.
 
     Returns:
         True for a ``DTensor``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take a microsecond more
 class PackedCall:
     """What one call of a module needs to make its stand-in.
 
@@ -61,7 +62,7 @@ class PackedModule(ConvertedModule):
             return PackedCall()  # padding has static shapes only, so it stays
         if context is None:
             return PackedCall(draw_seed() if seeded else None)
-        mask = context.call_of(index, shape, device, self.rmm_config.mask_padding).mask
+        mask = context.mask_of(index, math.prod(shape), self.rmm_config.mask_padding)
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
         seed = context.layer_seed(index) if seeded else None
         return PackedCall(seed, mask, self._note_backward, forward_pass=context.current_pass)

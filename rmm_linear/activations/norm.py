@@ -80,7 +80,7 @@ class PackedNorm(PackedModule):
         (input,) = values
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        is_distributed = any(tensor is not None and is_dtensor(tensor) for tensor in (input, weight, bias))
+        is_distributed = is_dtensor(input) or is_dtensor(weight) or is_dtensor(bias)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
         if call.is_exact or is_distributed or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)

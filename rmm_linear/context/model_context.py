@@ -15,6 +15,7 @@ then derive further seeds from the last step's, and use the masks and ids of the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.context.step_checks import StepChecks
 from rmm_linear.context.traced_masks import TracedMasks
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
+from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 
@@ -169,13 +171,26 @@ class ModelContext:
         Raises:
             RuntimeError: If it is unknown which of the layer's calls is being recomputed.
         """
-        tokens = torch.Size(shape).numel()
+        return self._inputs_of(index, math.prod(shape), masked).layer_call(shape, device, masked)
+
+    def mask_of(self, index: int, tokens: int, masked: bool) -> TokenMask | None:
+        """Return the mask of :meth:`call_of`, of which packed modules need nothing else.
+
+        Args:
+            index: Index of the module in the model.
+            tokens: N.
+            masked: Whether the module uses the token mask.
+        """
+        mask = self._inputs_of(index, tokens, masked).mask
+        return mask.ranks if masked and mask is not None else None
+
+    def _inputs_of(self, index: int, tokens: int, masked: bool) -> CallInputs:
         inputs = (self._inputs[-1] if self._inputs else CallInputs()).fitting(tokens)
         if not in_backward():
             self._pending.add(index, tokens, inputs)
         elif (first := self._pending.find()) is not None and first.module is not self._outermost:
             inputs = first.find(index, tokens, self.names[index], masked)  # else the whole model is recomputed
-        return inputs.layer_call(shape, device, masked)
+        return inputs
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them.

@@ -62,7 +62,7 @@ class SketchedLayer(ConvertedModule):
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
-        spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, self.rmm_config, self._bits())
+        spec = self._spec(input.shape, (dtype or input.dtype).itemsize, weight)
         self._note_rows(input, spec)
         if spec is None and not is_view_of_more(input):
             return F.linear(input, weight, bias)
@@ -76,6 +76,17 @@ class SketchedLayer(ConvertedModule):
         else:
             call = self._call(input, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
         return saved_linear(input, weight, bias, call)
+
+    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor) -> SaveSpec | None:
+        """What :func:`spec_for` decides, once for calls that are alike."""
+        decided_by = shape, itemsize, weight.shape, weight.requires_grad, self._bits(), self.rmm_config
+        if torch.compiler.is_compiling():
+            return spec_for(shape, itemsize, weight, self.rmm_config, decided_by[4])
+        known = vars(self).get("rmm_plan")
+        if known is None or known[0] != decided_by:
+            known = decided_by, spec_for(shape, itemsize, weight, self.rmm_config, decided_by[4])
+            vars(self)["rmm_plan"] = known
+        return known[1]
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
         """Tell the context whether the input has enough rows for a sketch."""

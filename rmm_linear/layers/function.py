@@ -55,7 +55,7 @@ class SavingFunction(torch.autograd.Function):
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:
-        """Do what ``apply`` does, without asking for torch.func in eager code, which converted modules refuse before."""
+        """Do what ``apply`` does, without looking for torch.func in eager code, which modules refuse before."""
         if torch.compiler.is_compiling():
             return cls.apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,7 +103,7 @@ class SketchedLinearFunction(SavingFunction):
             y = grad_output.reshape(-1, grad_output.shape[-1])
             grad_input, grad_bias = _exact_gradients(ctx, y, weight)
             grad_weight = _weight_gradient(ctx, y, order, count, saved) if ctx.needs_input_grad[1] else None
-        return grad_input, grad_weight, grad_bias, *(None for _ in ctx.needs_input_grad[3:])
+        return grad_input, grad_weight, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | None, saved: list[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from rmm_linear.sketches.seeds import draw_seed
 from rmm_linear.spec import SaveSpec
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take a microsecond more
 class LinearCall:
     """What one call of one layer does with its input.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rmm_linear.sketches import TokenMask
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen, it would take a microsecond more
 class LayerCall:
     """One call of one layer, as an estimator sees it.
 

@@ -31,7 +31,7 @@ from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec, additive, score_rows
 from rmm_linear.packing.attention_bias import Bias
 from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
-from rmm_linear.packing.stored import Part, empty_stored, views
+from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
 Bits = tuple[int, int, int]  # of queries, keys and values
@@ -158,7 +158,8 @@ def pack_attention(
 
 @pack_attention.register_fake
 def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
-    return empty_stored(query, _parts(query, key, value, index, kv_index, (bits_q, bits_k, bits_v)))
+    parts = _parts(query, key, value, index, kv_index, (bits_q, bits_k, bits_v))
+    return query.new_empty(stored_bytes(parts), dtype=torch.uint8)
 
 
 def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:

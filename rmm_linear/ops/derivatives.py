@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import seed_on
+from rmm_linear.sketches.seeds import fill_seed
 
 
 def _pack_plainly(
@@ -129,15 +130,14 @@ def pack_derivative(
     Returns:
         uint8, one dimension: the tensors of :func:`stored_parts`.
     """
-    function = Pointwise(name, tuple(parameters))
-    check_width(function, bits)
-    parts = stored_parts(function, bits, len(x) if index is None else len(index), x.shape[1])
+    rows, columns = x.shape
+    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     stored = empty_stored(x, parts).zero_()
     if function.is_exact:
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
         return stored
     seeds, codes, *qparams = views(stored, parts)
-    seeds.copy_(seed_on(x.device, seed))
+    fill_seed(seeds, seed)
     if not function.is_bounded:
         rows = torch.relu(x if index is None else x.index_select(0, index))
         for view, tensor in zip((codes, *qparams), PACK(rows, bits, seeds), strict=True):
@@ -175,8 +175,8 @@ def apply_derivative(
     Returns:
         dX̂, shape (N, C), dtype of ``y``, contiguous; rows that are not stored are zero.
     """
-    function = Pointwise(name, tuple(parameters))
-    parts = stored_parts(function, bits, len(y) if index is None else len(index), y.shape[1])
+    rows, columns = y.shape
+    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     if function.is_exact:
         return APPLY_DERIVATIVE(y, views(stored, parts)[0], function, bits, None, index)
     seeds, codes, *qparams = views(stored, parts)
@@ -192,6 +192,15 @@ def apply_derivative(
 @apply_derivative.register_fake
 def _(y, stored, index, name, parameters, bits):
     return y.new_empty(y.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    name: str, parameters: tuple[float, ...], bits: int, rows: int, columns: int
+) -> tuple[Pointwise, tuple[Part, ...]]:
+    function = Pointwise(name, parameters)
+    check_width(function, bits)
+    return function, tuple(stored_parts(function, bits, rows, columns))
 
 
 def check_width(function: Pointwise, bits: int) -> None:
@@ -232,14 +241,13 @@ def activate_and_pack(
     Returns:
         g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the stand-in, the bytes of ``pack_derivative``.
     """
-    function = Pointwise(name, tuple(parameters))
-    check_width(function, bits)
-    parts = stored_parts(function, bits, len(x) if index is None else len(index), x.shape[1])
+    rows, columns = x.shape
+    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     stored = empty_stored(x, parts).zero_()
     if function.is_exact:
         return ACTIVATE(x, views(stored, parts)[0], function, bits, None, index).contiguous(), stored
     seeds, *tensors = views(stored, parts)
-    seeds.copy_(seed_on(x.device, seed))
+    fill_seed(seeds, seed)
     if function.is_bounded:
         return ACTIVATE(x, tensors[0], function, bits, seeds, index).contiguous(), stored
     output, *packed = SQUARE(x, bits, seeds, index)

@@ -23,11 +23,12 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
 from rmm_linear.backends.triton import DTYPES
 from rmm_linear.sketches import RowSample, TokenMask
+from rmm_linear.spec import SaveSpec
 
 # float32 and the half types, all that the C library and the kernels read; float64 where it is converted for them.
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
-_PLAIN = (Tensor, nn.Parameter)
+_NO_SUBCLASS = {Tensor, nn.Parameter, type(None), int, float, bool, str, torch.dtype, SaveSpec}
 # What os.environ.get looks into: it alone takes half a microsecond.
 _environment = getattr(os.environ, "_data", os.environ)
 _SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
@@ -158,7 +159,7 @@ class Operation:
                     first = value
             elif kind is torch.dtype:
                 dtype = value
-            elif isinstance(value, Tensor):
+            elif kind not in _NO_SUBCLASS and isinstance(value, Tensor):
                 return self.plain(*arguments, **named)
         if first is None:
             raise TypeError("An operation takes at least one tensor, got none.")
@@ -305,10 +306,11 @@ def _is_unseen(arguments: tuple[Any, ...]) -> bool:
 
 def _are_memory(arguments: tuple[Any, ...]) -> bool:
     for value in arguments:
+        if type(value) in _NO_SUBCLASS:
+            continue
         if isinstance(value, Tensor):
-            if type(value) not in _PLAIN:
-                return False
-        elif isinstance(value, TokenMask):
+            return False
+        if isinstance(value, TokenMask):
             if not _are_memory((value.order, value.count)):
                 return False
         elif isinstance(value, RowSample) and not _are_memory(value):

@@ -129,7 +129,7 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
 @pack_norm.register_fake
 def _(x, index, seed, bits, eps, centered, dims=1):
     rows, columns = _shape(x.shape, dims)
-    return empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
+    return x.new_empty(norm_bytes(rows if index is None else index.shape[0], columns, bits), dtype=torch.uint8)
 
 
 @operator(
@@ -168,7 +168,7 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
 @normalize_and_pack.register_fake
 def _(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     rows, columns = _shape(x.shape, dims)
-    stored = empty_stored(x, _parts(rows if index is None else index.shape[0], columns, bits))
+    stored = x.new_empty(norm_bytes(rows if index is None else index.shape[0], columns, bits), dtype=torch.uint8)
     return x.new_empty(x.shape, dtype=dtype), stored
 
 

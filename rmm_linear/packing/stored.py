@@ -6,6 +6,7 @@ them and compute the other again, with another seed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
     Returns:
         uint8, one dimension.
     """
-    return like.new_empty(stored_bytes(parts), dtype=torch.uint8)
+    return like.new_empty(_places(tuple(parts))[1], dtype=torch.uint8)
 
 
 def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
@@ -58,12 +59,16 @@ def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     Returns:
         Views of ``stored``, contiguous.
     """
+    return [stored[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in _places(tuple(parts))[0]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(parts: tuple[Part, ...]) -> tuple[list[tuple[int, int, torch.dtype, tuple[int, ...]]], int]:
     found, place = [], 0
     for shape, dtype in parts:
-        size = math.prod(shape) * dtype.itemsize
-        found.append(stored[place : place + size].view(dtype).view(shape))
+        found.append((place, place + math.prod(shape) * dtype.itemsize, dtype, shape))
         place += _padded((shape, dtype))
-    return found
+    return found, place
 
 
 def _padded(part: Part) -> int:

@@ -69,6 +69,12 @@ def seed_on(device: torch.device, seed: int | None) -> Tensor:
     return seeds
 
 
+def fill_seed(seeds: Tensor, seed: int | None) -> None:
+    """Write what :func:`seed_on` returns into a tensor of shape (1,)."""
+    seeds.fill_(draw_seed() if seed is None else seed)
+    _vary(seeds)
+
+
 def fill_seeds(seeds: Tensor, seed: int | None) -> None:
     """Write the seeds of several matrices that are packed together, whose errors must be independent.
 

@@ -82,9 +82,20 @@ def rounding_noise(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[
     """
     signs = seed.new_empty(64, dtype=torch.float32)
     a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
-    sizes = (stream, rows, columns)
-    function("rmm_rounding_noise")(int(seed), *sizes, pointer(signs), pointer(a), pointer(c))
+    function("rmm_rounding_noise")(
+        int(seed), stream, rows, columns, signs.data_ptr(), a.data_ptr(), c.data_ptr()
+    )  # fmt: skip
     return signs, a, c
+
+
+def noise_words(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, int, int]:
+    """Return one tensor of int32 with 64 signs, as float32, and the numbers of rows and of columns; where these are."""
+    words = torch.empty(64 + rows + columns, dtype=torch.int32, device="cpu")
+    signs = words.data_ptr()
+    a = signs + 256
+    c = a + 4 * rows
+    function("rmm_rounding_noise")(int(seed), stream, rows, columns, signs, a, c)
+    return words, a, c
 
 
 def pack(

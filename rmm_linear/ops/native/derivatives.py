@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native import rounding_noise
+from rmm_linear.backends.native import noise_words
 from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 from rmm_linear.packing import ROUNDING_STREAM
 from rmm_linear.packing.pointwise import Pointwise
@@ -69,13 +69,15 @@ def pack_derivative(
     knots, line, table = None, [0.0] * 5, derivative_table(pointwise, bits)
     if table is not None:
         knots, line = table.knots, [table.begin, table.density, table.end, table.below, table.above]
-    (a, c), index = _noise(seed, len(codes), x.shape[1]), None if index is None else index.contiguous()
+    rows, columns = codes.shape[0], x.shape[1]
+    (words, a, c), index = _noise(seed, rows, columns), None if index is None else index.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     function("rmm_pack_derivative")(
-        pointer(x), TYPES[x.dtype], x.stride(0), len(codes), x.shape[1], pointer(index),
+        x.data_ptr(), TYPES[x.dtype], x.stride(0), rows, columns, pointer(index),
         _KINDS.get(pointwise.name, _TABLE), bits, pointer(knots), 0 if knots is None else len(knots),
-        *line, pointer(a), pointer(c), pointer(codes), threads(x),
+        *line, a, c, codes.data_ptr(), threads(x),
     )  # fmt: skip
+    del words  # whose memory was read until now
 
 
 def apply_derivative(
@@ -85,17 +87,19 @@ def apply_derivative(
     low, step = pointwise.range[0], pointwise.step(bits)
     if pointwise.parameters and pointwise.is_exact:
         low, step = pointwise.parameters[0], 0.0
-    (a, c), index = _noise(seed, len(codes), y.shape[1]), None if index is None else index.contiguous()
+    rows, columns = codes.shape[0], y.shape[1]
+    (words, a, c), index = _noise(seed, rows, columns), None if index is None else index.contiguous()
     y, codes = y.contiguous(), codes.contiguous()
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     function("rmm_apply_derivative")(
-        pointer(y), TYPES[y.dtype], pointer(codes), len(codes), y.shape[1], pointer(index),
-        _KINDS.get(pointwise.name, _TABLE), bits, low, step, pointer(a), pointer(c), pointer(out),
+        y.data_ptr(), TYPES[y.dtype], codes.data_ptr(), rows, columns, pointer(index),
+        _KINDS.get(pointwise.name, _TABLE), bits, low, step, a, c, out.data_ptr(),
         threads(y),
     )  # fmt: skip
+    del words
     return out
 
 
-def _noise(seed: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, Tensor | None]:
-    """The random numbers of rows and of columns."""
-    return (None, None) if seed is None else rounding_noise(seed, ROUNDING_STREAM, rows, columns)[1:]
+def _noise(seed: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, int, int]:
+    """The random numbers of rows and of columns: what holds them, and where they are."""
+    return (None, 0, 0) if seed is None else noise_words(seed, ROUNDING_STREAM, rows, columns)
