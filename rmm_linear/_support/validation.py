@@ -6,8 +6,6 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from torch import nn
-
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a sentence with the known word that is most like another one, or nothing."""
@@ -45,12 +43,6 @@ def read_names(name: str, value: object) -> str | tuple[str, ...]:
             raise ValueError(f"{name} must name at least one layer, got an empty list.")
         return tuple(value)
     raise TypeError(f"{name} must be a regular expression or a list of layer names, got {value!r}.")
-
-
-def check_model(model: object, name: str = "model") -> None:
-    """Raise unless a value is a model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
 
 
 def check_pattern(name: str, pattern: object) -> None:

@@ -10,14 +10,14 @@ from torch import nn
 
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.quiet import quiet
-from rmm_linear._support.validation import check_model, did_you_mean
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.shards import Shards, fully_sharded
 from rmm_linear.planning.blocks.plan import KEEP
-from rmm_linear.planning.budget import LEAST, read_budget
+from rmm_linear.planning.budget import LEAST, check_model, read_budget
 
 logger = logging.getLogger(__name__)
 

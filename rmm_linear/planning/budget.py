@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from rmm_linear._support.sizes import read_bytes
 
 LEAST = "least"  # as a budget: as little as a plan can need
+
+
+def check_model(model: object) -> None:
+    """Raise unless a value is a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
 
 
 def read_budget(memory: object, plain: int) -> int:

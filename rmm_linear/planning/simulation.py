@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.validation import check_model
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.graphs.plan import GraphPlan
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from rmm_linear._support.provided import provided
-from rmm_linear._support.validation import check_model, did_you_mean
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.planning.blocks.plan import APPLIED, CONVERT, KEEP, NESTED, OFFLOAD, SELECTIVE, BlockPlan
 from rmm_linear.planning.blocks.recompute import Recomputed
+from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
 

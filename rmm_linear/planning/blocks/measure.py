@@ -10,11 +10,11 @@ from torch import nn
 
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
-from rmm_linear._support.validation import check_model
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.find import find_blocks, owner_of
 from rmm_linear.planning.blocks.observe import observe
 from rmm_linear.planning.blocks.timing import time_modules
+from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.graphs.node_costs import NodeCost, measure_nodes
 from rmm_linear.planning.step.follow import FORWARD, Event
 from rmm_linear.planning.step.step import has_memory

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear._support.validation import check_model, did_you_mean
-from rmm_linear.planning.budget import read_budget
+from rmm_linear._support.validation import did_you_mean
+from rmm_linear.planning.budget import check_model, read_budget
 from rmm_linear.planning.graphs.capture import check_graph
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
 from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, planned_pieces
