@@ -151,8 +151,7 @@ def pack_attention(
     seeds, *places = views(stored, parts)
     fill_seeds(seeds, seed)
     for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):
-        for place, made in zip(places[2 * i : 2 * i + 2], PACK(rows, bits[i], seeds[i : i + 1]), strict=True):
-            place.copy_(made)
+        PACK(rows, bits[i], seeds[i : i + 1], out=(places[2 * i], places[2 * i + 1]))
     return stored
 
 

@@ -140,8 +140,7 @@ def pack_derivative(
     fill_seed(seeds, seed)
     if not function.is_bounded:
         rows = torch.relu(x if index is None else x.index_select(0, index))
-        for view, tensor in zip((codes, *qparams), PACK(rows, bits, seeds), strict=True):
-            view.copy_(tensor)
+        PACK(rows, bits, seeds, out=(codes, *qparams))
     else:
         PACK_DERIVATIVE(x, codes, function, bits, seeds, index)
     return stored

@@ -11,8 +11,9 @@ Both are enumerated, with samples of their arguments, and tests/contracts/test_o
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -264,6 +265,21 @@ def _add(table: dict[str, Row], name: str, row: Row) -> Row:
         raise ValueError(f"There is an operation {name!r} already. Choose another name.")
     table[name] = row
     return row
+
+
+def into(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make of an implementation that returns new tensors one that also writes them into given ones, ``out``."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, out: Sequence[Tensor] | None = None, **named: Any) -> Any:
+        made = function(*arguments, **named)
+        if out is None:
+            return made
+        for place, one in zip(out, made, strict=True):
+            place.copy_(one)
+        return out
+
+    return run
 
 
 def runs_fused(x: Tensor, is_composed: bool) -> bool:

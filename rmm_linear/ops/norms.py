@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops import triton
-from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
+from rmm_linear.ops.dispatch import Call, Case, call, into, operation, operator
 from rmm_linear.ops.native import norms as native
 from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
 from rmm_linear.packing.norms import NormCopy
 from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import seed_on
+from rmm_linear.sketches.seeds import fill_seed, seed_on
 
 _EPS = 1e-5  # of samples
 
@@ -55,7 +55,9 @@ def _normalize_samples(case: Case) -> Iterator[Call]:
         yield call(x, case.vector(), None, (case.dtype, case.dtype), *how)
 
 
-PACK_NORM = operation("PACK_NORM", plain.pack_norm, native.pack_norm, triton.pack_norm, _pack_samples, moved=0.002)
+PACK_NORM = operation(
+    "PACK_NORM", into(plain.pack_norm), native.pack_norm, into(triton.pack_norm), _pack_samples, moved=0.002
+)
 NORM_GRADIENTS = operation(
     "NORM_GRADIENTS", plain.norm_gradients, native.norm_gradients, triton.norm_gradients, _gradients_samples
 )
@@ -122,8 +124,11 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """
     matrix = _matrix(x, dims)
     parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
-    seeds = seed_on(x.device, seed)
-    return _store(seeds, PACK_NORM(matrix, bits, seeds, eps, centered, index), parts)
+    stored = empty_stored(x, parts).zero_()
+    seeds, rstd, codes, qparams = views(stored, parts)
+    fill_seed(seeds, seed)
+    PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, qparams, rstd))
+    return stored
 
 
 @pack_norm.register_fake

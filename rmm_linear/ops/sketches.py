@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rmm_linear import packing, sketches
 from rmm_linear.ops import plain, triton
-from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
+from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, into, operation, operator
 from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.packing import GROUP, WIDTHS
@@ -127,7 +127,7 @@ UNPACKED_PRODUCT = operation(
     native_dtypes=FLOATS, by_row=False,
 )  # fmt: skip
 PACK = operation(
-    "PACK", packing.pack, native.pack, triton.pack, _pack_samples, native_dtypes=FLOATS, moved=0.002
+    "PACK", into(packing.pack), native.pack, into(triton.pack), _pack_samples, native_dtypes=FLOATS, moved=0.002
 )  # fmt: skip
 UNPACK = operation(
     "UNPACK", packing.unpack, native.unpack, triton.unpack, _unpack_samples, native_dtypes=FLOATS

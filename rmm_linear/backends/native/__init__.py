@@ -141,6 +141,15 @@ def pack(
     return result == 0
 
 
+def pack_rows(matrix: Tensor, bits: int, signs: int, a: int, c: int, codes: Tensor, qparams: Tensor) -> bool:
+    """Do what :func:`pack` does with all rows, with noise at the addresses of :func:`noise_words`."""
+    rows, columns = matrix.shape
+    return not function("rmm_pack")(
+        matrix.data_ptr(), TYPES[matrix.dtype], 0, rows, columns, matrix.stride(0), rows, 1, signs, signs,
+        bits, signs, a, c, codes.data_ptr(), qparams.data_ptr(), threads(matrix),
+    )  # fmt: skip
+
+
 def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Tensor, matrix: Tensor) -> None:
     """Write the rows that codes and qparams represent; whole groups stay rotated.
 

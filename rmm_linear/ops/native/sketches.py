@@ -145,17 +145,26 @@ def unpacked_product(
     return _unrotate(product, seed, noise).to(dtype)
 
 
-@without_autocast
-def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Pack as :func:`rmm_linear.packing.pack` does."""
-    return _pack_parts(lambda begin, end: matrix[begin:end], (matrix.shape[0], matrix.shape[1]), bits, seed)
+    rows, columns = matrix.shape
+    if matrix.dtype not in TYPES or rows * columns > _CHUNK:
+        return _pack_parts(lambda begin, end: matrix[begin:end], (rows, columns), bits, seed, out)
+    codes, qparams = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
+    matrix, (words, a, c) = _contiguous_rows(matrix), native.noise_words(seed, ROUNDING_STREAM, rows, columns)
+    if not native.pack_rows(matrix, bits, words.data_ptr(), a, c, codes, qparams):
+        packing.mark_infinite(qparams)
+    return codes, qparams
 
 
 def _pack_parts(
-    part: Callable[[int, int], Tensor], shape: tuple[int, int], bits: int, seed: Tensor
+    part: Callable[[int, int], Tensor],
+    shape: tuple[int, int],
+    bits: int,
+    seed: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    packing.check_bits(bits)
-    codes, qparams = packing.empty_packed(*shape, bits, seed)
+    codes, qparams = out or packing.empty_packed(*shape, packing.check_bits(bits), seed)
     noise = _rounding_noise(seed, *shape)
     for rows in packing.row_parts(*shape, seed.device, _CHUNK):
         values = part(rows.start, rows.stop)
