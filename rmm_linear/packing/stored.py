@@ -59,14 +59,22 @@ def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     Returns:
         Views of ``stored``, contiguous.
     """
-    return [stored[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in _places(tuple(parts))[0]]
+    typed = {torch.uint8: stored}
+    begin, found = stored.storage_offset(), []
+    for place, dtype, size, shape, stride in _places(tuple(parts))[0]:
+        if dtype not in typed:
+            typed[dtype] = stored.view(dtype)
+        found.append(typed[dtype].as_strided(shape, stride, begin // size + place))
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _places(parts: tuple[Part, ...]) -> tuple[list[tuple[int, int, torch.dtype, tuple[int, ...]]], int]:
+def _places(parts: tuple[Part, ...]) -> tuple[list[tuple[int, torch.dtype, int, tuple[int, ...], list[int]]], int]:
+    """Of every part: the place of its first element, dtype, bytes of an element, shape and stride; and all bytes."""
     found, place = [], 0
     for shape, dtype in parts:
-        found.append((place, place + math.prod(shape) * dtype.itemsize, dtype, shape))
+        stride = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        found.append((place // dtype.itemsize, dtype, dtype.itemsize, shape, stride))
         place += _padded((shape, dtype))
     return found, place
 
