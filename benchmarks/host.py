@@ -1,60 +1,134 @@
-"""Suite ``host``: what one call of a layer costs beside its arithmetic, which is next to nothing here.
+"""Suite ``host``: what one call of a module costs beside its arithmetic, which is next to nothing here.
 
-Forward and backward pass of twelve layers of 16 -> 16 on 64 tokens, in one thread: nn.Linear, and the same model
-converted. Tables divide by the layers, so that a figure is one layer's call inside of a model, with its share of what
-the conversion does once per call of the model.
+Forward and backward pass of twelve modules of 16 columns on 64 tokens, in one thread: PyTorch's own, and the same
+converted. So are the blocks of a RoBERTa and a LLaMA of that width, with all operations converted. Tables divide by the
+modules, so that a figure is the call of one inside of a model, with its share of what the conversion does once per call
+of the model.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.case import Case, Outcome, Setup
 from rmm_linear import RMMConfig, convert
 
-REFERENCE = "nn.Linear"
+REFERENCE = "exact"
 THREADS = 1  # more would wait for each other
-TOKENS, WIDTH, LAYERS = 64, 16, 12
+TOKENS, WIDTH, LAYERS, SEQUENCES = 64, 16, 12, 2
+_SIZES: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 1}
+
+
+class Attention(nn.Module):
+    """Attention alone, by which the conversion is told from its surroundings."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        """Take the probability of dropout."""
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend; shape (N, I) of two sequences."""
+        q = x.view(SEQUENCES, -1, 1, x.shape[1]).transpose(1, 2)
+        p = self.p if self.training else 0.0
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=p).transpose(1, 2).reshape(x.shape)
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP as LLaMA has it."""
+
+    def __init__(self) -> None:
+        """Make its layers."""
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _linear() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    nn.init.orthogonal_(layer.weight)  # gradients of the same size
+    return layer
+
+
+@dataclass(frozen=True)
+class Module:
+    """What is measured, and how it is converted.
+
+    Attributes:
+        make: Makes one module, or with ``is_model`` a model of some layers.
+        configs: By the title of a provider.
+        is_model: Whether it is a whole model of transformers.
+    """
+
+    make: Callable[..., nn.Module]
+    configs: dict[str, dict[str, Any]]
+    is_model: bool = False
+
+
+def _model(kind: str, layers: int) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**_SIZES, num_hidden_layers=layers, vocab_size=64)
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+_PACKED = {"converted": {}}
+MODULES = {
+    "linear layers": Module(
+        _linear,
+        {
+            "countsketch": {"kind": "countsketch", "ratio": 0.1, "bits": None},
+            "countsketch 4 bits": {"memory": 0.1, "bits": 4},
+            "rows": {"kind": "rows", "ratio": 0.1, "bits": None},
+        },
+    ),
+    "GELU": Module(nn.GELU, _PACKED),
+    "LayerNorm": Module(lambda: nn.LayerNorm(WIDTH), _PACKED),
+    "dropout": Module(lambda: nn.Dropout(0.1), _PACKED),
+    "attention": Module(Attention, _PACKED),
+    "attention with dropout": Module(lambda: Attention(0.1), _PACKED),
+    "gated MLPs, activation": Module(GatedMLP, {"converted": {"operations": ["activation"]}}),
+    "RoBERTa blocks": Module(lambda layers: _model("Roberta", layers), _PACKED, is_model=True),
+    "LLaMA blocks": Module(lambda layers: _model("Llama", layers), _PACKED, is_model=True),
+}
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
-    """Return the suite's case."""
+    """Return a case for every module, and for the blocks of models."""
     layers = 2 if tiny else LAYERS
     return [
         Case(
-            "host",
-            f"{layers} layers of {WIDTH} -> {WIDTH}, {TOKENS} tokens",
-            device,
-            "float32",
-            (TOKENS, WIDTH, layers),
-            check=TOKENS,
-            rounds=2 if tiny else 60,
-            tiny=tiny,
+            "host", f"{layers} {title}", device, "float32", (TOKENS, WIDTH, layers),
+            check=TOKENS, rounds=2 if tiny else 60, tiny=tiny,
         )
-    ]
+        for title in MODULES
+    ]  # fmt: skip
 
 
-def configs(case: Case) -> dict[str, RMMConfig]:
-    """Return the providers that are sketched. The default would keep all rows of so few tokens."""
-    return {
-        "countsketch": RMMConfig(kind="countsketch", ratio=case.ratio, bits=None, min_rows=1),
-        "countsketch 4 bits": RMMConfig(memory=case.ratio, bits=4, min_rows=1),
-        "rows": RMMConfig(kind="rows", ratio=case.ratio, bits=None, min_rows=1),
-    }
+def _of(case: Case) -> Module:
+    return MODULES[case.name.partition(" ")[2]]
 
 
 def providers(case: Case) -> list[str]:
     """Return the titles of the providers, the reference first."""
-    return [REFERENCE, *configs(case)]
+    return [REFERENCE, *_of(case).configs]
 
 
 def setup(case: Case, provider: str) -> Setup:
     """Make a provider ready to run forward and backward pass."""
-    model, (x, y) = _model(case, provider), _inputs(case)
-    leaves = [x, *model.parameters()]
+    model, (x, y) = _made(case, provider), _inputs(case)
+    leaves = [*model.parameters(), *([] if _of(case).is_model else [x])]
 
     def forward() -> Tensor:
         return model(x)
@@ -64,40 +138,54 @@ def setup(case: Case, provider: str) -> Setup:
             leaf.grad = None
         forward().backward(y)
 
-    def outcome(seed: int) -> Outcome:
+    def outcome(seed: int, provider: str = provider) -> Outcome:
         torch.manual_seed(seed)
-        return _outcome(model, *_inputs(case))
+        return _outcome(_made(case, provider), case)
 
-    return Setup(run, outcome, lambda seed: _expected(case), model, forward)
+    return Setup(run, outcome, lambda seed: outcome(seed, REFERENCE), model, forward)
 
 
-def _model(case: Case, provider: str) -> nn.Module:
-    _, width, layers = case.sizes
+class _Model(nn.Module):
+    """A model of which the last hidden state is asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, attention_mask=torch.ones_like(ids))[0]
+
+
+def _made(case: Case, provider: str) -> nn.Module:
+    module, layers = _of(case), case.sizes[2]
+    state = torch.get_rng_state()
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(width, width, device=case.device) for _ in range(layers)))
-    for layer in model:
-        nn.init.orthogonal_(layer.weight)  # pyright: ignore[reportArgumentType]  # gradients of the same size
+    model = module.make(layers) if module.is_model else nn.Sequential(*(module.make() for _ in range(layers)))
+    torch.set_rng_state(state)
+    model = model.to(case.device)
     if provider != REFERENCE:
-        convert(model, configs(case)[provider])
-    return model.train()
+        convert(model, RMMConfig(min_rows=1, **module.configs[provider]))
+    return (_Model(model) if module.is_model else model).train()
 
 
 def _inputs(case: Case) -> tuple[Tensor, Tensor]:
-    """X, which wants its gradient, and Y."""
+    """X, which wants its gradient, or ids; and Y."""
     generator = torch.Generator().manual_seed(2)
     x, y = (torch.randn(case.sizes[:2], generator=generator).to(case.device) for _ in range(2))
-    return x.requires_grad_(), y
+    if not _of(case).is_model:
+        return x.requires_grad_(), y
+    ids = torch.randint(3, 60, (SEQUENCES, TOKENS // SEQUENCES), generator=generator).to(case.device)
+    return ids, y.view(SEQUENCES, -1, WIDTH)
 
 
-def _outcome(model: nn.Module, x: Tensor, y: Tensor) -> Outcome:
+def _outcome(model: nn.Module, case: Case) -> Outcome:
+    """Of linear layers the gradients too; those of other modules are the matter of the suite ``operators``."""
+    x, y = _inputs(case)
     output = model(x)
+    if not isinstance(model[0] if isinstance(model, nn.Sequential) else model, nn.Linear):
+        return Outcome({"output": output.detach()}, [])
     parameters = list(model.parameters())
     x_gradient, *gradients = torch.autograd.grad(output, (x, *parameters), y)
     found = {"output": output.detach(), "dX": x_gradient}
     found["gradients with respect to biases"] = torch.cat([one for one in gradients if one.dim() == 1])
     return Outcome(found, [one for one in gradients if one.dim() == 2])
-
-
-@functools.lru_cache(maxsize=1)
-def _expected(case: Case) -> Outcome:
-    return _outcome(_model(case, REFERENCE), *_inputs(case))

@@ -121,8 +121,8 @@ def _source(row: Row) -> str:
         "stand-in, bytes per second by those of a copy, too",
         "growth": "Time of a layer's forward and backward pass per token, by that per token of "
         f"{growth.BASE:,} tokens; a tenth kept",
-        "host": "Forward and backward pass by the layers: time of one layer's call inside of a model whose arithmetic "
-        "takes next to none, a tenth kept",
+        "host": "Forward and backward pass by the modules: time of one module's call inside of a model whose "
+        "arithmetic takes next to none",
     }[row.suite]
     threads = f", {row.threads} thread{'s' * (row.threads != 1)}" if row.device == "cpu" else ""
     triton = f", Triton {row.triton}" if row.device == "cuda" else ""
@@ -207,7 +207,7 @@ def per_layer(row: Row) -> float:
 
 
 def _host(rows: Sequence[Row]) -> str:
-    header = ("", "one layer, µs", f"of {host.REFERENCE}", f"over {host.REFERENCE}, µs")
+    header = ("", "one module, µs", "relative to exact", "over exact, µs")
     lines = []
     for row in rows:
         (base,) = [per_layer(one) for one in rows if (one.case, one.provider) == (row.case, host.REFERENCE)]

@@ -220,15 +220,18 @@ def test_host_is_time_of_one_layer_in_one_thread(tmp_path: Path, monkeypatch: py
         set_threads(threads)
     assert (set_to[0], set_to[1], set_to[-1]) == (2, 1, 2)
     rows = read_rows(tmp_path / "host-cpu.csv", Row)
-    assert [row.provider for row in rows] == ["nn.Linear", "countsketch", "countsketch 4 bits", "rows"]
+    linear = [row for row in rows if row.case == "2 linear layers"]
+    assert [row.provider for row in linear] == ["exact", "countsketch", "countsketch 4 bits", "rows"]
     assert {row.threads for row in rows} == {1}
-    exact, *sketched = rows
+    assert {row.status for row in rows} == {"ok"}
+    assert len({row.case for row in rows}) == 9
+    exact, *sketched = linear
     assert per_layer(exact) == pytest.approx((exact.median or 0) / 2 * 1e6)
     page = performance(tmp_path)
     assert ", 1 thread, " in page
     cells = {tuple(cell.strip() for cell in line.split("|"))[1:-1] for line in page.splitlines()}
-    case = "2 layers of 16 -> 16, 64 tokens, fp32"
-    assert (f"{case}: nn.Linear", f"{per_layer(exact):.1f}", "1.00", "") in cells
+    case = "2 linear layers, fp32"
+    assert (f"{case}: exact", f"{per_layer(exact):.1f}", "1.00", "") in cells
     for row in sketched:
         time, over = per_layer(row), per_layer(row) - per_layer(exact)
         assert (f"{case}: {row.provider}", f"{time:.1f}", f"{row.relative:.2f}", f"{over:.1f}") in cells
