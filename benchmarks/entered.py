@@ -6,6 +6,7 @@ from one file to another. By sys.setprofile, after some steps, so that what is d
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def lines_of(modules: list[str]) -> int:
 def _linear(bits: int | None) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16))
-    how = {"ratio": 0.1} if bits is None else {"memory": 0.1}
+    how: dict[str, Any] = {"ratio": 0.1} if bits is None else {"memory": 0.1}
     convert(model, RMMConfig(kind="countsketch", bits=bits, min_rows=1, **how))
     return model.train(), torch.randn(64, 16, requires_grad=True)
 
@@ -87,6 +88,7 @@ def counts() -> list[tuple[str, list[str], int]]:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(prog="python -m benchmarks.entered", description=__doc__).parse_args()
     lines = [(what, str(len(names)), f"{lines_of(names):,}", str(moves)) for what, names, moves in counts()]
     print(table(("", "modules", "lines", "moves"), lines))
 
