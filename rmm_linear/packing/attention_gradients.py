@@ -98,9 +98,9 @@ def attention_gradients(
         if not (ours.count and theirs.count):
             continue
         count = min(together, batch - begin)
-        y = ours.place(flat[ours.tokens].to(wide), count)
+        y = ours.place(flat[ours.tokens].to(wide), count, (heads, value_width))
         q, k, v = (
-            at.place(row(at.first, at.first + at.count).to(wide), count).unflatten(2, (size[1], -1))
+            at.place(row(at.first, at.first + at.count).to(wide), count, size[1:])
             for row, at, size in zip(rows, (ours, theirs, theirs), shapes, strict=True)
         )
         places = slice(begin, begin + count)
@@ -125,12 +125,12 @@ class _Span:
     tokens: Tensor | slice
     places: Tensor | None  # None: all places, in order
 
-    def place(self, rows: Tensor, sequences: int) -> Tensor:
-        """Rows (n, …) at their places, shape (sequences, columns, …), and 0 at the others."""
+    def place(self, rows: Tensor, sequences: int, shape: tuple[int, int]) -> Tensor:
+        """Rows (n, …) at their places, shape (sequences, columns, *shape), and 0 at the others."""
         width = self.columns.stop - self.columns.start
         if self.places is not None:
             rows = rows.new_zeros(sequences * width, *rows.shape[1:]).index_copy_(0, self.places, rows)
-        return rows.unflatten(0, (sequences, width))
+        return rows.reshape(sequences, width, *shape)
 
 
 def _spans(index: Tensor | None, batch: int, tokens: int, together: int) -> Iterator[tuple[int, _Span]]:
@@ -243,12 +243,11 @@ class _Sequences:
 
 def _by_head(tensor: Tensor, group: int) -> Tensor:
     """(sequences, columns, heads, features) to (sequences · heads / group, group · columns, features)."""
-    tensor = tensor.transpose(1, 2)  # a view of one sequence stays one
-    if group > 1:
-        tensor = tensor.unflatten(1, (-1, group)).flatten(2, 3)
-    return tensor.squeeze(0) if len(tensor) == 1 else tensor.flatten(0, 1)
+    sequences, columns, heads, features = tensor.shape  # a view of one sequence stays one
+    return tensor.transpose(1, 2).reshape(sequences * heads // group, group * columns, features)
 
 
 def _by_token(tensor: Tensor, count: int, group: int) -> Tensor:
     """The inverse of :func:`_by_head` for ``count`` sequences."""
-    return tensor.unflatten(0, (count, -1)).unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)
+    heads, columns, features = tensor.shape
+    return tensor.view(count, heads // count * group, columns // group, features).transpose(1, 2)

@@ -60,7 +60,8 @@ def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
         Views of ``stored``, contiguous.
     """
     typed = {torch.uint8: stored}
-    begin, found = stored.storage_offset(), []
+    begin: int = stored.storage_offset()  # pyright: ignore[reportAssignmentType]
+    found: list[Tensor] = []
     for place, dtype, size, shape, stride in _places(tuple(parts))[0]:
         if dtype not in typed:
             typed[dtype] = stored.view(dtype)

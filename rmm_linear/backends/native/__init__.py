@@ -167,6 +167,22 @@ def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Ten
     )  # fmt: skip
 
 
+def unpack_rows(
+    codes: Tensor, qparams: Tensor, bits: int, signs: int, a: int, c: int, begin: int, matrix: Tensor
+) -> None:
+    """Do what :func:`unpack` and :func:`unrotate` do with the rows from ``begin`` on, as many as ``matrix`` has.
+
+    Noise is at the addresses of :func:`noise_words`, for all rows; ``matrix`` is float32.
+    """
+    (rows, columns), count, values = matrix.shape, threads(matrix), matrix.data_ptr()
+    first = codes.data_ptr() + begin * codes.shape[1]
+    ranges = qparams.data_ptr() + begin * qparams.shape[1] * 2 * qparams.itemsize
+    function("rmm_unpack")(
+        first, ranges, rows, columns, bits, a + 4 * begin, c, values, TYPES[torch.float32], count
+    )  # fmt: skip
+    function("rmm_unrotate")(values, rows, columns, signs, count)
+
+
 def unrotate(matrix: Tensor, signs: Tensor) -> None:
     """Undo the rotation of whole groups of 64 columns, in place.
 

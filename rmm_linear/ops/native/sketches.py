@@ -233,12 +233,12 @@ def unpacked_rows(
     Returns:
         A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
-    noise = _rounding_noise(seed, len(codes), columns)
-    parts = _unpack_parts(codes, qparams, noise, bits, torch.float32)
+    codes, qparams = codes.contiguous(), qparams.contiguous()
+    words, a, c = native.noise_words(seed, ROUNDING_STREAM, codes.shape[0], columns)
 
     def part(begin: int, end: int) -> Tensor:
-        values = parts(begin, end)
-        native.unrotate(values, noise.signs)
+        values = codes.new_empty(end - begin, columns, dtype=torch.float32)
+        native.unpack_rows(codes, qparams, bits, words.data_ptr(), a, c, begin, values)
         return values.to(dtype)
 
     return part
