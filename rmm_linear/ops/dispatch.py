@@ -29,7 +29,8 @@ from rmm_linear.spec import SaveSpec
 # float32 and the half types, all that the C library and the kernels read; float64 where it is converted for them.
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
-_NO_SUBCLASS = {Tensor, nn.Parameter, type(None), int, float, bool, str, torch.dtype, SaveSpec}
+_NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
+_NO_SUBCLASS = {Tensor, nn.Parameter, *_NO_TENSORS}
 # What os.environ.get looks into: it alone takes half a microsecond.
 _environment = getattr(os.environ, "_data", os.environ)
 _SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
@@ -160,7 +161,7 @@ class Operation:
                     first = value
             elif kind is torch.dtype:
                 dtype = value
-            elif kind not in _NO_SUBCLASS and isinstance(value, Tensor):
+            elif kind not in _NO_TENSORS and isinstance(value, Tensor):
                 return self.plain(*arguments, **named)
         if first is None:
             raise TypeError("An operation takes at least one tensor, got none.")

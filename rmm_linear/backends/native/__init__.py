@@ -141,13 +141,34 @@ def pack(
     return result == 0
 
 
-def pack_rows(matrix: Tensor, bits: int, signs: int, a: int, c: int, codes: Tensor, qparams: Tensor) -> bool:
-    """Do what :func:`pack` does with all rows, with noise at the addresses of :func:`noise_words`."""
-    rows, columns = matrix.shape
-    return not function("rmm_pack")(
-        matrix.data_ptr(), TYPES[matrix.dtype], 0, rows, columns, matrix.stride(0), rows, 1, signs, signs,
+def pack_rows(
+    matrix: Tensor,
+    bits: int,
+    signs: int,
+    a: int,
+    c: int,
+    codes: Tensor,
+    qparams: Tensor,
+    hashing: tuple[int, int, int] | None = None,
+    index: Tensor | None = None,
+) -> bool:
+    """Do what :func:`pack` does with all rows, with noise at the addresses of :func:`noise_words`.
+
+    ``hashing`` has the number of shifts, and the addresses of shifts and signs, of :func:`signs_and_shifts`.
+
+    Returns:
+        As :func:`pack` does.
+
+    Raises:
+        MemoryError: As :func:`pack` does.
+    """
+    result = function("rmm_pack")(
+        *matrix_arguments(matrix, index), codes.shape[0], *(hashing or (1, signs, signs)),
         bits, signs, a, c, codes.data_ptr(), qparams.data_ptr(), threads(matrix),
     )  # fmt: skip
+    if result > 1:
+        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
+    return result == 0
 
 
 def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Tensor, matrix: Tensor) -> None:
@@ -172,15 +193,16 @@ def unpack_rows(
 ) -> None:
     """Do what :func:`unpack` and :func:`unrotate` do with the rows from ``begin`` on, as many as ``matrix`` has.
 
-    Noise is at the addresses of :func:`noise_words`, for all rows; ``matrix`` is float32.
+    Noise is at the addresses of :func:`noise_words`, for all rows; with signs at 0, they stay rotated.
     """
     (rows, columns), count, values = matrix.shape, threads(matrix), matrix.data_ptr()
     first = codes.data_ptr() + begin * codes.shape[1]
     ranges = qparams.data_ptr() + begin * qparams.shape[1] * 2 * qparams.itemsize
     function("rmm_unpack")(
-        first, ranges, rows, columns, bits, a + 4 * begin, c, values, TYPES[torch.float32], count
+        first, ranges, rows, columns, bits, a + 4 * begin, c, values, TYPES[matrix.dtype], count
     )  # fmt: skip
-    function("rmm_unrotate")(values, rows, columns, signs, count)
+    if signs:  # of float32
+        function("rmm_unrotate")(values, rows, columns, signs, count)
 
 
 def unrotate(matrix: Tensor, signs: Tensor) -> None:

@@ -114,11 +114,12 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
         parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
         return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
     source, index = _contiguous_rows(matrix), _valid_rows(mask)
-    hashing = native.signs_and_shifts(seed, len(source) if index is None else len(index), spec.rows)
-    packing.check_bits(bits)
-    codes, qparams = packing.empty_packed(spec.rows, source.shape[1], bits, seed)
-    noise = _rounding_noise(seed, spec.rows, source.shape[1])
-    if not native.pack(source, bits, noise.signs, noise.rows, noise.columns, codes, qparams, hashing, index):
+    tokens, columns = (source if index is None else index).shape[0], source.shape[1]
+    signs, shifts = native.signs_and_shifts(seed, tokens, spec.rows)
+    codes, qparams = packing.empty_packed(spec.rows, columns, packing.check_bits(bits), seed)
+    words, a, c = native.noise_words(seed, ROUNDING_STREAM, spec.rows, columns)
+    hashing = shifts.shape[0], shifts.data_ptr(), signs.data_ptr()
+    if not native.pack_rows(source, bits, words.data_ptr(), a, c, codes, qparams, hashing, index):
         packing.mark_infinite(qparams)
     return codes, qparams
 
@@ -139,10 +140,20 @@ def unpacked_product(
         mask=mask,
         dtype=None if y.dtype == wide else wide,
     )
-    noise = _rounding_noise(seed, len(codes), columns)
-    unpacked = _unpack_parts(codes, qparams, noise, spec.bits or 0, wide)
-    product = plain.product_of_parts(y.new_empty(0, y.shape[1], dtype=wide), len(codes), columns, sketched, unpacked)
-    return _unrotate(product, seed, noise).to(dtype)
+    rows, codes, qparams = codes.shape[0], codes.contiguous(), qparams.contiguous()
+    words, a, c = native.noise_words(seed, ROUNDING_STREAM, rows, columns)
+
+    def unpacked(begin: int, end: int) -> Tensor:
+        values = codes.new_empty(end - begin, columns, dtype=wide if wide in TYPES else torch.float32)
+        native.unpack_rows(codes, qparams, spec.bits or 0, 0, a, c, begin, values)
+        return values.to(wide)
+
+    like = y if y.dtype == wide else y.new_empty(0, y.shape[1], dtype=wide)
+    product = plain.product_of_parts(like, rows, columns, sketched, unpacked)
+    if product.dtype != torch.float32 or not product.is_contiguous():
+        return packing.unrotate(product, seed).to(dtype)
+    native.unrotate(product, words[:64])
+    return product.to(dtype)
 
 
 def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
