@@ -58,7 +58,7 @@ def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass
-class Recomputed:
+class NotedModules:
     """What a forward pass has shown.
 
     Attributes:
@@ -71,7 +71,7 @@ class Recomputed:
 
 
 @contextmanager
-def noting_recomputed(model: nn.Module) -> Iterator[Recomputed]:
+def noting_recomputed(model: nn.Module) -> Iterator[NotedModules]:
     """Note what runs inside of ``torch.utils.checkpoint`` in the forward passes inside of the block.
 
     Args:
@@ -80,7 +80,7 @@ def noting_recomputed(model: nn.Module) -> Iterator[Recomputed]:
     Yields:
         What was noted so far.
     """
-    noted = Recomputed()
+    noted = NotedModules()
 
     def note(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -140,7 +140,7 @@ def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
     if not calls:
         return None
     name, block, args, kwargs = calls[0]
-    call = _Call(block, args, kwargs)
+    call = _BoundCall(block, args, kwargs)
     with without_checkpointing(model):
         with exact_but(model):
             before = saved_tensors(call, ())[0].total
@@ -149,7 +149,7 @@ def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
         return BlockMemory(name, before, after, saved_tensors(call, ())[0].total)
 
 
-class _Call(nn.Module):
+class _BoundCall(nn.Module):
     """A call of a module, with the arguments that it was given."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:

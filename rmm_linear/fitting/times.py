@@ -71,7 +71,7 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
 
 
 @dataclass
-class _Call:
+class _TimedCall:
     module: nn.Module
     args: Any
     kwargs: Any
@@ -108,7 +108,7 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _rounds(model: nn.Module, call: _Call, options: Sequence[PlannedBlock], make: Make) -> dict[str, float]:
+def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make) -> dict[str, float]:
     """Option to seconds; "" to those of the block as it is."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found: dict[str, list[float]] = {"": [], **{option.option: [] for option in options}}
@@ -156,9 +156,9 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _Call]:
+def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _TimedCall]:
     """The arguments of every block's first call, in a pass that saves nothing."""
-    found: dict[str, _Call] = {}
+    found: dict[str, _TimedCall] = {}
     handles = []
     for name in names:
         module = model.get_submodule(name)
@@ -167,7 +167,7 @@ def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _C
             if name not in found:
                 args, kwargs = tree_map(_own, (args, kwargs))
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                found[name] = _Call(module, args, kwargs, Replayed(arguments=tensors))
+                found[name] = _TimedCall(module, args, kwargs, Replayed(arguments=tensors))
 
         handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -179,7 +179,7 @@ def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _C
     return found
 
 
-def _shapes(call: _Call | None) -> list[Any]:
+def _shapes(call: _TimedCall | None) -> list[Any]:
     if call is None:
         return []
     return [tuple(leaf.shape) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]

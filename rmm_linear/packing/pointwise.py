@@ -105,7 +105,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
-class Family:
+class PointwiseFamily:
     """What a name in :data:`FUNCTIONS` stands for.
 
     Attributes:
@@ -167,17 +167,19 @@ def _leaky_relu(x: Tensor, slope: float) -> Tensor:
     return torch.where(x > 0, torch.ones_like(x), slope)
 
 
-FUNCTIONS: dict[str, Family] = {
-    "gelu": Family(F.gelu, _gelu, (-0.129, 1.129)),
-    "gelu_tanh": Family(_gelu_tanh_value, _gelu_tanh, (-0.1292, 1.1292)),
-    "silu": Family(F.silu, _silu, (-0.0999, 1.0999)),
-    "quick_gelu": Family(lambda x: x * torch.sigmoid(1.702 * x), lambda x: _silu(1.702 * x), (-0.0999, 1.0999)),
-    "mish": Family(F.mish, _mish, (-0.1126, 1.0886)),
-    "hardswish": Family(F.hardswish, _hardswish, (-0.5, 1.5)),
-    "sigmoid": Family(torch.sigmoid, _sigmoid, (0.0, 0.25)),
-    "tanh": Family(torch.tanh, lambda x: 1 - torch.tanh(x).square(), (0.0, 1.0)),
-    "elu": Family(F.elu, _elu, (0.0, 1.0)),
-    "relu": Family(F.relu, _relu, (0.0, 1.0)),
-    "leaky_relu": Family(F.leaky_relu, _leaky_relu, (0.01, 1.0)),
-    "relu_squared": Family(lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x), (0.0, math.inf)),
+FUNCTIONS: dict[str, PointwiseFamily] = {
+    "gelu": PointwiseFamily(F.gelu, _gelu, (-0.129, 1.129)),
+    "gelu_tanh": PointwiseFamily(_gelu_tanh_value, _gelu_tanh, (-0.1292, 1.1292)),
+    "silu": PointwiseFamily(F.silu, _silu, (-0.0999, 1.0999)),
+    "quick_gelu": PointwiseFamily(
+        lambda x: x * torch.sigmoid(1.702 * x), lambda x: _silu(1.702 * x), (-0.0999, 1.0999)
+    ),
+    "mish": PointwiseFamily(F.mish, _mish, (-0.1126, 1.0886)),
+    "hardswish": PointwiseFamily(F.hardswish, _hardswish, (-0.5, 1.5)),
+    "sigmoid": PointwiseFamily(torch.sigmoid, _sigmoid, (0.0, 0.25)),
+    "tanh": PointwiseFamily(torch.tanh, lambda x: 1 - torch.tanh(x).square(), (0.0, 1.0)),
+    "elu": PointwiseFamily(F.elu, _elu, (0.0, 1.0)),
+    "relu": PointwiseFamily(F.relu, _relu, (0.0, 1.0)),
+    "leaky_relu": PointwiseFamily(F.leaky_relu, _leaky_relu, (0.01, 1.0)),
+    "relu_squared": PointwiseFamily(lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x), (0.0, math.inf)),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from rmm_linear.planning.chains.bptt_plans import StepBytes
-from rmm_linear.planning.chains.bptt_run import Outputs, Run
+from rmm_linear.planning.chains.bptt_run import BPTTRun, Outputs
 from rmm_linear.planning.chains.bptt_trial import check_reached, try_step
 from rmm_linear.planning.chains.cells import Cell, Step, adapted, module_of
 from rmm_linear.planning.replay.reached import leaves_behind
@@ -106,7 +106,7 @@ def _run(
     trial = try_step(step, [leaf[0] for leaf in leaves], initial) if is_measured else None
     measured = StepBytes(1, 1, 1) if trial is None else trial.bytes
     plan = measured.plan(steps, memory=memory, slots=slots, internal=internal)
-    run = Run(step, plan, None if module is not None or trial is None else trial.parameters, store)
+    run = BPTTRun(step, plan, None if module is not None or trial is None else trial.parameters, store)
     tensors = [leaf for leaf in initial if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in (*leaves, *tensors, *run.parameters)):
         return _loop(step, leaves, initial, steps)
@@ -181,7 +181,7 @@ class _Through(torch.autograd.Function):
     """All steps as one function of inputs, initial state and parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, state: list[Any], inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: BPTTRun, state: list[Any], inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         run.output_leaves, run.last_leaves = run.forward(list(tensors[:inputs]), state)
         ctx.run, ctx.inputs = run, inputs

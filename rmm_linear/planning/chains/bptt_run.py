@@ -14,7 +14,7 @@ from torch.func import functional_call
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.planning.chains.bptt_plans import Action, BPTTPlan
 from rmm_linear.planning.chains.bptt_trial import check_reached
-from rmm_linear.planning.chains.cells import Recorded, Step, module_of
+from rmm_linear.planning.chains.cells import RecordedCell, Step, module_of
 from rmm_linear.planning.replay.reached import leaves_behind, pull_back
 from rmm_linear.planning.replay.replayed import Replayed, Seen, modules_behind
 from rmm_linear.planning.replay.snapshots import Snapshot, StoredSnapshot, is_differentiable, release_all
@@ -51,10 +51,10 @@ class Frame(NamedTuple):
     """A kept state, and the step before it if its graph is kept too."""
 
     state: Snapshot | StoredSnapshot
-    recorded: Recorded | None = None
+    recorded: RecordedCell | None = None
 
 
-class Run:
+class BPTTRun:
     """One call of bptt: what is kept between its forward and its backward pass."""
 
     def __init__(self, step: Step, plan: BPTTPlan, parameters: Sequence[Tensor] | None, store: Any) -> None:
@@ -197,14 +197,14 @@ class Run:
             return None
         return self.replayed.seen(self.frames[-1].state.seen or self.begin)
 
-    def _record(self, number: int) -> Recorded:
+    def _record(self, number: int) -> RecordedCell:
         state = self._state()
         needs = self.needs_state if number == 0 else [is_differentiable(leaf) for leaf in state]
         recorded = self.step.record([leaf[number] for leaf in self.inputs], state, [*self.needs, *needs])
         check_reached(leaves_behind(recorded.results, recorded.given), self.leaves, self.module)
         return recorded
 
-    def _backpropagate(self, number: int, recorded: Recorded) -> None:
+    def _backpropagate(self, number: int, recorded: RecordedCell) -> None:
         """The backward pass of one step: gradients of its state replace those of the next one's, the others add up."""
         pairs = [(leaf, None if g is None else g[number]) for leaf, g in zip(recorded.outputs, self.grads, strict=True)]
         pairs += zip(recorded.new, self.grad_state, strict=True)

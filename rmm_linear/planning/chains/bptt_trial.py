@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rmm_linear.memory.ledger import StorageKey, storage_key
 from rmm_linear.planning.chains.bptt_plans import StepBytes
-from rmm_linear.planning.chains.cells import Recorded, Step
+from rmm_linear.planning.chains.cells import RecordedCell, Step
 from rmm_linear.planning.replay.reached import leaves_behind, nodes_behind
 from rmm_linear.planning.replay.replayed import Replayed, modules_behind
 from rmm_linear.planning.replay.snapshots import is_differentiable
@@ -88,7 +88,7 @@ def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: tor
         )
 
 
-def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[Recorded, dict[StorageKey, int]]:
+def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[RecordedCell, dict[StorageKey, int]]:
     """A recorded step, and the storages that its graph saves."""
     saved: dict[StorageKey, int] = {}
 

@@ -56,7 +56,7 @@ def module_of(cell: Any) -> nn.Module | None:
 
 
 @dataclass
-class Recorded:
+class RecordedCell:
     """One step with its graph; lists of leaves, in which what is no tensor stands as it is.
 
     Attributes:
@@ -113,7 +113,7 @@ class Step:
         """Return leaves in the structure of the state."""
         return tree_unflatten(list(leaves), self.state)
 
-    def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> Recorded:
+    def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> RecordedCell:
         """Run one step with its graph."""
         leaves = [
             leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf
@@ -121,4 +121,4 @@ class Step:
         ]
         x, state = leaves[: len(x)], leaves[len(x) :]
         with torch.enable_grad():
-            return Recorded(x, state, *self(x, state))
+            return RecordedCell(x, state, *self(x, state))

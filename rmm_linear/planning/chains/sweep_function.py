@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.planning.chains import schedules
-from rmm_linear.planning.chains.sweep_run import Gradients, Length, Run
+from rmm_linear.planning.chains.sweep_run import Gradients, Length, SweepRun
 from rmm_linear.planning.chains.sweep_settings import Settings, SweepReport
 from rmm_linear.planning.chains.sweep_steps import Stepper, reached
 from rmm_linear.planning.replay.replayed import Replayed
@@ -45,7 +45,7 @@ def differentiable_run(
             opened.pop_all()
         else:
             transfers = None
-    run = Run(stepper, schedule, length, early, replayed, parameters, transfers, report)
+    run = SweepRun(stepper, schedule, length, early, replayed, parameters, transfers, report)
     return list(_Sweep.apply(run, len(leaves), *leaves, *parameters))
 
 
@@ -148,7 +148,7 @@ class _Sweep(torch.autograd.Function):
     """The final state, as a function of the initial state and the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: SweepRun, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.count = run, count
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from rmm_linear.planning.chains.schedules import package
 from rmm_linear.planning.chains.sweep_settings import SweepReport
-from rmm_linear.planning.chains.sweep_steps import Recorded, Stepper, go_back, reached
+from rmm_linear.planning.chains.sweep_steps import RecordedStep, Stepper, go_back, reached
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.snapshots import Snapshot
 from rmm_linear.planning.stores.transfers import Transfers
@@ -47,7 +47,7 @@ class Length:
         return True
 
 
-class Run:
+class SweepRun:
     """One sweep between its start and the end of its backward pass."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Run:
         self._ram: dict[int, Snapshot] = {}
         self._stored: dict[int, Snapshot] = {}  # without tensors
         self._current: tuple[int, Snapshot] | None = None  # the stored state that was last in use
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedStep | None = None
         self._last = early[0].seen  # of the newest snapshot: its copies serve the next one where nothing has changed
         self._ended = False
 

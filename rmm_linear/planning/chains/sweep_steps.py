@@ -19,7 +19,7 @@ Step = Callable[[int, Any], Any]
 
 
 @dataclass
-class Recorded:
+class RecordedStep:
     """A step with its graph: the leaves that it started from, and what it returned."""
 
     inputs: list[Tensor]
@@ -59,15 +59,15 @@ class Stepper:
         with torch.no_grad():
             return [leaf.detach() for leaf in self.run(number, leaves)]
 
-    def record(self, number: int, leaves: Sequence[Tensor], needed: Sequence[bool] | None = None) -> Recorded:
+    def record(self, number: int, leaves: Sequence[Tensor], needed: Sequence[bool] | None = None) -> RecordedStep:
         """Run one step with its graph."""
         needed = needed or [is_differentiable(leaf) for leaf in leaves]
         inputs = [leaf.detach().requires_grad_(need) for leaf, need in zip(leaves, needed, strict=True)]
         with torch.enable_grad():
-            return Recorded(inputs, self.run(number, inputs))
+            return RecordedStep(inputs, self.run(number, inputs))
 
 
-def reached(recorded: Recorded, since: int | None = None) -> list[Tensor]:
+def reached(recorded: RecordedStep, since: int | None = None) -> list[Tensor]:
     """Return the leaves, other than the state's, that a recorded step asks gradients for.
 
     Args:
@@ -84,7 +84,7 @@ def reached(recorded: Recorded, since: int | None = None) -> list[Tensor]:
 
 
 def go_back(
-    recorded: Recorded,
+    recorded: RecordedStep,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
     totals: Sequence[Tensor | None],

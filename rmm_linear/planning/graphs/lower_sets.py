@@ -33,7 +33,7 @@ class _Set:
     behind: int  # bytes of nodes that a gradient comes from, and of what those read beside it
 
 
-class _Step(NamedTuple):
+class _Transition(NamedTuple):
     """From the lower sets within one to that one: which they are, and bytes needed, and kept bytes and time added."""
 
     begins: Tensor
@@ -93,7 +93,7 @@ class LowerSets:
             place, best = before, state
         return stages[::-1]
 
-    def _steps(self) -> list[_Step]:
+    def _steps(self) -> list[_Transition]:
         sizes = torch.tensor([float(one.bytes) for one in self.sets], dtype=torch.float64)
         values = torch.tensor([self.bytes, self.seconds], dtype=torch.float64)
         members = torch.tensor([self._row(one.nodes) for one in self.sets], dtype=torch.float64)
@@ -103,7 +103,7 @@ class LowerSets:
             begins = ((members[:place] * (1 - inside)).sum(1) == 0).nonzero().flatten()
             boundary = torch.tensor(self._row(end.boundary), dtype=torch.float64)
             new = (1 - members[begins]) @ (boundary * values).T
-            found.append(_Step(begins, 2 * (inside @ values[0] - sizes[begins]) + end.behind, new))
+            found.append(_Transition(begins, 2 * (inside @ values[0] - sizes[begins]) + end.behind, new))
         return found
 
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:

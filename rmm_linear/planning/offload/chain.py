@@ -35,7 +35,7 @@ class OffloadChain:
         """
         self.folder = None if folder is None else Path(folder)
         self._files: Files | None = None
-        self._last: weakref.ref[_Call] | None = None
+        self._last: weakref.ref[_OffloadedCall] | None = None
         self._task = -1  # the backward pass that is running
         self._back: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
@@ -61,7 +61,7 @@ class OffloadChain:
             self._files = Files(self.folder)
         return FileCopy(content, self._files)
 
-    def enter(self) -> _Call:
+    def enter(self) -> _OffloadedCall:
         """Begin a block's forward pass; the block before the last may free its memory now, as it is copied.
 
         So an accelerator has the memory of two blocks at most: of the one that runs, and of the last.
@@ -71,9 +71,9 @@ class OffloadChain:
         if before is not None:
             for saved in before.alive():
                 saved.copy.let_go()
-        return _Call(self, self._last)
+        return _OffloadedCall(self, self._last)
 
-    def leave(self, call: _Call) -> None:
+    def leave(self, call: _OffloadedCall) -> None:
         """End a block's forward pass."""
         if call.saved:
             self._last = weakref.ref(call)
@@ -158,10 +158,10 @@ class Offloaded:
         return output
 
 
-class _Call:
+class _OffloadedCall:
     """One forward pass of one block. What is saved has it, so it goes when the graph does."""
 
-    def __init__(self, chain: OffloadChain, before: weakref.ref[_Call] | None) -> None:
+    def __init__(self, chain: OffloadChain, before: weakref.ref[_OffloadedCall] | None) -> None:
         self.chain, self.before = chain, before
         self.saved: list[weakref.ref[_Saved]] = []
         self.task = -1
@@ -186,7 +186,7 @@ class _Call:
 class _Saved:
     """A storage that was copied out."""
 
-    def __init__(self, call: _Call, copy: Copy) -> None:
+    def __init__(self, call: _OffloadedCall, copy: Copy) -> None:
         self.call, self.copy = call, copy
         self._tensors = 0
         self._back: Returning | None = None
