@@ -1,8 +1,10 @@
 """The parts import those below them only, as the contracts in pyproject.toml say."""
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import grimp
@@ -60,6 +62,17 @@ def circles(package):
     return {
         frozenset(other for other in to if module in leads.get(other, ())) | {module} for module, to in leads.items()
     }
+
+
+def test_a_class_name_is_there_once():
+    names = Counter(
+        node.name
+        for path in (ROOT / "rmm_linear").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert len(names) > 100
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_modules_import_one_another():
