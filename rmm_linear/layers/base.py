@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ class SketchedLayer(ConvertedModule):
     rmm_operation = "linear"
     rmm_auto_bits: AutoBits
     rmm_estimator: NormEstimator | None
+    rmm_plan: tuple[Any, SaveSpec | None] | None  # what decided how inputs are saved, and that
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
         super()._set_up(config, context, index)
+        self.rmm_plan = None
         self.rmm_auto_bits = AutoBits() if context is None else context.auto_bits_of(index)
         self._set_estimator(make_norm_estimator(self.rmm_config.norm_estimator))
 
