@@ -55,8 +55,8 @@ class SavingFunction(torch.autograd.Function):
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:
-        """Do what ``apply`` does, without looking for torch.func in eager code, which modules refuse before."""
-        if torch.compiler.is_compiling():
+        """Do what ``apply`` does, which also prepares for torch.func, where nothing of that is running."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # pyright: ignore
             return cls.apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
 

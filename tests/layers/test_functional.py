@@ -239,3 +239,9 @@ def test_backward_under_autocast_is_backward_outside():
         grads.append((x.grad, w.grad, b.grad))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+def test_torch_func_gets_the_error_that_says_why():
+    x, w, _ = leaves((40, 6))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda w: sketched_linear(x, w, config=config()).sum())(w)
