@@ -129,16 +129,9 @@ def pack(
     Raises:
         MemoryError: If a row of the sketch cannot be allocated.
     """
-    token_signs, shifts = hashing or (signs, signs)
-    segments = len(shifts) if hashing else 1
-    result = function("rmm_pack")(
-        *matrix_arguments(matrix, index), len(rows), segments, pointer(shifts), pointer(token_signs),
-        bits, pointer(signs), pointer(rows), pointer(columns), pointer(codes), pointer(qparams),
-        threads(matrix),
-    )  # fmt: skip
-    if result > 1:
-        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
-    return result == 0
+    noise = signs.data_ptr(), rows.data_ptr(), columns.data_ptr()
+    found = None if hashing is None else (len(hashing[1]), hashing[1].data_ptr(), hashing[0].data_ptr())
+    return pack_rows(matrix, bits, *noise, codes, qparams, found, index)
 
 
 def pack_rows(
@@ -182,10 +175,7 @@ def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Ten
         columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
         matrix: Written to; float32, bfloat16 or float16, shape (K, I), contiguous.
     """
-    function("rmm_unpack")(
-        pointer(codes), pointer(qparams), len(rows), len(columns), bits, pointer(rows), pointer(columns),
-        pointer(matrix), TYPES[matrix.dtype], threads(matrix),
-    )  # fmt: skip
+    unpack_rows(codes, qparams, bits, 0, rows.data_ptr(), columns.data_ptr(), 0, matrix)
 
 
 def unpack_rows(
