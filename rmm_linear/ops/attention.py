@@ -28,43 +28,13 @@ from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
 from rmm_linear.packing import masks as plain_masks
-from rmm_linear.packing.attention import AttentionSpec, additive, score_rows
+from rmm_linear.packing.attention import AttentionSpec, Bits, additive, attention_parts, parts_of, score_rows
 from rmm_linear.packing.attention_bias import Bias
 from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
-from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
-Bits = tuple[int, int, int]  # of queries, keys and values
-_SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
 _ALIGNED = 16  # elements: of the rows of a mask, in memory
-
-
-def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
-    """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
-
-    Args:
-        rows: Tokens whose queries are packed.
-        kv_rows: Tokens whose keys and values are packed.
-        columns: h · d, hk · d and hk · dv.
-        bits: Bits of queries, keys and values.
-
-    Returns:
-        Shapes and dtypes.
-    """
-    parts = [_SEEDS]
-    for count, width, one in zip((rows, kv_rows, kv_rows), columns, bits, strict=True):
-        parts.append(((count, (width * one + 7) // 8), torch.uint8))
-        parts.append(((count, (width + GROUP - 1) // GROUP, 2), torch.bfloat16))
-    return parts
-
-
-def _parts(query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_index: Tensor | None, bits: Bits):
-    """The parts for tensors of these shapes; an index leaves rows out."""
-    rows, kv_rows = (
-        one.shape[0] * one.shape[2] if at is None else at.shape[0] for one, at in ((query, index), (key, kv_index))
-    )
-    columns = tuple(one.shape[1] * one.shape[3] for one in (query, key, value))
-    return attention_parts(rows, kv_rows, columns, bits)
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,6 +87,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     "pack_attention",
     samples=_pack_samples,
     flops=lambda query, key, value, *_: 2 * GROUP * (math.prod(query) + math.prod(key) + math.prod(value)),
+    native=native.stored_attention,
 )
 def pack_attention(
     query: Tensor,
@@ -146,7 +117,7 @@ def pack_attention(
         The bytes of :func:`attention_parts`.
     """
     bits = bits_q, bits_k, bits_v
-    parts = _parts(query, key, value, index, kv_index, bits)
+    parts = parts_of(query, key, value, index, kv_index, bits)
     stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
     seeds, *places = views(stored, parts)
     fill_seeds(seeds, seed)
@@ -157,7 +128,7 @@ def pack_attention(
 
 @pack_attention.register_fake
 def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
-    parts = _parts(query, key, value, index, kv_index, (bits_q, bits_k, bits_v))
+    parts = parts_of(query, key, value, index, kv_index, (bits_q, bits_k, bits_v))
     return query.new_empty(stored_bytes(parts), dtype=torch.uint8)
 
 
@@ -249,6 +220,7 @@ def _backward_flops(
     "SymInt bits_q, SymInt bits_k, SymInt bits_v) -> (Tensor, Tensor, Tensor, Tensor)",
     samples=lambda case: (call(*one, True) for one, _ in _gradient_samples(case)),
     flops=_backward_flops,
+    native=native.stored_attention_backward,
     flatten=lambda y, stored, mask, kept, index, kv_index, spec, bits, bias=None, needs_bias=False: (
         y, stored, bias, needs_bias, mask, kept, index, kv_index,
         spec.keys, spec.kv_heads, spec.width, spec.scale, spec.is_causal, spec.p, *bits,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +12,12 @@ from rmm_linear.ops import triton
 from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
 from rmm_linear.ops.native import derivatives as native
 from rmm_linear.ops.sketches import PACK, UNPACK
-from rmm_linear.packing import GROUP, WIDTHS, check_bits
+from rmm_linear.packing import WIDTHS
 from rmm_linear.packing import derivatives as plain
+from rmm_linear.packing.derivatives import stored_layout, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
-from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seed
 
 
@@ -77,27 +77,6 @@ ACTIVATE = operation("ACTIVATE", _activate_plainly, None, triton.activate, _pack
 SQUARE = operation("SQUARE", _square_plainly, None, triton.square, _square_samples, moved=0.002)
 
 
-def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
-    """Return what the stand-in of a function is made of.
-
-    Args:
-        function: The function.
-        bits: Bits per element, as :meth:`Pointwise.bits` returns them.
-        rows: Rows that are stored.
-        columns: C.
-
-    Returns:
-        Shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and for
-        ReLU² the qparams of its groups, last.
-    """
-    codes: Part = (rows, (columns * bits + 7) // 8), torch.uint8
-    if function.is_exact:
-        return [codes]
-    if function.is_bounded:
-        return [SEED, codes]
-    return [SEED, codes, ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)]
-
-
 def _operator_samples(case: Case) -> Iterator[Call]:
     for function, bits in _functions():
         yield call(3 * case.matrix(), case.index, case.seed, function.name, list(function.parameters), bits)
@@ -113,6 +92,7 @@ def _backward_samples(case: Case) -> Iterator[Call]:
     "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> Tensor",
     samples=_operator_samples,
     flops=lambda x, *_: math.prod(x),
+    native=native.stored_derivative,
 )
 def pack_derivative(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
@@ -131,7 +111,7 @@ def pack_derivative(
         uint8, one dimension: the tensors of :func:`stored_parts`.
     """
     rows, columns = x.shape
-    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
+    function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     stored = empty_stored(x, parts).zero_()
     if function.is_exact:
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
@@ -157,6 +137,7 @@ def _(x, index, seed, name, parameters, bits):
     "(Tensor y, Tensor stored, Tensor? index, str name, float[] parameters, int bits) -> Tensor",
     samples=_backward_samples,
     flops=lambda y, *_: math.prod(y),
+    native=native.apply_stored,
 )
 def apply_derivative(
     y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int
@@ -175,7 +156,7 @@ def apply_derivative(
         dX̂, shape (N, C), dtype of ``y``, contiguous; rows that are not stored are zero.
     """
     rows, columns = y.shape
-    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
+    function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     if function.is_exact:
         return APPLY_DERIVATIVE(y, views(stored, parts)[0], function, bits, None, index)
     seeds, codes, *qparams = views(stored, parts)
@@ -191,31 +172,6 @@ def apply_derivative(
 @apply_derivative.register_fake
 def _(y, stored, index, name, parameters, bits):
     return y.new_empty(y.shape)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(
-    name: str, parameters: tuple[float, ...], bits: int, rows: int, columns: int
-) -> tuple[Pointwise, tuple[Part, ...]]:
-    function = Pointwise(name, parameters)
-    check_width(function, bits)
-    return function, tuple(stored_parts(function, bits, rows, columns))
-
-
-def check_width(function: Pointwise, bits: int) -> None:
-    """Refuse widths that a function's stand-in cannot have.
-
-    Args:
-        function: The function.
-        bits: Bits per element.
-
-    Raises:
-        ValueError: If it is none of :meth:`Pointwise.bits`.
-    """
-    if not function.is_bounded:
-        check_bits(bits)
-    elif bits != 1 and (function.is_exact or bits not in (8, 4, 2)):
-        raise ValueError(f"bits must be {'1' if function.is_exact else '8, 4, 2 or 1'}, got {bits!r}.")
 
 
 @operator(
@@ -241,7 +197,7 @@ def activate_and_pack(
         g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the stand-in, the bytes of ``pack_derivative``.
     """
     rows, columns = x.shape
-    function, parts = _layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
+    function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     stored = empty_stored(x, parts).zero_()
     if function.is_exact:
         return ACTIVATE(x, views(stored, parts)[0], function, bits, None, index).contiguous(), stored

@@ -30,6 +30,7 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
+_TENSORS = {Tensor, nn.Parameter}
 _NO_SUBCLASS = {Tensor, nn.Parameter, *_NO_TENSORS}
 # What os.environ.get looks into: it alone takes half a microsecond.
 _environment = getattr(os.environ, "_data", os.environ)
@@ -196,6 +197,8 @@ class Operator:
         flatten: Converts the former to the latter; None if they are the same.
         samples: As for :class:`Operation`, arguments of the function.
         flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
+        native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
+            tensors on CPU in float32 and half types; NotImplemented, or None in its place, runs ``function``.
     """
 
     def __init__(
@@ -208,6 +211,7 @@ class Operator:
         flops: Callable[..., int] | None = None,
         flatten: Callable[..., tuple[Any, ...]] | None = None,
         registered: Callable[..., Any] | None = None,
+        native: Callable[..., Any] | None = None,
     ) -> None:
         """Register the operator.
 
@@ -219,8 +223,11 @@ class Operator:
             flops: None counts nothing.
             flatten: None leaves the arguments as they are.
             registered: What the operator runs, with ``function`` and the flat arguments; None runs ``function``.
+            native: See the attribute.
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
+        self.native = native
+        self._settings: dict[Any, bool] = {}  # whether the C library runs on CPU, by the environment variable
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         run = function if registered is None else lambda *flat, **named: registered(function, *flat, **named)
         self.definition = torch.library.custom_op(f"rmm_linear::{name}", run, mutates_args=(), schema=schema)
@@ -240,10 +247,21 @@ class Operator:
             What the function returns, in a list where the schema has one.
         """
         if _is_unseen(arguments):
-            return self.function(*arguments, **named)
+            found = self.native(*arguments, **named) if self._is_native(arguments) else NotImplemented
+            return self.function(*arguments, **named) if found is NotImplemented else found
         if self.flatten is not None:
             return self.definition(*self.flatten(*arguments, **named))
         return self.definition(*arguments, **named)
+
+    def _is_native(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether the C library takes these arguments."""
+        first = arguments[0]
+        if self.native is None or not first.is_cpu or first.dtype not in NARROW:
+            return False
+        setting = _environment.get(_SETTING)
+        if setting not in self._settings:
+            self._settings[setting] = backends_of("cpu")[0] == "native"
+        return self._settings[setting] and not any(one.is_neg() for one in arguments if type(one) in _TENSORS)
 
 
 Row = TypeVar("Row")

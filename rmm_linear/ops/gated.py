@@ -13,13 +13,11 @@ from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
 from rmm_linear.ops.native import gated as native
 from rmm_linear.packing import GROUP, WIDTHS
 from rmm_linear.packing import gated as plain
-from rmm_linear.packing.gated import ACTIVATIONS, Packed
+from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import Pointwise
-from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
-
-_SEEDS: Part = ((2,), torch.int64)
 
 
 def _gate_plainly(
@@ -56,40 +54,6 @@ APPLY_GATED = operation("APPLY_GATED", plain.apply_gated, native.apply_gated, tr
 GATE = operation("GATE", _gate_plainly, None, triton.gate, _pack_samples, moved=0.01)
 
 
-def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
-    """Return what a gated MLP saves.
-
-    Args:
-        rows: Rows that are stored.
-        columns: C.
-        bits: 8, 4 or 2.
-        count: How many of the two products are stored.
-
-    Returns:
-        Shapes and dtypes of the two seeds, and of codes and qparams of each product.
-    """
-    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
-    qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
-    return [_SEEDS, *[codes, qparams] * count]
-
-
-def check_factors(a: Tensor, b: Tensor) -> None:
-    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
-
-    Args:
-        a: The gate's output.
-        b: What act(a) is multiplied by.
-
-    Raises:
-        ValueError: If dtypes or shapes differ.
-    """
-    if a.dtype != b.dtype or a.shape != b.shape:
-        got = f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-        raise ValueError(
-            f"a and b must have one dtype and one shape, got {got}. Cast b with b.to(a.dtype), and b.expand_as(a)."
-        )
-
-
 def _operator_samples(case: Case) -> Iterator[Call]:
     for activation, bits, wanted in _settings():
         yield call(3 * case.matrix(), case.matrix(1), activation, bits, case.seed, case.index, *wanted)
@@ -106,7 +70,7 @@ def _packing_flops(shape: Sequence[int], *_: object) -> int:
     return 2 * 2 * GROUP * math.prod(shape)
 
 
-@operator("keep_gated", samples=_operator_samples, flops=_packing_flops)
+@operator("keep_gated", samples=_operator_samples, flops=_packing_flops, native=native.stored_gated)
 def keep_gated(
     a: Tensor,
     b: Tensor,
@@ -164,6 +128,7 @@ def _as_tensors(found: tuple[Tensor | None, Tensor | None], y: Tensor) -> tuple[
     samples=_backward_samples,
     flops=_packing_flops,
     registered=lambda function, y, *how: _as_tensors(function(y, *how), y),
+    native=native.apply_stored,
 )
 def _apply(
     y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool

@@ -31,7 +31,7 @@ PACK_MASK = operation(
 APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton.apply_mask, _apply_samples)
 
 
-@operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask))
+@operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask), native=native.pack_mask)
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
     """Store which elements are not zero, in one bit each.
 
@@ -51,7 +51,7 @@ def _(mask, index):
     return mask.new_empty(rows, (mask.shape[1] + 7) // 8, dtype=torch.uint8)
 
 
-@operator("apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y))
+@operator("apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y), native=native.apply_mask)
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
     """Multiply the stored elements by a number, and set all others to zero.
 

@@ -13,8 +13,8 @@ from rmm_linear.ops.dispatch import Call, Case, call, into, operation, operator
 from rmm_linear.ops.native import norms as native
 from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
-from rmm_linear.packing.norms import NormCopy
-from rmm_linear.packing.stored import SEED, Part, empty_stored, stored_bytes, views
+from rmm_linear.packing.norms import NormCopy, norm_parts
+from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seed, seed_on
 
 _EPS = 1e-5  # of samples
@@ -79,7 +79,7 @@ def norm_bytes(rows: int, columns: int, bits: int) -> int:
         >>> norm_bytes(1024, 768, 2), 1024 * 768 * 4
         (249872, 3145728)
     """
-    return stored_bytes(_parts(rows, columns, bits))
+    return stored_bytes(norm_parts(rows, columns, bits))
 
 
 def _operator_samples(case: Case) -> Iterator[Call]:
@@ -106,6 +106,7 @@ def _fused_samples(case: Case) -> Iterator[Call]:
     "(Tensor x, Tensor? index, SymInt? seed, int bits, float eps, bool centered, int dims=1) -> Tensor",
     samples=_operator_samples,
     flops=lambda x, *_, **named: (2 * GROUP + 8) * math.prod(x),  # the rotation, the statistics and the rounding
+    native=native.stored_norm,
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """Normalize rows, and store them in few bits.
@@ -123,7 +124,7 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
         uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd, codes and qparams.
     """
     matrix = _matrix(x, dims)
-    parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
+    parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = empty_stored(x, parts).zero_()
     seeds, rstd, codes, qparams = views(stored, parts)
     fill_seed(seeds, seed)
@@ -164,7 +165,7 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
         γ ∘ h + β of all rows h, the shape of ``x``, contiguous; and the bytes of :func:`pack_norm`.
     """
     matrix = _matrix(x, dims)
-    parts = _parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
+    parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     seeds = seed_on(x.device, seed)
     output, *saved = NORMALIZE(matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index)
     return output.contiguous().view(x.shape), _store(seeds, NormCopy(*saved), parts)
@@ -177,7 +178,12 @@ def _(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     return x.new_empty(x.shape, dtype=dtype), stored
 
 
-@operator("norm_backward", samples=_backward_samples, flops=lambda y, *_: (2 * GROUP + 16) * math.prod(y))
+@operator(
+    "norm_backward",
+    samples=_backward_samples,
+    flops=lambda y, *_: (2 * GROUP + 16) * math.prod(y),
+    native=native.stored_norm_backward,
+)
 def norm_backward(
     y: Tensor,
     stored: Tensor,
@@ -204,7 +210,7 @@ def norm_backward(
         dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,) if not needed.
     """
     seeds, rstd, codes, qparams = views(
-        stored, _parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
+        stored, norm_parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
     )
     saved = NormCopy(codes, qparams, rstd)
     found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, centered=centered, index=index, dtype=dtype, sums=sums)
@@ -233,10 +239,3 @@ def _store(seeds: Tensor, saved: NormCopy, parts: list[Part]) -> Tensor:
     for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.qparams), strict=True):
         view.copy_(tensor)
     return stored
-
-
-def _parts(rows: int, columns: int, bits: int) -> list[Part]:
-    """Seed, rstd, codes and qparams."""
-    groups = (columns + GROUP - 1) // GROUP
-    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
-    return [SEED, ((rows,), torch.float32), codes, ((rows, groups, 2), torch.bfloat16)]

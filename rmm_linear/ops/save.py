@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import Call, Case, call, operator
+from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.ops.sketches import (
     GATHER_ROWS,
@@ -61,6 +62,7 @@ def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
     f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]",
     samples=_samples,
     flops=_flops,
+    native=native.save,
     flatten=lambda x, spec, mask, seed, expected=None: (x, seed, expected, *to_arguments(spec, mask)),
     registered=lambda function, x, seed, expected, *how, **named: list(
         function(x, *from_arguments(*how, **named), seed, expected)

@@ -178,6 +178,7 @@ def _product_flops(y: Sequence[int], codes: Sequence[int], qparams, seed, column
     f"(Tensor matrix, Tensor seed, {SCHEMA}, float scale=1.0) -> Tensor",
     samples=lambda case: (call(case.matrix(), case.seeds, spec, case.mask, 0.5) for spec in specs(case, None)),
     flops=lambda matrix, seed, *how, **named: sketch_flops(matrix, *how, **named),
+    native=native.scaled_sketch,
     flatten=lambda matrix, seed, spec, mask, scale: (matrix, seed, *to_arguments(spec, mask), scale),
     registered=lambda function, matrix, seed, *how, scale=1.0, **named: function(
         matrix, seed, *from_arguments(*how[:7], **named), *(how[7:] or (scale,))
@@ -222,6 +223,7 @@ def _flat_product(function, y, codes, qparams, seed, columns, *how, **named):
     f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor",
     samples=_product_samples,
     flops=_product_flops,
+    native=native.unpacked_product,
     flatten=lambda y, codes, qparams, seed, spec, columns, mask: (
         y, codes, qparams, seed, columns, *to_arguments(spec, mask)
     ),

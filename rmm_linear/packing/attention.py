@@ -40,7 +40,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rmm_linear.packing.rounding import GROUP
+from rmm_linear.packing.stored import Part
+
 ATTENTION_WIDTHS = (8, 4)
+Bits = tuple[int, int, int]  # of queries, keys and values
+SEEDS: Part = ((3,), torch.int64)  # of the rounding of each
 _BLOCK = 1 << 18  # scores that a thread has at a time on CPU: they fit into its cache, and outweigh the overhead
 
 
@@ -111,6 +116,36 @@ def _rows(tensor: Tensor) -> Tensor:
     """All heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
     batch, heads, tokens, width = tensor.shape
     return tensor.transpose(1, 2).reshape(batch * tokens, heads * width)
+
+
+def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
+    """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
+
+    Args:
+        rows: Tokens whose queries are packed.
+        kv_rows: Tokens whose keys and values are packed.
+        columns: h · d, hk · d and hk · dv.
+        bits: Bits of queries, keys and values.
+
+    Returns:
+        Shapes and dtypes.
+    """
+    parts = [SEEDS]
+    for count, width, one in zip((rows, kv_rows, kv_rows), columns, bits, strict=True):
+        parts.append(((count, (width * one + 7) // 8), torch.uint8))
+        parts.append(((count, (width + GROUP - 1) // GROUP, 2), torch.bfloat16))
+    return parts
+
+
+def parts_of(
+    query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_index: Tensor | None, bits: Bits
+) -> list[Part]:
+    """The parts for tensors of these shapes; an index leaves rows out."""
+    rows, kv_rows = (
+        one.shape[0] * one.shape[2] if at is None else at.shape[0] for one, at in ((query, index), (key, kv_index))
+    )
+    columns = tuple(one.shape[1] * one.shape[3] for one in (query, key, value))
+    return attention_parts(rows, kv_rows, columns, bits)
 
 
 def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -21,13 +21,16 @@ Source: derivatives in few bits instead of inputs, rounded deterministically: No
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
-from rmm_linear.packing.pack import row_parts
+from rmm_linear.packing.pack import check_bits, row_parts
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.rounding import GROUP, RoundingNoise
+from rmm_linear.packing.stored import SEED, Part
 
 
 @without_autocast
@@ -105,6 +108,53 @@ def apply_derivative(
         else:
             out.index_copy_(0, index[part], rows)
     return out
+
+
+def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
+    """Return what the stand-in of a function is made of.
+
+    Args:
+        function: The function.
+        bits: Bits per element, as :meth:`Pointwise.bits` returns them.
+        rows: Rows that are stored.
+        columns: C.
+
+    Returns:
+        Shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and for
+        ReLU² the qparams of its groups, last.
+    """
+    codes: Part = (rows, (columns * bits + 7) // 8), torch.uint8
+    if function.is_exact:
+        return [codes]
+    if function.is_bounded:
+        return [SEED, codes]
+    return [SEED, codes, ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)]
+
+
+@functools.lru_cache(maxsize=1024)
+def stored_layout(
+    name: str, parameters: tuple[float, ...], bits: int, rows: int, columns: int
+) -> tuple[Pointwise, tuple[Part, ...]]:
+    """Return the function with a name and parameters, and its :func:`stored_parts`."""
+    function = Pointwise(name, parameters)
+    check_width(function, bits)
+    return function, tuple(stored_parts(function, bits, rows, columns))
+
+
+def check_width(function: Pointwise, bits: int) -> None:
+    """Refuse widths that a function's stand-in cannot have.
+
+    Args:
+        function: The function.
+        bits: Bits per element.
+
+    Raises:
+        ValueError: If it is none of :meth:`Pointwise.bits`.
+    """
+    if not function.is_bounded:
+        check_bits(bits)
+    elif bits != 1 and (function.is_exact or bits not in (8, 4, 2)):
+        raise ValueError(f"bits must be {'1' if function.is_exact else '8, 4, 2 or 1'}, got {bits!r}.")
 
 
 def below(y: Tensor, function: Pointwise) -> Tensor | float:

@@ -24,6 +24,10 @@ from torch import Tensor
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.packing.pack import pack_parts, unpack
 from rmm_linear.packing.pointwise import FUNCTIONS
+from rmm_linear.packing.rounding import GROUP
+from rmm_linear.packing.stored import Part
+
+SEEDS: Part = ((2,), torch.int64)  # of p and of s
 
 
 class Packed(NamedTuple):
@@ -107,6 +111,40 @@ def apply_gated(
         gradient = values.mul_(stored).to(y.dtype)
         found.append(gradient if index is None else torch.zeros_like(y).index_copy_(0, index, gradient))
     return found
+
+
+def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
+    """Return what a gated MLP saves.
+
+    Args:
+        rows: Rows that are stored.
+        columns: C.
+        bits: 8, 4 or 2.
+        count: How many of the two products are stored.
+
+    Returns:
+        Shapes and dtypes of the two seeds, and of codes and qparams of each product.
+    """
+    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
+    qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
+    return [SEEDS, *[codes, qparams] * count]
+
+
+def check_factors(a: Tensor, b: Tensor) -> None:
+    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
+
+    Args:
+        a: The gate's output.
+        b: What act(a) is multiplied by.
+
+    Raises:
+        ValueError: If dtypes or shapes differ.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        got = f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        raise ValueError(
+            f"a and b must have one dtype and one shape, got {got}. Cast b with b.to(a.dtype), and b.expand_as(a)."
+        )
 
 
 def _wide(matrix: Tensor) -> Tensor:

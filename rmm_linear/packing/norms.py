@@ -30,6 +30,7 @@ from torch import Tensor
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.packing.pack import pack, unpack
 from rmm_linear.packing.rounding import GROUP
+from rmm_linear.packing.stored import SEED, Part
 
 
 class NormCopy(NamedTuple):
@@ -44,6 +45,13 @@ class NormCopy(NamedTuple):
     codes: Tensor
     qparams: Tensor
     rstd: Tensor
+
+
+def norm_parts(rows: int, columns: int, bits: int) -> list[Part]:
+    """Return what is saved of the input of a norm: seed, rstd, codes and qparams."""
+    groups = (columns + GROUP - 1) // GROUP
+    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
+    return [SEED, ((rows,), torch.float32), codes, ((rows, groups, 2), torch.bfloat16)]
 
 
 class NormGradients(NamedTuple):

@@ -80,6 +80,12 @@ def _places(parts: tuple[Part, ...]) -> tuple[list[tuple[int, torch.dtype, int, 
     return found, place
 
 
+def offsets(parts: tuple[Part, ...]) -> tuple[list[int], int]:
+    """Return where every part begins, in bytes, and all bytes."""
+    places, size = _places(parts)
+    return [place * itemsize for place, _, itemsize, *_ in places], size
+
+
 def _padded(part: Part) -> int:
     shape, dtype = part
     size = math.prod(shape) * dtype.itemsize

@@ -82,10 +82,15 @@ def fill_seeds(seeds: Tensor, seed: int | None) -> None:
         seeds: int64, shape (n,); written to.
         seed: What they follow from; None draws one.
     """
-    seed = draw_seed() if seed is None else seed
-    for i in range(len(seeds)):
-        seeds[i].fill_(mix(seed, i))
+    for i, one in enumerate(seeds_of(seed, len(seeds))):
+        seeds[i].fill_(one)
     _vary(seeds)
+
+
+def seeds_of(seed: int | None, count: int) -> list[int]:
+    """Return the seeds that follow from one; None draws it."""
+    seed = draw_seed() if seed is None else seed
+    return [mix(seed, i) for i in range(count)]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -15,7 +15,6 @@ from rmm_linear.backends import native
 from rmm_linear.ops import sketches as table
 from rmm_linear.ops.dispatch import Operation
 from rmm_linear.ops.native import sketches as ops
-from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import sketch
 from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox
@@ -63,10 +62,17 @@ def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows):
 
 @pytest.mark.parametrize(("rows", "columns"), [(100, 70), (3, 200), (0, 64), (5, 0), (1, 1)])
 def test_the_noise_of_packing_is_the_same_to_the_bit(rows, columns):
-    expected = vars(RoundingNoise.of(SEED, rows, columns)).values()
-    for found, other in zip(native.rounding_noise(SEED, ROUNDING_STREAM, rows, columns), expected, strict=True):
-        assert found.dtype == other.dtype
-        assert torch.equal(found, other)
+    codes, qparams = packing.empty_packed(rows, columns, 4, SEED)
+    codes.random_(generator=torch.Generator().manual_seed(0))
+    qparams[..., 0], qparams[..., 1] = 0, 1
+    expected = packing.unpack_parts(codes, qparams, SEED, 4, columns, torch.float32)
+    for begin in (0, rows // 2):
+        found = torch.empty(rows - begin, columns)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), 4, int(SEED), found, begin)
+        assert torch.equal(found, expected(begin, rows))
+    signs = torch.eye(64) * 8
+    native.unrotate(signs, int(SEED))
+    assert torch.equal(signs, packing.unrotate(torch.eye(64) * 8, SEED).sign())
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)

@@ -13,7 +13,7 @@ from rmm_linear import packing
 from rmm_linear.backends import native
 from rmm_linear.backends.native import library, transforms
 from rmm_linear.ops.native import attention, derivatives, gated, masks, norms
-from rmm_linear.packing import ROUNDING_STREAM, empty_packed
+from rmm_linear.packing import empty_packed
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.norms import NormCopy
 from rmm_linear.packing.pointwise import Pointwise
@@ -65,22 +65,28 @@ def test_every_level_has_every_function(level):
     assert all(callable(library._function(name, level)) for name in library.SIGNATURES)
 
 
+def native_unrotated(matrix, seed):
+    matrix = matrix.clone()
+    native.unrotate(matrix, seed)
+    return matrix
+
+
 @pytest.mark.parametrize("level", LOWER)
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 @pytest.mark.parametrize("dtype", list(library.TYPES))
 def test_packing_is_the_same_to_the_bit(level, bits, dtype, both):
-    noise = native.rounding_noise(SEED, ROUNDING_STREAM, ROWS, COLUMNS)
+    seed = int(SEED)
 
     def run():
         codes, qparams = empty_packed(ROWS, COLUMNS, bits, SEED)
-        is_finite = native.pack(matrix(dtype), bits, *noise, codes, qparams)
+        is_finite = native.pack(matrix(dtype), bits, seed, codes.data_ptr(), qparams.data_ptr(), ROWS)
         packing.mark_infinite(qparams)
-        z = torch.empty(ROWS, COLUMNS)
-        native.unpack(codes, qparams, bits, *noise[1:], z)
+        rotated, z = torch.empty(ROWS, COLUMNS), torch.empty(ROWS, COLUMNS)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, seed, rotated)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, seed, z, rotated=False)
         half = torch.empty(ROWS, COLUMNS, dtype=dtype)
-        native.unpack(codes, qparams, bits, *noise[1:], half)
-        rotated = z.clone()
-        native.unrotate(z, noise[0])
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, seed, half)
+        assert torch.equal(native_unrotated(rotated, seed).nan_to_num(), z.nan_to_num())
         return is_finite, codes, qparams, half, rotated, z
 
     found, expected = both(level, run)
@@ -101,9 +107,9 @@ def test_sketches_are_the_same_to_the_bit(level, dtype, both):
 
     def run():
         return [
-            native.countsketch(matrix(dtype), SEED, 7, 2, 7, index),
-            native.countsketch(matrix(dtype), SEED, 7, 0, 7, index, torch.float32),
-            native.countsketch(many.to(dtype), SEED, 5, 0, 5),  # 79 tokens are added to a row, 32 at a time
+            native.countsketch(matrix(dtype), int(SEED), 7, 2, 7, index),
+            native.countsketch(matrix(dtype), int(SEED), 7, 0, 7, index, torch.float32),
+            native.countsketch(many.to(dtype), int(SEED), 5, 0, 5),  # 79 tokens are added to a row, 32 at a time
             native.gather_rows(matrix(dtype), torch.arange(9), scale),
         ]
 

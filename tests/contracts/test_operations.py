@@ -343,3 +343,14 @@ def test_operations_are_counted(operator, case, samples):
         assert counter.get_total_flops() == operator.flops(*shapes) >= 0
         counts.append(counter.get_total_flops())
     assert max(counts) > 0 or case.rows < 2 or case.taken == "none"
+
+
+@pytest.mark.parametrize("operator", [one for one in OPERATORS.values() if one.native], ids=lambda one: one.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_place
+@every_size
+def test_what_the_library_does_in_one_call_is_what_it_does_step_by_step(operator, dtype, place, size, samples):
+    for one in samples(operator, Case(*size, dtype, *place)):
+        found = operator.native(*one.arguments, **one.named)
+        if found is not NotImplemented:
+            assert same(found, operator.function(*one.arguments, **one.named))

@@ -16,6 +16,7 @@ from rmm_linear.backends.native.library import (
     is_available,
     matrix_arguments,
     pointer,
+    run,
     threads,
 )
 
@@ -25,7 +26,7 @@ __all__ = [
     "is_available",
     "pack",
     "philox",
-    "rounding_noise",
+    "run",
     "signs_and_shifts",
     "unpack",
     "unrotate",
@@ -68,147 +69,76 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
     return signs, shifts
 
 
-def rounding_noise(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :class:`rmm_linear.packing.rounding.RoundingNoise` holds.
-
-    Args:
-        seed: int64 with one element.
-        stream: Number of the stream.
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-
-    Returns:
-        Signs of the rotation, float32, shape (64,); int32 of shape (rows,) and of shape (columns,).
-    """
-    signs = seed.new_empty(64, dtype=torch.float32)
-    a, c = seed.new_empty(rows, dtype=torch.int32), seed.new_empty(columns, dtype=torch.int32)
-    function("rmm_rounding_noise")(
-        int(seed), stream, rows, columns, signs.data_ptr(), a.data_ptr(), c.data_ptr()
-    )  # fmt: skip
-    return signs, a, c
-
-
-def noise_words(seed: Tensor, stream: int, rows: int, columns: int) -> tuple[Tensor, int, int]:
-    """Return one tensor of int32 with 64 signs, as float32, and the numbers of rows and of columns; where these are."""
-    words = torch.empty(64 + rows + columns, dtype=torch.int32, device="cpu")
-    signs = words.data_ptr()
-    a = signs + 256
-    c = a + 4 * rows
-    function("rmm_rounding_noise")(int(seed), stream, rows, columns, signs, a, c)
-    return words, a, c
-
-
 def pack(
     matrix: Tensor,
     bits: int,
-    signs: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    codes: Tensor,
-    qparams: Tensor,
-    hashing: tuple[Tensor, Tensor] | None = None,
+    seed: int,
+    codes: int,
+    qparams: int,
+    rows: int,
+    first: int = 0,
     index: Tensor | None = None,
 ) -> bool:
     """Round rows to ``bits`` per element, as described in :mod:`rmm_linear.packing.pack`.
 
     Args:
-        matrix: float32, bfloat16 or float16, shape (K, I), or (N, I) with ``hashing``; elements of a row side by side.
+        matrix: float32, bfloat16 or float16, shape (N, I); elements of a row side by side.
         bits: 8, 4 or 2.
-        signs: Signs of the rotation, float32, shape (64,).
-        rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
-        columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
-        codes: Written to; uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        qparams: Written to; bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
-        hashing: Signs and shifts as :func:`countsketch` takes them, N > K: the CountSketch of ``matrix`` is packed, row
-            by row; sums of bfloat16 are rounded to it before. None packs ``matrix`` itself.
+        seed: Of the rounding, and of the sketch.
+        codes: Address to write to: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
+        qparams: Address to write to: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        rows: K. Of fewer rows than ``matrix`` has, its CountSketch is packed, row by row; sums of bfloat16 are rounded
+            to it before.
+        first: The number of the first row, where they are a part of a matrix.
         index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
 
     Returns:
         Whether all qparams are finite.
 
     Raises:
-        MemoryError: If a row of the sketch cannot be allocated.
+        MemoryError: If a row cannot be allocated.
     """
-    noise = signs.data_ptr(), rows.data_ptr(), columns.data_ptr()
-    found = None if hashing is None else (len(hashing[1]), hashing[1].data_ptr(), hashing[0].data_ptr())
-    return pack_rows(matrix, bits, *noise, codes, qparams, found, index)
+    return not run(
+        "rmm_pack", *matrix_arguments(matrix, index), rows, seed, first, bits, codes, qparams, threads(matrix)
+    )
 
 
-def pack_rows(
-    matrix: Tensor,
-    bits: int,
-    signs: int,
-    a: int,
-    c: int,
-    codes: Tensor,
-    qparams: Tensor,
-    hashing: tuple[int, int, int] | None = None,
-    index: Tensor | None = None,
-) -> bool:
-    """Do what :func:`pack` does with all rows, with noise at the addresses of :func:`noise_words`.
-
-    ``hashing`` has the number of shifts, and the addresses of shifts and signs, of :func:`signs_and_shifts`.
-
-    Returns:
-        As :func:`pack` does.
-
-    Raises:
-        MemoryError: As :func:`pack` does.
-    """
-    result = function("rmm_pack")(
-        *matrix_arguments(matrix, index), codes.shape[0], *(hashing or (1, signs, signs)),
-        bits, signs, a, c, codes.data_ptr(), qparams.data_ptr(), threads(matrix),
-    )  # fmt: skip
-    if result > 1:
-        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
-    return result == 0
-
-
-def unpack(codes: Tensor, qparams: Tensor, bits: int, rows: Tensor, columns: Tensor, matrix: Tensor) -> None:
-    """Write the rows that codes and qparams represent; whole groups stay rotated.
+def unpack(
+    codes: int, qparams: int, bits: int, seed: int, matrix: Tensor, first: int = 0, *, rotated: bool = True
+) -> None:
+    """Write rows that codes and qparams represent.
 
     Args:
-        codes: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        qparams: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
+        codes: Address of uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
+        qparams: Address of bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
         bits: 8, 4 or 2.
-        rows: :attr:`RoundingNoise.rows`, int32, shape (K,).
-        columns: :attr:`RoundingNoise.columns`, int32, shape (I,).
-        matrix: Written to; float32, bfloat16 or float16, shape (K, I), contiguous.
+        seed: They were packed with.
+        matrix: Written to; float32, bfloat16 or float16, shape (n, I), contiguous: the rows from ``first`` on.
+        first: See there.
+        rotated: Whether whole groups stay rotated; where not, ``matrix`` is float32.
+
+    Raises:
+        MemoryError: If the random numbers cannot be allocated.
     """
-    unpack_rows(codes, qparams, bits, 0, rows.data_ptr(), columns.data_ptr(), 0, matrix)
-
-
-def unpack_rows(
-    codes: Tensor, qparams: Tensor, bits: int, signs: int, a: int, c: int, begin: int, matrix: Tensor
-) -> None:
-    """Do what :func:`unpack` and :func:`unrotate` do with the rows from ``begin`` on, as many as ``matrix`` has.
-
-    Noise is at the addresses of :func:`noise_words`, for all rows; with signs at 0, they stay rotated.
-    """
-    (rows, columns), count, values = matrix.shape, threads(matrix), matrix.data_ptr()
-    first = codes.data_ptr() + begin * codes.shape[1]
-    ranges = qparams.data_ptr() + begin * qparams.shape[1] * 2 * qparams.itemsize
-    function("rmm_unpack")(
-        first, ranges, rows, columns, bits, a + 4 * begin, c, values, TYPES[matrix.dtype], count
+    run(
+        "rmm_unpack", codes, qparams, first, *matrix.shape, bits, seed, not rotated,
+        matrix.data_ptr(), TYPES[matrix.dtype], threads(matrix),
     )  # fmt: skip
-    if signs:  # of float32
-        function("rmm_unrotate")(values, rows, columns, signs, count)
 
 
-def unrotate(matrix: Tensor, signs: Tensor) -> None:
+def unrotate(matrix: Tensor, seed: int) -> None:
     """Undo the rotation of whole groups of 64 columns, in place.
 
     Args:
         matrix: float32, shape (O, I), contiguous.
-        signs: Signs of the rotation, float32, shape (64,).
+        seed: It was packed with.
     """
-    rows, columns = matrix.shape
-    function("rmm_unrotate")(pointer(matrix), rows, columns, pointer(signs), threads(matrix))
+    function("rmm_unrotate")(matrix.data_ptr(), *matrix.shape, seed, threads(matrix))
 
 
 def countsketch(
     matrix: Tensor,
-    seed: Tensor,
+    seed: int,
     rows: int,
     begin: int,
     end: int,
@@ -219,7 +149,7 @@ def countsketch(
 
     Args:
         matrix: M, float32, bfloat16 or float16, shape (N, D), N > K, elements of a row side by side.
-        seed: int64 with one element.
+        seed: Of the sketch.
         rows: K.
         begin: First row of SᵀM.
         end: The row after the last, at most K.
@@ -233,12 +163,10 @@ def countsketch(
         MemoryError: If a row of the sketch cannot be allocated.
     """
     z = matrix.new_empty(end - begin, matrix.shape[1], dtype=dtype)
-    result = function("rmm_countsketch")(
-        *matrix_arguments(matrix, index), rows, int(seed), begin, end - begin, pointer(z), TYPES[z.dtype],
-        threads(matrix),
+    run(
+        "rmm_countsketch", *matrix_arguments(matrix, index), rows, seed, begin, end - begin, z.data_ptr(),
+        TYPES[z.dtype], threads(matrix),
     )  # fmt: skip
-    if result:
-        raise MemoryError(f"No memory for a row of {matrix.shape[1]} columns.")
     return z
 
 

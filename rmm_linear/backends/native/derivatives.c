@@ -215,22 +215,30 @@ static void apply_derivative_rows(
 }
 
 /* x: of a type, `stride` elements from one row to the next. index: `rows` rows of it, or
- * null. knots: `count`. a: rows. c: columns. codes: contiguous. Without a table (kind RELU or LEAKY_RELU) knots, a and c
- * may be null. */
-void V(rmm_pack_derivative)(
+ * null. knots: `count`, or null for a kind without a table, which needs no seed either. codes: contiguous. Returns 0, or
+ * 2 if memory could not be allocated. */
+int V(rmm_pack_derivative)(
     const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
     const float *knots, int64_t count, float begin, float density, float end, float below, float above,
-    const int32_t *a, const int32_t *c, uint8_t *codes, int threads) {
+    int64_t seed, uint8_t *codes, int threads) {
     table t = {knots, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
+    noise n;
+    if (!begin_noise(&n, seed, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;
 #pragma omp parallel num_threads(threads)
-    pack_derivative_rows(x, type, stride, SHARE(rows), columns, index, kind, bits, &t, a, c, codes);
+    pack_derivative_rows(x, type, stride, SHARE(rows), columns, index, kind, bits, &t, n.rows, n.columns, codes);
+    end_noise(&n);
+    return 0;
 }
 
 /* y, out: of a type, contiguous, as codes. low: the slope if kind is LEAKY_RELU. Rows of
- * `out` that are not in `index` are left as they are. */
-void V(rmm_apply_derivative)(
+ * `out` that are not in `index` are left as they are. Returns 0, or 2 if memory could not be allocated. */
+int V(rmm_apply_derivative)(
     const void *y, int type, const uint8_t *codes, int64_t rows, int64_t columns, const int64_t *index, int kind,
-    int bits, float low, float step, const int32_t *a, const int32_t *c, void *out, int threads) {
+    int bits, float low, float step, int64_t seed, void *out, int threads) {
+    noise n;
+    if (!begin_noise(&n, seed, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;
 #pragma omp parallel num_threads(threads)
-    apply_derivative_rows(y, type, codes, SHARE(rows), columns, index, kind, bits, low, step, a, c, out);
+    apply_derivative_rows(y, type, codes, SHARE(rows), columns, index, kind, bits, low, step, n.rows, n.columns, out);
+    end_noise(&n);
+    return 0;
 }

@@ -2,12 +2,6 @@
 
 enum { GATED_GELU, GATED_GELU_TANH, GATED_SILU, GATED_RELU };
 
-/* Two independent seeds: signs of the rotation (64 each), numbers of rows and of columns, as in RoundingNoise. */
-typedef struct {
-    const float *signs;
-    const int32_t *rows, *columns;
-} noise;
-
 /* A packed matrix; codes is null where it is not wanted. */
 typedef struct {
     uint8_t *codes;
@@ -54,33 +48,33 @@ INLINE lanes activate(lanes *x, int activation) {
 
 /* Where the numbers of a row and its packed form are. */
 INLINE void finish_row_part(
-    batch *b, const noise *n, int which, int64_t row, int64_t rows, int64_t columns, int64_t first, int bits, packed to,
+    batch *b, const noise *n, int which, int64_t row, int64_t columns, int64_t first, int bits, packed to,
     int *not_finite) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
     finish_batch(
-        b, bits, n->rows[which * rows + row], n->columns + which * columns + first * GROUP,
+        b, bits, n[which].rows[row], n[which].columns + first * GROUP,
         to.codes + row * bytes + first * 8 * bits, to.qparams + (row * groups + first) * 2, not_finite);
 }
 
 INLINE void pack_last(
-    const float *v, const noise *n, int which, int64_t row, int64_t rows, int64_t columns, int64_t whole, int bits,
+    const float *v, const noise *n, int which, int64_t row, int64_t columns, int64_t whole, int bits,
     packed to, int *not_finite) {
     int64_t bytes = (columns * bits + 7) / 8;
     pack_short_group(
-        v, (int)(columns - whole * GROUP), bits, n->rows[which * rows + row],
-        n->columns + which * columns + whole * GROUP, to.codes + row * bytes + whole * 8 * bits,
+        v, (int)(columns - whole * GROUP), bits, n[which].rows[row], n[which].columns + whole * GROUP,
+        to.codes + row * bytes + whole * 8 * bits,
         to.qparams + (row * (whole + 1) + whole) * 2, not_finite);
 }
 
 /* buffer: 2 * columns. */
 INLINE int pack_all(
-    const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end, int64_t rows,
+    const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
     float *buffer) {
     int64_t whole = columns / GROUP;
     int not_finite = 0;
     lanes signs[2][PARTS];
-    load_signs(n->signs, signs[0]), load_signs(n->signs + GROUP, signs[1]);
+    load_signs(n[0].signs, signs[0]), load_signs(n[1].signs, signs[1]);
     for (int64_t row = begin; row < end; row++) {
         int64_t from = index ? index[row] : row;
         const float *x = widened(a, type, from * stride_a, columns, buffer);
@@ -99,8 +93,8 @@ INLINE int pack_all(
                 if (p.codes) add_group(&products, product);
                 if (s.codes) add_group(&values, value);
             }
-            if (p.codes) finish_row_part(&products, n, 0, row, rows, columns, first, bits, p, &not_finite);
-            if (s.codes) finish_row_part(&values, n, 1, row, rows, columns, first, bits, s, &not_finite);
+            if (p.codes) finish_row_part(&products, n, 0, row, columns, first, bits, p, &not_finite);
+            if (s.codes) finish_row_part(&values, n, 1, row, columns, first, bits, s, &not_finite);
         }
         int64_t left = columns - whole * GROUP;
         if (left) {
@@ -111,8 +105,8 @@ INLINE int pack_all(
                 STORE(product + k * LANES, LOAD(product + k * LANES) * slope);
                 STORE(value + k * LANES, v);
             }
-            if (p.codes) pack_last(product, n, 0, row, rows, columns, whole, bits, p, &not_finite);
-            if (s.codes) pack_last(value, n, 1, row, rows, columns, whole, bits, s, &not_finite);
+            if (p.codes) pack_last(product, n, 0, row, columns, whole, bits, p, &not_finite);
+            if (s.codes) pack_last(value, n, 1, row, columns, whole, bits, s, &not_finite);
         }
     }
     return not_finite;
@@ -120,11 +114,11 @@ INLINE int pack_all(
 
 /* The activation is a constant in each call, so that the compiler specializes it. */
 #define PACK(activation) \
-    return pack_all(a, b, type, stride_a, stride_b, begin, end, rows, columns, index, activation, bits, n, p, s, buffer)
+    return pack_all(a, b, type, stride_a, stride_b, begin, end, columns, index, activation, bits, n, p, s, buffer)
 
 static int pack_gated_rows(
     const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end,
-    int64_t rows, int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
+    int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
     float *buffer) {
     if (activation == GATED_GELU) PACK(GATED_GELU);
     if (activation == GATED_GELU_TANH) PACK(GATED_GELU_TANH);
@@ -134,15 +128,15 @@ static int pack_gated_rows(
 
 /* Writes the product of a group of y with its unpacked numbers at `place` of a matrix of `type`. */
 INLINE void unpack_and_multiply(
-    const float *y, int64_t row, int64_t rows, int64_t columns, int64_t group, int bits, const noise *n, int which,
+    const float *y, int64_t row, int64_t columns, int64_t group, int bits, const noise *n, int which,
     packed from, void *out, int type, int64_t place) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8, left = columns - group * GROUP;
     int size = left < GROUP ? (int)left : GROUP;
     lanes v[PARTS];
     const uint8_t *codes = from.codes + row * bytes + group * 8 * bits;
     const uint16_t *qparams = from.qparams + (row * groups + group) * 2;
-    int32_t a = n->rows[which * rows + row];
-    const int32_t *c = n->columns + which * columns + group * GROUP;
+    int32_t a = n[which].rows[row];
+    const int32_t *c = n[which].columns + group * GROUP;
     if (size < GROUP) {
         float last[GROUP];
         unpack_short_group(size, bits, codes, a, c, qparams, last);
@@ -152,58 +146,76 @@ INLINE void unpack_and_multiply(
     unpack_group(bits, codes, a, c, qparams, v);
     rotate(v);
     for (int k = 0; k < PARTS; k++) {
-        lanes signs = LOAD(n->signs + which * GROUP + k * LANES) * 0.125f;
+        lanes signs = LOAD(n[which].signs + k * LANES) * 0.125f;
         store_elements(out, type, place + k * LANES, v[k] * signs * LOAD(y + k * LANES));
     }
 }
 
 INLINE void apply_all(
-    const void *y, int type, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
+    const void *y, int type, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int bits,
     const noise *n, packed p, packed s, void *da, void *db) {
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group * GROUP < columns; group++) {
             int64_t place = (index ? index[row] : row) * columns + group * GROUP, left = columns - group * GROUP;
             float buffer[GROUP];
             const float *from = widened(y, type, place, left < GROUP ? left : GROUP, buffer);
-            if (da) unpack_and_multiply(from, row, rows, columns, group, bits, n, 0, p, da, type, place);
-            if (db) unpack_and_multiply(from, row, rows, columns, group, bits, n, 1, s, db, type, place);
+            if (da) unpack_and_multiply(from, row, columns, group, bits, n, 0, p, da, type, place);
+            if (db) unpack_and_multiply(from, row, columns, group, bits, n, 1, s, db, type, place);
         }
 }
 
 static void apply_gated_rows(
-    const void *y, int type, int64_t begin, int64_t end, int64_t rows, int64_t columns, const int64_t *index, int bits,
+    const void *y, int type, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int bits,
     const noise *n, packed p, packed s, void *da, void *db) {
     /* The type is a constant in each call, so that the compiler specializes it. */
-    if (type == FLOAT32) apply_all(y, FLOAT32, begin, end, rows, columns, index, bits, n, p, s, da, db);
-    else if (type == BFLOAT16) apply_all(y, BFLOAT16, begin, end, rows, columns, index, bits, n, p, s, da, db);
-    else apply_all(y, FLOAT16, begin, end, rows, columns, index, bits, n, p, s, da, db);
+    if (type == FLOAT32) apply_all(y, FLOAT32, begin, end, columns, index, bits, n, p, s, da, db);
+    else if (type == BFLOAT16) apply_all(y, BFLOAT16, begin, end, columns, index, bits, n, p, s, da, db);
+    else apply_all(y, FLOAT16, begin, end, columns, index, bits, n, p, s, da, db);
 }
 
-/* a, b: rows of `columns` numbers, `stride` apart. index: `rows` of their rows, or null. signs: (2, 64), row_noise:
- * (2, rows), column_noise: (2, columns): for p and for s. Codes are null where not wanted. buffer: threads x 2 x
- * columns. Returns 1 if qparams are not finite, else 0. */
+/* Numbers for two independent seeds. */
+static int begin_two(noise n[2], int64_t seed, int64_t other, int64_t rows, int64_t columns) {
+    if (!begin_noise(n, seed, 0, rows, columns)) return 0;
+    if (begin_noise(n + 1, other, 0, rows, columns)) return 1;
+    end_noise(n);
+    return 0;
+}
+
+/* a, b: rows of `columns` numbers, `stride` apart. index: `rows` of their rows, or null. Seeds are those of p and of s,
+ * whose codes are null where not wanted. Returns 0; 1 if qparams are not finite; 2 or more if memory could not be
+ * allocated. */
 int V(rmm_pack_gated)(
     const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t rows, int64_t columns,
-    const int64_t *index, int activation, int bits, const float *signs, const int32_t *row_noise,
-    const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams,
-    float *buffer, int threads) {
-    noise n = {signs, row_noise, column_noise};
+    const int64_t *index, int activation, int bits, int64_t p_seed, int64_t s_seed, uint8_t *p_codes,
+    uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams, int threads) {
+    noise n[2];
+    if (!begin_two(n, p_seed, s_seed, rows, columns)) return 2;
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
-    result = pack_gated_rows(
-        a, b, type, stride_a, stride_b, SHARE(rows), rows, columns, index, activation, bits, &n, p, s,
-        buffer + omp_get_thread_num() * 2 * columns);
+    {
+        float *buffer = malloc(2 * columns * sizeof(float) + 1);
+        if (!buffer) result = 2;
+        else
+            result = pack_gated_rows(
+                a, b, type, stride_a, stride_b, SHARE(rows), columns, index, activation, bits, n, p, s, buffer);
+        free(buffer);
+    }
+    end_noise(n), end_noise(n + 1);
     return result;
 }
 
-/* y, da, db: of one type, contiguous; da and db are null where not wanted, and rows that are not in `index` are left as they are. */
-void V(rmm_apply_gated)(
-    const void *y, int type, int64_t rows, int64_t columns, const int64_t *index, int bits, const float *signs,
-    const int32_t *row_noise, const int32_t *column_noise, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes,
-    uint16_t *s_qparams, void *da, void *db, int threads) {
-    noise n = {signs, row_noise, column_noise};
+/* y, da, db: of one type, contiguous; da and db are null where not wanted, and rows that are not in `index` are left as
+ * they are. Returns 0, or 2 if memory could not be allocated. */
+int V(rmm_apply_gated)(
+    const void *y, int type, int64_t rows, int64_t columns, const int64_t *index, int bits, int64_t p_seed,
+    int64_t s_seed, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams, void *da, void *db,
+    int threads) {
+    noise n[2];
+    if (!begin_two(n, p_seed, s_seed, rows, columns)) return 2;
     packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
 #pragma omp parallel num_threads(threads)
-    apply_gated_rows(y, type, SHARE(rows), rows, columns, index, bits, &n, p, s, da, db);
+    apply_gated_rows(y, type, SHARE(rows), columns, index, bits, n, p, s, da, db);
+    end_noise(n), end_noise(n + 1);
+    return 0;
 }

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rmm_linear.sketches.seeds import draw_seed, seeds_of
+
 logger = logging.getLogger(__name__)
 
 MISSING = (
@@ -22,24 +24,23 @@ MISSING = (
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of elements.h
 # Arguments of every function: p a pointer, q an int64, i an int, f a float.
 SIGNATURES = {
-    "rmm_apply_derivative": "pipqqpiiffpppi",
-    "rmm_apply_gated": "piqqpipppppppppi",
+    "rmm_apply_derivative": "pipqqpiiffqpi",
+    "rmm_apply_gated": "piqqpiqqppppppi",
     "rmm_apply_mask": "pipqqpfpi",
     "rmm_countsketch": "pipqqqqqqqpii",
     "rmm_gather_rows": "piqqppqpi",
-    "rmm_norm_backward": "piqpqqiippppppppippi",
-    "rmm_pack": "pipqqqqqppipppppi",
-    "rmm_pack_derivative": "piqqqpiipqfffffpppi",
-    "rmm_pack_gated": "ppiqqqqpiippppppppi",
+    "rmm_norm_backward": "piqpqqiipqppppippi",
+    "rmm_pack": "pipqqqqqqippi",
+    "rmm_pack_derivative": "piqqqpiipqfffffqpi",
+    "rmm_pack_gated": "ppiqqqqpiiqqppppi",
     "rmm_pack_mask": "piqqppi",
-    "rmm_pack_norm": "piqpqqifipppppppi",
+    "rmm_pack_norm": "piqpqqifiqpppi",
     "rmm_philox": "qqqpp",
-    "rmm_rounding_noise": "qqqqppp",
     "rmm_signs_and_shifts": "qqqpp",
     "rmm_softmax_gradients": "ppqqi",
     "rmm_transform": "piqqqppppppppqpi",
-    "rmm_unpack": "ppqqipppii",
-    "rmm_unrotate": "pqqpi",
+    "rmm_unpack": "ppqqqiqipii",
+    "rmm_unrotate": "pqqqi",
 }
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
@@ -94,6 +95,44 @@ def _function(name: str, level: int) -> Callable[..., int]:
     found = getattr(_load(), f"{name}_{level}")
     found.argtypes = [_TYPES[letter] for letter in SIGNATURES[name]]
     return found
+
+
+def run(name: str, *arguments: float | None) -> bool:
+    """Call a function of the library that returns a status.
+
+    Args:
+        name: One of :data:`SIGNATURES`.
+        *arguments: See :func:`function`.
+
+    Returns:
+        Whether a number that it made is not finite.
+
+    Raises:
+        MemoryError: If it had no memory for its buffers.
+    """
+    status = _function(name, level())(*arguments)
+    if status > 1:
+        raise MemoryError(f"No memory for the buffers of {name}, which take some rows of a matrix in each thread.")
+    return status == 1
+
+
+def write_seed(stored: Tensor, seed: int | None) -> int:
+    """Write a seed at the beginning of stored bytes, and return it; None draws one."""
+    seed = draw_seed() if seed is None else seed
+    ctypes.c_int64.from_address(stored.data_ptr()).value = seed
+    return seed
+
+
+def write_seeds(stored: Tensor, seed: int | None, count: int) -> list[int]:
+    """Write the seeds of several matrices at the beginning of stored bytes, and return them."""
+    seeds = seeds_of(seed, count)
+    (ctypes.c_int64 * count).from_address(stored.data_ptr())[:] = seeds
+    return seeds
+
+
+def read_seed(stored: Tensor, place: int = 0) -> int:
+    """Return a seed at the beginning of stored bytes, the first or another one."""
+    return ctypes.c_int64.from_address(stored.data_ptr() + 8 * place).value
 
 
 def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, int, int, int, int, int]:

@@ -141,32 +141,59 @@ static void norm_backward_rows(
     }
 }
 
-/* x: rows `stride` apart. index: `rows` rows of it, or null. signs: 64, of the rotation. a: rows. c: columns. codes,
- * qparams, rstds: contiguous. buffer: threads x columns. Returns 1 if qparams are not finite, else 0. */
+/* x: rows `stride` apart. index: `rows` rows of it, or null. codes, qparams, rstds: contiguous. Returns 0; 1 if qparams
+ * are not finite; 2 or more if memory could not be allocated. */
 int V(rmm_pack_norm)(
     const void *x, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, float eps,
-    int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams, float *rstds,
-    float *buffer, int threads) {
+    int bits, int64_t seed, uint8_t *codes, uint16_t *qparams, float *rstds, int threads) {
+    noise n;
+    if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
-    result = pack_norm_rows(
-        x, type, stride, index, SHARE(rows), columns, centered, eps, bits, signs, a, c, codes, qparams, rstds,
-        buffer + omp_get_thread_num() * columns);
+    {
+        float *buffer = malloc(columns * sizeof(float) + 1);
+        if (!buffer) result = 2;
+        else
+            result = pack_norm_rows(
+                x, type, stride, index, SHARE(rows), columns, centered, eps, bits, n.signs, n.rows, n.columns, codes,
+                qparams, rstds, buffer);
+        free(buffer);
+    }
+    end_noise(&n);
     return result;
 }
 
-/* y: rows `stride` apart. gamma: columns. out: contiguous; rows that are not in `index` are left as they are. buffer:
- * threads x 5 x columns, zeros. wide: threads x 2 x columns, to which the sums over rows are added, or null. */
-void V(rmm_norm_backward)(
+/* y: rows `stride` apart. gamma: columns, or null for 1. out: contiguous; rows that are not in `index` are left as they
+ * are. to_gamma, to_beta: columns, the sums over rows, or null. Returns 0, or 2 if memory could not be allocated. */
+int V(rmm_norm_backward)(
     const void *y, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, int bits,
-    const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
-    const uint16_t *qparams, const float *rstds, void *out, int out_type, float *buffer, double *wide,
-    int threads) {
+    const float *gamma, int64_t seed, const uint8_t *codes, const uint16_t *qparams, const float *rstds, void *out,
+    int out_type, float *to_gamma, float *to_beta, int threads) {
+    noise n;
+    if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
+    /* Of all threads the sums in float64, then their buffers, then ones. */
+    double *wide = calloc(threads * (2 * sizeof(double) + 5 * sizeof(float)) + sizeof(float), columns + 1);
+    if (!wide) {
+        end_noise(&n);
+        return 2;
+    }
+    float *buffers = (float *)(wide + threads * 2 * columns), *ones = buffers + threads * 5 * columns;
+    for (int64_t i = 0; i < columns; i++) ones[i] = 1;
 #pragma omp parallel num_threads(threads)
     {
         int64_t thread = omp_get_thread_num();
         norm_backward_rows(
-            y, type, stride, index, SHARE(rows), columns, centered, bits, gamma, signs, a, c, codes, qparams, rstds, out,
-            out_type, buffer + thread * 5 * columns, wide ? wide + thread * 2 * columns : 0);
+            y, type, stride, index, SHARE(rows), columns, centered, bits, gamma ? gamma : ones, n.signs, n.rows, n.columns,
+            codes, qparams, rstds, out, out_type, buffers + thread * 5 * columns,
+            to_gamma ? wide + thread * 2 * columns : 0);
     }
+    for (int64_t i = 0; to_gamma && i < columns; i++) {
+        double sums[2] = {0, 0};
+        for (int thread = 0; thread < threads; thread++)
+            sums[0] += wide[thread * 2 * columns + i], sums[1] += wide[(thread * 2 + 1) * columns + i];
+        to_gamma[i] = (float)sums[0], to_beta[i] = (float)sums[1];
+    }
+    free(wide);
+    end_noise(&n);
+    return 0;
 }

@@ -89,34 +89,57 @@ static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t columns,
         }
 }
 
-/* Packs m, or with several segments its CountSketch of `rows` rows. signs: 64, of the rotation. a: rows. c: columns.
- * codes, qparams: contiguous. Returns 0; 1 if qparams are not finite; 2 if memory could not be allocated. */
+/* Packs the rows of m, or where there are more tokens than `rows` its CountSketch. Random numbers of the rounding, of the
+ * rows from `first` on, and the sketch follow from the seed. codes, qparams: of these rows, contiguous. Returns 0; 1 if
+ * qparams are not finite; 2 or more if memory could not be allocated. */
 int V(rmm_pack)(
     const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
-    int64_t segments, const int64_t *shifts, const int8_t *token_signs, int bits, const float *signs, const int32_t *a,
-    const int32_t *c, uint8_t *codes, uint16_t *qparams, int threads) {
-    hashed source = {m, type, 1, index, tokens, columns, stride, rows, segments, shifts, token_signs};
+    int64_t seed, int64_t first, int bits, uint8_t *codes, uint16_t *qparams, int threads) {
+    int64_t segments = tokens > rows && rows ? (tokens + rows - 1) / rows : 1;
+    int64_t *shifts = segments > 1 ? malloc(segments * sizeof(int64_t) + tokens) : NULL;
+    int8_t *signs = (int8_t *)(shifts + (shifts ? segments : 0));
+    noise n;
+    if (segments > 1 && !shifts) return 2;
+    if (!begin_noise(&n, seed, first, rows, columns)) {
+        free(shifts);
+        return 2;
+    }
+    if (shifts) signs_and_shifts(seed, tokens, rows, signs, shifts);
+    hashed source = {m, type, 1, index, tokens, columns, stride, rows, segments, shifts, signs};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {
         float *buffer = malloc(columns * sizeof(float) + 1);
         if (!buffer) result = 2;
-        else result = pack_rows(&source, buffer, SHARE(rows), bits, signs, a, c, codes, qparams);
+        else result = pack_rows(&source, buffer, SHARE(rows), bits, n.signs, n.rows, n.columns, codes, qparams);
         free(buffer);
     }
+    end_noise(&n);
+    free(shifts);
     return result;
 }
 
-/* codes, qparams: contiguous. a: rows. c: columns. z: of a type, contiguous; its whole groups stay rotated. */
-void V(rmm_unpack)(
-    const uint8_t *codes, const uint16_t *qparams, int64_t rows, int64_t columns, int bits, const int32_t *a,
-    const int32_t *c, void *z, int type, int threads) {
+/* The `rows` rows from `first` on; codes and qparams: contiguous, of all rows. z: of a type, contiguous, of these rows.
+ * Whole groups are rotated back for `is_rotated_back`, which is for float32. Returns 0, or 2 without memory. */
+int V(rmm_unpack)(
+    const uint8_t *codes, const uint16_t *qparams, int64_t first, int64_t rows, int64_t columns, int bits, int64_t seed,
+    int is_rotated_back, void *z, int type, int threads) {
+    noise n;
+    if (!begin_noise(&n, seed, first, rows, columns)) return 2;
+    codes += first * ((columns * bits + 7) / 8), qparams += first * ((columns + GROUP - 1) / GROUP) * 2;
 #pragma omp parallel num_threads(threads)
-    unpack_rows(codes, qparams, SHARE(rows), columns, bits, a, c, z, type);
+    {
+        unpack_rows(codes, qparams, SHARE(rows), columns, bits, n.rows, n.columns, z, type);
+        if (is_rotated_back) unrotate_rows(z, SHARE(rows), columns, n.signs);
+    }
+    end_noise(&n);
+    return 0;
 }
 
-/* m: contiguous, unrotated in place. signs: 64. */
-void V(rmm_unrotate)(float *m, int64_t rows, int64_t columns, const float *signs, int threads) {
+/* m: contiguous, rotated back in place. */
+void V(rmm_unrotate)(float *m, int64_t rows, int64_t columns, int64_t seed, int threads) {
+    noise n;
+    fill_noise(seed, 0, 0, 0, n.signs, NULL, NULL);
 #pragma omp parallel num_threads(threads)
-    unrotate_rows(m, SHARE(rows), columns, signs);
+    unrotate_rows(m, SHARE(rows), columns, n.signs);
 }

@@ -39,14 +39,36 @@ void V(rmm_signs_and_shifts)(int64_t seed, int64_t tokens, int64_t rows, int8_t 
     signs_and_shifts(seed, tokens, rows, signs, shifts);
 }
 
-/* RoundingNoise of rmm_linear/packing/rounding.py. signs: 64, of the rotation. a: rows. c: columns. */
-void V(rmm_rounding_noise)(int64_t seed, int64_t stream, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
-    int64_t count = rows > columns ? rows : columns;
-    for (int64_t i = 0; i < (count > 2 ? count : 2); i++) {
+/* RoundingNoise of rmm_linear/packing/rounding.py: 64 signs of the rotation, and the numbers of rows and of columns. */
+typedef struct {
+    float signs[GROUP];
+    int32_t *rows, *columns;
+} noise;
+
+enum { ROUNDING_STREAM = 3 };
+
+static void fill_noise(int64_t seed, int64_t first, int64_t rows, int64_t columns, float *signs, int32_t *a, int32_t *c) {
+    for (int64_t i = 0; i < (columns > 2 ? columns : 2); i++) {
         uint64_t word[4];
-        philox(seed, stream, (uint64_t)i, word);
-        if (i < rows) a[i] = (int32_t)(word[0] >> 9) | 0x3F800000;
+        philox(seed, ROUNDING_STREAM, (uint64_t)i, word);
         if (i < columns) c[i] = (int32_t)(word[1] >> 9);
+        if (first == 0 && i < rows) a[i] = (int32_t)(word[0] >> 9) | 0x3F800000;
         for (int bit = 0; i < 2 && bit < 32; bit++) signs[i * 32 + bit] = 1 - 2 * (float)(word[2] >> bit & 1);
     }
+    for (int64_t i = first ? 0 : columns; i < rows; i++) {
+        uint64_t word[4];
+        philox(seed, ROUNDING_STREAM, (uint64_t)(first + i), word);
+        a[i] = (int32_t)(word[0] >> 9) | 0x3F800000;
+    }
 }
+
+/* Numbers of the rows from `first` on. Returns false if memory could not be allocated. */
+static int begin_noise(noise *n, int64_t seed, int64_t first, int64_t rows, int64_t columns) {
+    n->rows = malloc((rows + columns) * sizeof(int32_t) + 1);
+    if (!n->rows) return 0;
+    n->columns = n->rows + rows;
+    fill_noise(seed, first, rows, columns, n->signs, n->rows, n->columns);
+    return 1;
+}
+
+static void end_noise(noise *n) { free(n->rows); }

@@ -7,15 +7,18 @@ limits, or between two jumps. Its error is below 1e-4 of the derivative's range 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native import noise_words
-from rmm_linear.backends.native.library import TYPES, function, pointer, threads
-from rmm_linear.packing import ROUNDING_STREAM
+from rmm_linear.backends import native
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
+from rmm_linear.packing import mark_infinite
+from rmm_linear.packing.derivatives import stored_layout
 from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.packing.stored import Part, offsets, views
 
 _TABLE = 0
 _KINDS = {"relu": 1, "leaky_relu": 2}
@@ -62,44 +65,104 @@ def derivative_table(pointwise: Pointwise, bits: int) -> DerivativeTable | None:
     return DerivativeTable(steps[:-2].float(), begin, _DENSITY, end or _SMALLEST, below, above)
 
 
+@functools.lru_cache(maxsize=64)
+def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, float, float, float, float, float]]:
+    """The table, and address, length, interval and limits of its derivative as arguments."""
+    table = derivative_table(pointwise, bits)
+    if table is None:
+        return None, (0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    line = table.begin, table.density, table.end, table.below, table.above
+    return table, (table.knots.data_ptr(), len(table.knots), *line)
+
+
 def pack_derivative(
     x: Tensor, codes: Tensor, pointwise: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> None:
     """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
-    knots, line, table = None, [0.0] * 5, derivative_table(pointwise, bits)
-    if table is not None:
-        knots, line = table.knots, [table.begin, table.density, table.end, table.below, table.above]
-    rows, columns = codes.shape[0], x.shape[1]
-    (words, a, c), index = _noise(seed, rows, columns), None if index is None else index.contiguous()
+    write_derivative(x, index, codes.shape[0], 0 if seed is None else int(seed), pointwise, bits, codes.data_ptr())
+
+
+def stored_derivative(
+    x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
+) -> Tensor:
+    """Return the bytes of :func:`rmm_linear.ops.derivatives.pack_derivative`."""
+    rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
+    pointwise, parts, places, size = _layout(name, tuple(parameters), bits, rows, columns)
+    stored = x.new_zeros(size, dtype=torch.uint8)
+    base = stored.data_ptr()
+    seed = 0 if pointwise.is_exact else write_seed(stored, seed)
+    if pointwise.is_bounded:
+        write_derivative(x, index, rows, seed, pointwise, bits, base + places[-1])
+        return stored
+    kept = torch.relu(x if index is None else x.index_select(0, index)).contiguous()
+    if not native.pack(kept, bits, seed, base + places[1], base + places[2], rows):
+        mark_infinite(views(stored, parts)[2])
+    return stored
+
+
+def apply_stored(
+    y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int
+) -> Tensor:
+    """Return dX̂ as :func:`rmm_linear.ops.derivatives.apply_derivative` does."""
+    rows = y.shape[0] if index is None else index.shape[0]
+    pointwise, _, places, _ = _layout(name, tuple(parameters), bits, rows, y.shape[1])
+    seed = 0 if pointwise.is_exact else read_seed(stored)
+    if pointwise.is_bounded:
+        return read_derivative(y, index, rows, seed, pointwise, bits, stored.data_ptr() + places[-1])
+    relu = y.new_empty(rows, y.shape[1], dtype=torch.float32)
+    native.unpack(*(stored.data_ptr() + place for place in places[1:]), bits, seed, relu, rotated=False)
+    if index is None:
+        return relu.mul_(2).mul_(y).to(y.dtype)
+    return y.new_zeros(y.shape).index_copy_(0, index, relu.mul_(2).mul_(y.index_select(0, index)).to(y.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    name: str, parameters: tuple[float, ...], bits: int, rows: int, columns: int
+) -> tuple[Pointwise, tuple[Part, ...], list[int], int]:
+    function, parts = stored_layout(name, parameters, bits, rows, columns)
+    return function, parts, *offsets(parts)
+
+
+def write_derivative(
+    x: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
+) -> None:
+    """Write the same at an address."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    function("rmm_pack_derivative")(
-        x.data_ptr(), TYPES[x.dtype], x.stride(0), rows, columns, pointer(index),
-        _KINDS.get(pointwise.name, _TABLE), bits, pointer(knots), 0 if knots is None else len(knots),
-        *line, a, c, codes.data_ptr(), threads(x),
+    index = None if index is None else index.contiguous()
+    run(
+        "rmm_pack_derivative", x.data_ptr(), TYPES[x.dtype], x.stride(0), rows, x.shape[1], pointer(index),
+        _KINDS.get(pointwise.name, _TABLE), bits, *_table(pointwise, bits)[1], seed, codes, threads(x),
     )  # fmt: skip
-    del words  # whose memory was read until now
 
 
 def apply_derivative(
     y: Tensor, codes: Tensor, pointwise: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
     """Return dX̂ as :func:`rmm_linear.packing.derivatives.apply_derivative` does."""
-    low, step = pointwise.range[0], pointwise.step(bits)
-    if pointwise.parameters and pointwise.is_exact:
-        low, step = pointwise.parameters[0], 0.0
-    rows, columns = codes.shape[0], y.shape[1]
-    (words, a, c), index = _noise(seed, rows, columns), None if index is None else index.contiguous()
-    y, codes = y.contiguous(), codes.contiguous()
+    codes = codes.contiguous()
+    return read_derivative(
+        y, index, codes.shape[0], 0 if seed is None else int(seed), pointwise, bits, codes.data_ptr()
+    )
+
+
+def read_derivative(
+    y: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
+) -> Tensor:
+    """Return dX̂ from codes at an address."""
+    low, step = _range(pointwise, bits)
+    y, index = y.contiguous(), None if index is None else index.contiguous()
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
-    function("rmm_apply_derivative")(
-        y.data_ptr(), TYPES[y.dtype], codes.data_ptr(), rows, columns, pointer(index),
-        _KINDS.get(pointwise.name, _TABLE), bits, low, step, a, c, out.data_ptr(),
-        threads(y),
+    run(
+        "rmm_apply_derivative", y.data_ptr(), TYPES[y.dtype], codes, rows, y.shape[1], pointer(index),
+        _KINDS.get(pointwise.name, _TABLE), bits, low, step, seed, out.data_ptr(), threads(y),
     )  # fmt: skip
-    del words
     return out
 
 
-def _noise(seed: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, int, int]:
-    """The random numbers of rows and of columns: what holds them, and where they are."""
-    return (None, 0, 0) if seed is None else noise_words(seed, ROUNDING_STREAM, rows, columns)
+@functools.lru_cache(maxsize=64)
+def _range(pointwise: Pointwise, bits: int) -> tuple[float, float]:
+    """The lowest derivative and the step from one code to the next; of LeakyReLU its slope."""
+    if pointwise.is_exact:
+        return (pointwise.parameters[0] if pointwise.parameters else pointwise.range[0]), 0.0
+    return pointwise.range[0], pointwise.step(bits)

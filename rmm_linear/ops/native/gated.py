@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, function, pointer, threads
-from rmm_linear.packing import ROUNDING_STREAM, check_bits, empty_packed, mark_infinite
-from rmm_linear.packing.gated import ACTIVATIONS, Packed
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seeds
+from rmm_linear.packing import check_bits, empty_packed, mark_infinite
+from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
+from rmm_linear.packing.stored import Part, offsets, views
 
 
 def pack_gated(
@@ -17,51 +21,97 @@ def pack_gated(
     check_bits(bits)
     rows, columns = len(a) if index is None else len(index), a.shape[1]
     packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]
-    (words, noise), index = _noise(seeds, rows, columns), None if index is None else index.contiguous()
-    a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
-    count = threads(a)
-    buffer = a.new_empty(count, 2, columns, dtype=torch.float32)
-    is_infinite = function("rmm_pack_gated")(
-        pointer(a), pointer(b), TYPES[a.dtype], a.stride(0), b.stride(0), rows, columns, pointer(index),
-        ACTIVATIONS.index(activation), bits, *noise, *_pointers(packed), pointer(buffer), count,
-    )  # fmt: skip
-    del words  # whose memory was read until now
-    if is_infinite:
+    if write_gated(a, b, index, rows, seeds.tolist(), activation, bits, _pointers(packed)):
         for one in packed:
             if one is not None:
                 mark_infinite(one.qparams)
     return packed
 
 
+def stored_gated(
+    a: Tensor,
+    b: Tensor,
+    activation: str,
+    bits: int,
+    seed: int | None,
+    index: Tensor | None,
+    needs_a: bool,
+    needs_b: bool,
+) -> Tensor:
+    """Return the bytes of :func:`rmm_linear.ops.gated.keep_gated`."""
+    check_factors(a, b)
+    rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
+    parts, places, size = _layout(rows, columns, bits, needs_a, needs_b)
+    stored = a.new_zeros(size, dtype=torch.uint8)
+    seeds, base = write_seeds(stored, seed, 2), stored.data_ptr()
+    at = [None if place is None else base + place for place in places]
+    if write_gated(a, b, index, rows, seeds, activation, bits, at):
+        for qparams in views(stored, parts)[2::2]:
+            mark_infinite(qparams)
+    return stored
+
+
+def apply_stored(
+    y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
+) -> list[Tensor | None]:
+    """Return what :func:`rmm_linear.ops.gated.apply_gated` does."""
+    rows, base = y.shape[0] if index is None else index.shape[0], stored.data_ptr()
+    at = [None if one is None else base + one for one in _layout(rows, y.shape[1], bits, needs_a, needs_b)[1]]
+    return read_gated(y, index, rows, (read_seed(stored), read_seed(stored, 1)), bits, at)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    rows: int, columns: int, bits: int, needs_a: bool, needs_b: bool
+) -> tuple[tuple[Part, ...], list[int | None], int]:
+    """The parts; where codes and qparams of both products begin, None for one that is not stored; and all bytes."""
+    parts = tuple(stored_parts(rows, columns, check_bits(bits), needs_a + needs_b))
+    (_, *places), size = offsets(parts)
+    absent: list[int | None] = [None, None]
+    return parts, [*(places[:2] if needs_a else absent), *(places[-2:] if needs_b else absent)], size
+
+
+def write_gated(
+    a: Tensor,
+    b: Tensor,
+    index: Tensor | None,
+    rows: int,
+    seeds: Sequence[int],
+    activation: str,
+    bits: int,
+    places: Sequence[int | None],
+) -> bool:
+    """Write both products at addresses, None for one that is not wanted; returns whether qparams are not finite."""
+    a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
+    index = None if index is None else index.contiguous()
+    return run(
+        "rmm_pack_gated", a.data_ptr(), b.data_ptr(), TYPES[a.dtype], a.stride(0), b.stride(0), rows, a.shape[1],
+        pointer(index), ACTIVATIONS.index(activation), bits, *seeds, *places, threads(a),
+    )  # fmt: skip
+
+
 def apply_gated(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
     """Return what :func:`rmm_linear.packing.gated.apply_gated` does."""
-    rows, columns = len(y) if index is None else len(index), y.shape[1]
-    make = y.new_empty if index is None else y.new_zeros
-    found = [None if one is None else make(y.shape) for one in packed]
-    (words, noise), index = _noise(seeds, rows, columns), None if index is None else index.contiguous()
     packed = [None if one is None else Packed(*(tensor.contiguous() for tensor in one)) for one in packed]
-    y = y.contiguous()
-    function("rmm_apply_gated")(
-        pointer(y), TYPES[y.dtype], rows, columns, pointer(index), bits,
-        *noise, *_pointers(packed), *map(pointer, found), threads(y),
+    rows = len(y) if index is None else len(index)
+    return read_gated(y, index, rows, seeds.tolist(), bits, _pointers(packed))
+
+
+def read_gated(
+    y: Tensor, index: Tensor | None, rows: int, seeds: Sequence[int], bits: int, places: Sequence[int | None]
+) -> list[Tensor | None]:
+    """Return the products of ``y`` with what lies at addresses; None for one at None."""
+    y, index = y.contiguous(), None if index is None else index.contiguous()
+    make = torch.empty_like if index is None else torch.zeros_like
+    found = [None if codes is None else make(y) for codes in places[::2]]
+    run(
+        "rmm_apply_gated", y.data_ptr(), TYPES[y.dtype], rows, y.shape[1], pointer(index), bits, *seeds, *places,
+        *map(pointer, found), threads(y),
     )  # fmt: skip
-    del words
     return found
 
 
-def _noise(seeds: Tensor, rows: int, columns: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """The random numbers of both products in one tensor, and the places of two times 64 signs, of rows, of columns."""
-    words = torch.empty(2 * (64 + rows + columns), dtype=torch.int32, device="cpu")
-    signs = words.data_ptr()
-    a = signs + 2 * 4 * 64
-    c = a + 2 * 4 * rows
-    for i, seed in enumerate(seeds.tolist()):
-        places = signs + 4 * 64 * i, a + 4 * rows * i, c + 4 * columns * i
-        function("rmm_rounding_noise")(seed, ROUNDING_STREAM, rows, columns, *places)
-    return words, (signs, a, c)
-
-
-def _pointers(packed: list[Packed | None]) -> list[int]:
-    return [pointer(tensor) for one in packed for tensor in one or (None, None)]
+def _pointers(packed: list[Packed | None]) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for one in packed for tensor in one or (None, None)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native import noise_words
-from rmm_linear.backends.native.library import TYPES, function, pointer, threads
-from rmm_linear.packing import ROUNDING_STREAM, check_bits, empty_packed, mark_infinite
-from rmm_linear.packing.norms import NormCopy, NormGradients
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
+from rmm_linear.packing import check_bits, empty_packed, mark_infinite
+from rmm_linear.packing.norms import NormCopy, NormGradients, norm_parts
+from rmm_linear.packing.stored import offsets, views
 
 
 def pack_norm(
@@ -26,17 +29,66 @@ def pack_norm(
         *empty_packed(rows, columns, check_bits(bits), x),
         x.new_empty(rows, dtype=torch.float32),
     )
-    words, a, c = noise_words(seed, ROUNDING_STREAM, rows, columns)
-    x, index, count = _rows(x), _contiguous(index), threads(x)
-    buffer = x.new_empty(count, columns, dtype=torch.float32)
-    is_infinite = function("rmm_pack_norm")(
-        x.data_ptr(), TYPES[x.dtype], x.stride(0), pointer(index), rows, columns, centered,
-        eps, bits, words.data_ptr(), a, c, codes.data_ptr(), qparams.data_ptr(), rstd.data_ptr(),
-        buffer.data_ptr(), count,
-    )  # fmt: skip
-    if is_infinite:
+    if write_norm(x, index, int(seed), bits, eps, centered, rstd.data_ptr(), codes.data_ptr(), qparams.data_ptr()):
         mark_infinite(qparams)
     return NormCopy(codes, qparams, rstd)
+
+
+def stored_norm(
+    x: Tensor, index: Tensor | None, seed: int | None, bits: int, eps: float, centered: bool, dims: int = 1
+) -> Tensor:
+    """Return the bytes of :func:`rmm_linear.ops.norms.pack_norm`."""
+    if x.dim() != 2 or dims != 1:
+        shape = x.shape
+        x = x.reshape(math.prod(shape[: len(shape) - dims]), math.prod(shape[len(shape) - dims :]))
+    (_, *places), size = _layout(x.shape[0] if index is None else index.shape[0], x.shape[1], check_bits(bits))
+    stored = x.new_zeros(size, dtype=torch.uint8)
+    seed, base = write_seed(stored, seed), stored.data_ptr()
+    if write_norm(x, index, seed, bits, eps, centered, *[base + place for place in places]):
+        mark_infinite(views(stored, norm_parts(x.shape[0] if index is None else index.shape[0], x.shape[1], bits))[3])
+    return stored
+
+
+def stored_norm_backward(
+    y: Tensor,
+    stored: Tensor,
+    gamma: Tensor | None,
+    index: Tensor | None,
+    bits: int,
+    centered: bool,
+    dtype: torch.dtype,
+    sums: bool,
+) -> NormGradients:
+    """Compute what :func:`rmm_linear.ops.norms.norm_backward` does."""
+    rows = y.shape[0] if index is None else index.shape[0]
+    base, (_, *places) = stored.data_ptr(), _layout(rows, y.shape[1], bits)[0]
+    at = [base + place for place in places]
+    return read_norm(y, gamma, index, rows, read_seed(stored), bits, centered, dtype, sums, *at)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(rows: int, columns: int, bits: int) -> tuple[list[int], int]:
+    return offsets(tuple(norm_parts(rows, columns, bits)))
+
+
+def write_norm(
+    x: Tensor,
+    index: Tensor | None,
+    seed: int,
+    bits: int,
+    eps: float,
+    centered: bool,
+    rstd: int,
+    codes: int,
+    qparams: int,
+) -> bool:
+    """Write what :func:`pack_norm` returns at addresses; returns whether some qparams are not finite."""
+    rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
+    x, index = _rows(x), None if index is None else index.contiguous()
+    return run(
+        "rmm_pack_norm", x.data_ptr(), TYPES[x.dtype], x.stride(0), pointer(index), rows, columns, centered, eps, bits,
+        seed, codes, qparams, rstd, threads(x),
+    )  # fmt: skip
 
 
 def norm_gradients(
@@ -52,28 +104,40 @@ def norm_gradients(
     sums: bool = True,
 ) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
-    rows, columns = len(saved.rstd), y.shape[1]
     codes, qparams, rstd = (tensor.contiguous() for tensor in saved)
-    x = (y.new_empty if index is None else y.new_zeros)(y.shape, dtype=dtype or y.dtype)
-    gamma = y.new_ones(columns, dtype=torch.float32) if gamma is None else gamma.to(torch.float32).contiguous()
-    words, a, c = noise_words(seed, ROUNDING_STREAM, rows, columns)
-    y, index, count = _rows(y), _contiguous(index), threads(y)
-    buffer = y.new_zeros(count, 5, columns, dtype=torch.float32)
-    totals = y.new_zeros(count, 2, columns, dtype=torch.float64) if sums else None
-    function("rmm_norm_backward")(
-        y.data_ptr(), TYPES[y.dtype], y.stride(0), pointer(index), rows, columns, centered,
-        bits, gamma.data_ptr(), words.data_ptr(), a, c, codes.data_ptr(), qparams.data_ptr(), rstd.data_ptr(),
-        x.data_ptr(), TYPES[x.dtype], buffer.data_ptr(), pointer(totals), count,
+    places = rstd.data_ptr(), codes.data_ptr(), qparams.data_ptr()
+    return read_norm(y, gamma, index, len(rstd), int(seed), bits, centered, dtype or y.dtype, sums, *places)
+
+
+def read_norm(
+    y: Tensor,
+    gamma: Tensor | None,
+    index: Tensor | None,
+    rows: int,
+    seed: int,
+    bits: int,
+    centered: bool,
+    dtype: torch.dtype,
+    sums: bool,
+    rstd: int,
+    codes: int,
+    qparams: int,
+) -> NormGradients:
+    """Compute :func:`norm_gradients` from what lies at addresses."""
+    columns = y.shape[1]
+    x = (y.new_empty if index is None else y.new_zeros)(y.shape, dtype=dtype)
+    if gamma is not None and (gamma.dtype != torch.float32 or not gamma.is_contiguous()):
+        gamma = gamma.to(torch.float32).contiguous()
+    y, index = _rows(y), None if index is None else index.contiguous()
+    weight, bias = (y.new_empty(columns if sums else 0, dtype=torch.float32) for _ in range(2))
+    run(
+        "rmm_norm_backward", y.data_ptr(), TYPES[y.dtype], y.stride(0), pointer(index), rows, columns, centered, bits,
+        pointer(gamma), seed, codes, qparams, rstd, x.data_ptr(), TYPES[dtype], pointer(weight) if sums else 0,
+        pointer(bias) if sums else 0, threads(y),
     )  # fmt: skip
-    both = y.new_empty(2, 0, dtype=torch.float64) if totals is None else totals.sum(0)
-    weight, bias = (total.float() for total in both)  # each in memory of its own
     return NormGradients(x, weight, bias)
 
 
 def _rows(matrix: Tensor) -> Tensor:
     """The matrix with the elements of every row side by side."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def _contiguous(index: Tensor | None) -> Tensor | None:
-    return None if index is None else index.contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
-from rmm_linear.packing import ROUNDING_STREAM, RoundingNoise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.philox import signs as random_signs
@@ -75,7 +75,7 @@ def _sketch_parts(
         source = matrix if index is None else matrix[index]
         return countsketch.hashed_part(source, *native.signs_and_shifts(seed, len(source), rows), rows)
     source = _contiguous_rows(matrix)
-    return lambda begin, end: native.countsketch(source, seed, rows, begin, end, index, dtype)
+    return lambda begin, end: native.countsketch(source, int(seed), rows, begin, end, index, dtype)
 
 
 def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None) -> Tensor | None:
@@ -113,15 +113,39 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
             matrix = matrix.float()
         parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
         return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
-    source, index = _contiguous_rows(matrix), _valid_rows(mask)
-    tokens, columns = (source if index is None else index).shape[0], source.shape[1]
-    signs, shifts = native.signs_and_shifts(seed, tokens, spec.rows)
-    codes, qparams = packing.empty_packed(spec.rows, columns, packing.check_bits(bits), seed)
-    words, a, c = native.noise_words(seed, ROUNDING_STREAM, spec.rows, columns)
-    hashing = shifts.shape[0], shifts.data_ptr(), signs.data_ptr()
-    if not native.pack_rows(source, bits, words.data_ptr(), a, c, codes, qparams, hashing, index):
-        packing.mark_infinite(qparams)
+    codes, qparams = packing.empty_packed(spec.rows, matrix.shape[1], packing.check_bits(bits), seed)
+    _pack(_contiguous_rows(matrix), bits, int(seed), codes, qparams, 0, _valid_rows(mask))
     return codes, qparams
+
+
+def _pack(
+    matrix: Tensor, bits: int, seed: int, codes: Tensor, qparams: Tensor, first: int = 0, index: Tensor | None = None
+) -> None:
+    """Write the codes and qparams of rows, or of fewer rows those of a CountSketch of them."""
+    rows = codes.shape[0]
+    if not native.pack(matrix, bits, seed, codes.data_ptr(), qparams.data_ptr(), rows, first, index):
+        packing.mark_infinite(qparams)
+
+
+def save(x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None) -> Any:
+    """Return what :func:`rmm_linear.ops.save.save` does, of a CountSketch."""
+    if not _is_hashed(x, spec.kind, spec.rows, mask) or (spec.bits is None and x.dtype == torch.float16):
+        return NotImplemented
+    x, seeds = _contiguous_rows(x), torch.full((1,), seed, dtype=torch.int64, device=x.device)
+    if spec.bits is None:
+        return native.countsketch(x, seed, spec.rows, 0, spec.rows, _valid_rows(mask)), seeds
+    codes, qparams = packing.empty_packed(spec.rows, x.shape[1], spec.bits, x)
+    _pack(x, spec.bits, seed, codes, qparams, 0, _valid_rows(mask))
+    return codes, qparams, seeds
+
+
+def scaled_sketch(
+    matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None = None, scale: float = 1.0
+) -> Any:
+    """Return what :func:`rmm_linear.ops.sketches.scaled_sketch` does, of a CountSketch."""
+    if scale != 1 or not _is_hashed(matrix, spec.kind, spec.rows, mask):
+        return NotImplemented
+    return native.countsketch(_contiguous_rows(matrix), int(seed), spec.rows, 0, spec.rows, _valid_rows(mask))
 
 
 def unpacked_product(
@@ -129,7 +153,14 @@ def unpacked_product(
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
     dtype, wide = y.dtype, torch.float32 if y.dtype == torch.float16 else y.dtype
-    if dtype != wide and not _is_hashed(y, spec.kind, spec.rows, mask):
+    is_hashed = _is_hashed(y, spec.kind, spec.rows, mask)
+    if is_hashed and dtype in TYPES and spec.rows * max(columns, y.shape[1]) <= _CHUNK:  # at once
+        value = int(seed)
+        sketched = native.countsketch(_contiguous_rows(y), value, spec.rows, 0, spec.rows, _valid_rows(mask), wide)
+        values = codes.new_empty(spec.rows, columns, dtype=wide)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), spec.bits or 0, value, values)
+        return _unrotate(torch.mm(sketched.T, values), seed).to(dtype)
+    if dtype != wide and not is_hashed:
         y = y.to(wide)
     sketched = _sketch_parts(
         y,
@@ -140,20 +171,9 @@ def unpacked_product(
         mask=mask,
         dtype=None if y.dtype == wide else wide,
     )
-    rows, codes, qparams = codes.shape[0], codes.contiguous(), qparams.contiguous()
-    words, a, c = native.noise_words(seed, ROUNDING_STREAM, rows, columns)
-
-    def unpacked(begin: int, end: int) -> Tensor:
-        values = codes.new_empty(end - begin, columns, dtype=wide if wide in TYPES else torch.float32)
-        native.unpack_rows(codes, qparams, spec.bits or 0, 0, a, c, begin, values)
-        return values.to(wide)
-
+    unpacked = unpacked_rows(codes, qparams, seed, spec.bits or 0, columns, wide, rotated=True)
     like = y if y.dtype == wide else y.new_empty(0, y.shape[1], dtype=wide)
-    product = plain.product_of_parts(like, rows, columns, sketched, unpacked)
-    if product.dtype != torch.float32 or not product.is_contiguous():
-        return packing.unrotate(product, seed).to(dtype)
-    native.unrotate(product, words[:64])
-    return product.to(dtype)
+    return _unrotate(plain.product_of_parts(like, codes.shape[0], columns, sketched, unpacked), seed).to(dtype)
 
 
 def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -162,9 +182,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | N
     if matrix.dtype not in TYPES or rows * columns > _CHUNK:
         return _pack_parts(lambda begin, end: matrix[begin:end], (rows, columns), bits, seed, out)
     codes, qparams = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
-    matrix, (words, a, c) = _contiguous_rows(matrix), native.noise_words(seed, ROUNDING_STREAM, rows, columns)
-    if not native.pack_rows(matrix, bits, words.data_ptr(), a, c, codes, qparams):
-        packing.mark_infinite(qparams)
+    _pack(_contiguous_rows(matrix), bits, int(seed), codes, qparams)
     return codes, qparams
 
 
@@ -176,18 +194,11 @@ def _pack_parts(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     codes, qparams = out or packing.empty_packed(*shape, packing.check_bits(bits), seed)
-    noise = _rounding_noise(seed, *shape)
     for rows in packing.row_parts(*shape, seed.device, _CHUNK):
         values = part(rows.start, rows.stop)
         values = _contiguous_rows(values if values.dtype in TYPES else values.float())
-        found = qparams[rows]
-        if not native.pack(values, bits, noise.signs, noise.rows[rows], noise.columns, codes[rows], found):
-            packing.mark_infinite(found)
+        _pack(values, bits, int(seed), codes[rows], qparams[rows], rows.start)
     return codes, qparams
-
-
-def _rounding_noise(seed: Tensor, rows: int, columns: int) -> RoundingNoise:
-    return RoundingNoise(*native.rounding_noise(seed, ROUNDING_STREAM, rows, columns))
 
 
 @without_autocast
@@ -202,34 +213,25 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    noise = _rounding_noise(seed, len(codes), columns)
-    unpacked = _unpack_parts(codes, qparams, noise, bits, dtype)
+    unpacked = unpacked_rows(codes, qparams, seed, bits, columns, dtype, rotated=True)
     if dtype in TYPES:
         matrix = unpacked(0, len(codes))
     else:
         matrix = codes.new_empty(len(codes), columns, dtype=dtype)
         for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
             matrix[rows] = unpacked(rows.start, rows.stop)
-    return matrix if rotated else _unrotate(matrix, seed, noise)
-
-
-def _unpack_parts(
-    codes: Tensor, qparams: Tensor, noise: RoundingNoise, bits: int, dtype: torch.dtype
-) -> Callable[[int, int], Tensor]:
-    """As :func:`rmm_linear.packing.unpack_parts`."""
-
-    def part(begin: int, end: int) -> Tensor:
-        made = dtype if dtype in TYPES else torch.float32
-        values, rows = codes.new_empty(end - begin, len(noise.columns), dtype=made), slice(begin, end)
-        stored = codes[rows].contiguous(), qparams[rows].contiguous()
-        native.unpack(*stored, bits, noise.rows[rows], noise.columns, values)
-        return values.to(dtype)
-
-    return part
+    return matrix if rotated else _unrotate(matrix, seed)
 
 
 def unpacked_rows(
-    codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
+    codes: Tensor,
+    qparams: Tensor,
+    seed: Tensor,
+    bits: int,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    rotated: bool = False,
 ) -> Callable[[int, int], Tensor]:
     """Unpack a matrix as :func:`unpack` does, some rows at a time.
 
@@ -240,26 +242,27 @@ def unpacked_rows(
         bits: 8, 4 or 2.
         columns: Columns of the matrix.
         dtype: dtype of the result.
+        rotated: Whether whole groups stay rotated.
 
     Returns:
         A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
-    codes, qparams = codes.contiguous(), qparams.contiguous()
-    words, a, c = native.noise_words(seed, ROUNDING_STREAM, codes.shape[0], columns)
+    codes, qparams, value = codes.contiguous(), qparams.contiguous(), int(seed)
+    made = dtype if dtype in TYPES and rotated else torch.float32
 
     def part(begin: int, end: int) -> Tensor:
-        values = codes.new_empty(end - begin, columns, dtype=torch.float32)
-        native.unpack_rows(codes, qparams, bits, words.data_ptr(), a, c, begin, values)
+        values = codes.new_empty(end - begin, columns, dtype=made)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, value, values, begin, rotated=rotated)
         return values.to(dtype)
 
     return part
 
 
-def _unrotate(matrix: Tensor, seed: Tensor, noise: RoundingNoise) -> Tensor:
+def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
     """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
     if matrix.dtype != torch.float32 or not matrix.is_contiguous():
         return packing.unrotate(matrix, seed)
-    native.unrotate(matrix, noise.signs)
+    native.unrotate(matrix, int(seed))
     return matrix
 
 
