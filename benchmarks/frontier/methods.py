@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
 from benchmarks.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.sketch_cache import CacheEntry, SketchCache
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
@@ -101,8 +102,9 @@ def _converted(model: nn.Module, **fields: Any) -> nn.Module:
 class _OwnSketches(SketchCache):
     """Shares nothing: published layers that read the same input keep a sketch each."""
 
-    def find(self, *_: Any) -> tuple[Tensor, ...] | None:
-        """Find nothing."""
+    def entry(self, source: Tensor, key: Any, index: int) -> CacheEntry:
+        """Return a new entry."""
+        return CacheEntry(weakref.ref(source), source._version, [index])
 
 
 def _wta(model: nn.Module, **fields: Any) -> nn.Module:

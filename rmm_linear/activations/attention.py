@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_exact
-from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches.seeds import draw_seed
@@ -99,7 +99,7 @@ def _attend_alone(
 ) -> Tensor | None:
     if not _is_saving(query, key, value) or why_exact(query, key, value, mask, attention.is_causal, attention.p):
         return None
-    return packed_attention(query, key, value, mask, attention, PackedCall(), exact)
+    return packed_attention(query, key, value, mask, attention, SavingCall(), exact)
 
 
 def _is_saving(*tensors: Tensor) -> bool:
@@ -149,7 +149,7 @@ class AttendingModule(PackedModule):
         if not self.training:
             return None
         if not torch.compiler.is_compiling():
-            self.rmm_attended = True
+            vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes three us
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
         if call.is_exact or not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None
@@ -174,7 +174,7 @@ class AttendingModule(PackedModule):
                     name,
                     reason,
                 )
-        self.rmm_exact = reason
+        vars(self)["rmm_exact"] = reason
 
     def _why_not_called(self) -> str:
         """Why a call of the module has not come to :meth:`_attend`."""
@@ -185,10 +185,11 @@ def _note_call(module: nn.Module, args: Any, output: Any) -> None:
     """Say that a call in training had an attention of its own; not where the module is exact for a while."""
     if torch.compiler.is_compiling() or not module.training or not isinstance(module, AttendingModule):
         return
-    is_saving = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-    if is_saving and not module.rmm_attended:
-        module._note_exact(module._why_not_called())
-    module.rmm_attended = False
+    if not module.rmm_attended:
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            module._note_exact(module._why_not_called())
+        return
+    vars(module)["rmm_attended"] = False
 
 
 class PackedAttentionCaller(AttendingModule):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
-from rmm_linear.activations.base import PackedCall
+from rmm_linear.activations.base import SavingCall
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.masks import pack_mask
@@ -50,7 +50,7 @@ class AttentionFunction(SavingFunction):
         value: Tensor,
         mask: Tensor | None,
         attention: Attention,
-        call: PackedCall,
+        call: SavingCall,
         exact: Exact,
         bias: Tensor | None = None,
     ) -> Tensor:
@@ -109,7 +109,7 @@ def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
     return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - p)
 
 
-def _kv_index(key: Tensor, mask: Tensor | None, is_causal: bool, call: PackedCall) -> Tensor | None:
+def _kv_index(key: Tensor, mask: Tensor | None, is_causal: bool, call: SavingCall) -> Tensor | None:
     """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
     index, (batch, _, keys, _) = call.index, key.shape
     if index is None or call.mask is None or len(call.mask.order) != batch * keys:
@@ -150,7 +150,7 @@ def packed_attention(
     value: Tensor,
     mask: Tensor | None,
     attention: Attention,
-    call: PackedCall,
+    call: SavingCall,
     exact: Exact,
     bias: Tensor | None = None,
 ) -> Tensor:

@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear.layers.converted import ConvertedModule
-from rmm_linear.sketches import TokenMask
+from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
-
-
-@dataclass(eq=False)  # frozen, it would take a microsecond more
-class PackedCall:
-    """What one call of a module needs to make its stand-in.
-
-    Attributes:
-        seed: Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator
-            draws one.
-        mask: The valid tokens, or None for all.
-        on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used.
-        is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
-    """
-
-    seed: int | None = None
-    mask: TokenMask | None = None
-    on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
-    is_exact: bool = False
-    forward_pass: Any = None  # held by the node, for a recomputation
-
-    @property
-    def index(self) -> Tensor | None:
-        """The rows of valid tokens, int64, shape (n,), whose stand-in is saved; None for all rows."""
-        return None if self.mask is None else self.mask.index
 
 
 class PackedModule(ConvertedModule):
     """Base class of modules that save a packed stand-in. Used through :func:`packed_class`."""
 
-    def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> PackedCall:
+    def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must.
 
         Args:
@@ -54,18 +28,21 @@ class PackedModule(ConvertedModule):
         Returns:
             The call.
         """
+        found = self._unwatched_call(math.prod(shape), device, seeded)
+        if found is not None:
+            return found
         self._refuse_transforms()
         if self._stays_exact(seeded=seeded):
-            return PackedCall(is_exact=True)
+            return SavingCall(is_exact=True)
         context, index = self.rmm_context, self.rmm_index
         if torch.compiler.is_compiling():
-            return PackedCall()  # padding has static shapes only, so it stays
+            return SavingCall()  # padding has static shapes only, so it stays
         if context is None:
-            return PackedCall(draw_seed() if seeded else None)
+            return SavingCall(draw_seed() if seeded else None)
         mask = context.mask_of(index, math.prod(shape), self.rmm_config.mask_padding)
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
         seed = context.layer_seed(index) if seeded else None
-        return PackedCall(seed, mask, self._note_backward, forward_pass=context.current_pass)
+        return SavingCall(seed, mask, self._note_backward, forward_pass=context.current_pass)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the two classes, since the class made of them is in no module."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
-from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.masks import apply_mask, pack_mask
 
@@ -47,7 +48,7 @@ class DropoutFunction(SavingFunction):
     """Dropout with its mask in one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, p: float, inplace: bool, call: PackedCall) -> Tensor:
+    def forward(ctx: Any, input: Tensor, p: float, inplace: bool, call: SavingCall) -> Tensor:
         """Apply dropout."""
         output, kept, ctx.scale = _dropout(input, p, inplace)
         if inplace:
@@ -70,11 +71,16 @@ def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, fl
     """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
     if inplace or (input.device.type == "cpu" and not torch.compiler.is_compiling()):
         noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
-        one = input.new_ones(()).div_(1 - p)
-        scale = 1 / (1 - p) if isinstance(one, FakeTensor) else float(one)  # a simulated step has no values
-        return input.mul_(noise) if inplace else input * noise, noise, scale
+        return input.mul_(noise) if inplace else input * noise, noise, _scale(input.dtype, p)
     output, kept = torch.native_dropout(input, p, True)
     return output, kept, 1 / (1 - p)
+
+
+@functools.lru_cache(maxsize=64)
+def _scale(dtype: torch.dtype, p: float) -> float:
+    """What PyTorch multiplies kept elements by, rounded to their dtype."""
+    with torch.inference_mode(False), unset_fake_temporarily():
+        return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
 
 
 def is_dropout(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts
 from rmm_linear.activations.pointwise import is_composed
 from rmm_linear.config import RMMConfig
@@ -101,7 +101,7 @@ class GatedFunction(SavingFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, act: nn.Module | None, activation: str, bits: int, call: PackedCall
+        ctx: Any, a: Tensor, b: Tensor, act: nn.Module | None, activation: str, bits: int, call: SavingCall
     ) -> Tensor:
         """Compute the product: by ``act``, or if it is None, in the pass that packs."""
         ctx.call, ctx.bits, ctx.dtype, index = call, bits, a.dtype, call.index

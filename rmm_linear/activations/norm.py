@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear.activations.base import PackedCall, PackedModule
+from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_casts import Casts, Dtypes, casts_of
 from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction, refuse_double_backward
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
@@ -29,7 +29,7 @@ class _Norm:
 
     form: NormForm
     bits: int
-    call: PackedCall
+    call: SavingCall
 
 
 class PackedNorm(PackedModule):
@@ -85,24 +85,27 @@ class PackedNorm(PackedModule):
         if call.is_exact or is_distributed or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
         norm = _Norm(form, self.rmm_config.norm_bits, call)
-        stored, casts = self._shared(input, norm), self._known_casts(input, weight, bias)
+        entry, casts = self._entry(input, norm), self._known_casts(input, weight, bias)
+        stored = None if entry is None or entry.saved is None else entry.saved[0]
         run: Callable[[Tensor], Any] = super().forward
         if stored is None and casts is not None:
-            run = functools.partial(self._normalize, norm, casts)
+            run = functools.partial(self._normalize, norm, casts, entry)
         elif stored is None:
             with torch.no_grad(), autocast_off(input.device.type):
                 stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
-            self._share(input, norm, stored)
+            if entry is not None:
+                entry.saved = (stored,)
         return NormFunction.run(input, weight, bias, stored, call.index, run, norm)
 
-    def _normalize(self, norm: _Norm, casts: Casts, input: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize(self, norm: _Norm, casts: Casts, entry: CacheEntry | None, input: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the packed copy, made in one pass inside of the autograd function."""
         form, bias = norm.form, getattr(self, "bias", None)
         output, stored = normalize_and_pack(
             input, form.gamma(getattr(self, "weight", None)), None if bias is None else bias.detach().reshape(-1),
             norm.call.index, norm.call.seed, norm.bits, form.eps_of(input.dtype), form.centered, *casts, form.dims,
         )  # fmt: skip
-        self._share(input, norm, stored)
+        if entry is not None:
+            entry.saved = (stored,)
         return output, stored
 
     def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
@@ -114,24 +117,13 @@ class PackedNorm(PackedModule):
             return None
         return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
 
-    def _shared(self, input: Tensor, norm: _Norm) -> Tensor | None:
-        """The packed copy that another norm has made of the same input."""
-        cache = self._cache(norm)
-        saved = None if cache is None else cache.find(input, _key(input, norm), self.rmm_index)
-        return None if saved is None else saved[0]
-
-    def _share(self, input: Tensor, norm: _Norm, stored: Tensor) -> None:
-        if (cache := self._cache(norm)) is not None:
-            cache.add(input, _key(input, norm), self.rmm_index, (stored,))
-
-    def _cache(self, norm: _Norm) -> SketchCache | None:
+    def _entry(self, input: Tensor, norm: _Norm) -> CacheEntry | None:
+        """Where norms of the same input share its packed copy."""
         context = self.rmm_context
-        is_shared = norm.call.seed is not None and context is not None and context.is_open()
-        return context.sketch_cache if context is not None and is_shared else None
-
-
-def _key(input: Tensor, norm: _Norm) -> tuple[Hashable, ...]:
-    return "norm", norm.bits, norm.form.eps_of(input.dtype), *norm.form.layout, norm.call.mask
+        if norm.call.seed is None or context is None or not context.is_open():
+            return None
+        key = "norm", norm.bits, norm.form.eps_of(input.dtype), *norm.form.layout, norm.call.mask
+        return context.sketch_cache.entry(input, key, self.rmm_index)
 
 
 def _has_rows(input: object, dims: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear.activations.base import _PAIRS, PackedCall, PackedModule
+from rmm_linear.activations.base import _PAIRS, PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import SavingFunction
@@ -100,7 +100,7 @@ class PointwiseFunction(SavingFunction):
         is_inplace: bool,
         function: Pointwise,
         bits: int,
-        call: PackedCall,
+        call: SavingCall,
     ) -> Tensor:
         """Apply the function: ``exact``, or if it is None, the one that makes its codes in the same pass."""
         index = call.index

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class AttentionMask:
 
     Attributes:
         flat: Shape (N,).
+        tokens: N.
         sequences: The batch.
         ranks: The token mask; None on CPU if nothing is padded, and in a step that is simulated without values. It is
             made here and not in the layers: in a selective checkpoint, a recomputation must run the same operators as
@@ -49,6 +50,11 @@ class AttentionMask:
     flat: Tensor
     sequences: int
     ranks: TokenMask | None
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count the tokens once, which every layer asks for."""
+        self.tokens = len(self.flat)
 
     @classmethod
     def of(cls, mask: Tensor) -> AttentionMask:
@@ -125,7 +131,7 @@ class CallInputs:
         Returns:
             The mask and the ids if they have N tokens, and the sample indices.
         """
-        mask = self.mask if self.mask is not None and len(self.mask.flat) == tokens else None
+        mask = self.mask if self.mask is not None and self.mask.tokens == tokens else None
         ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 

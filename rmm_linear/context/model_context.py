@@ -9,8 +9,7 @@ advances only after the forward pass. So the random numbers inside of it (dropou
 original model, with or without gradients.
 
 Activation checkpointing recomputes parts of the model inside of the backward pass, when no step is running. The layers
-then derive further seeds from the last step's, and use the masks and ids of their own forward pass
-(``recomputation.py``).
+then use the seeds, masks and ids of their own forward pass (``recomputation.py``).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.call_inputs import CallInputs, parameters, take_sample_index, takes_mask
 from rmm_linear.context.frames import is_called_inside_itself
-from rmm_linear.context.recomputation import PendingForwards
+from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.context.step_checks import StepChecks
 from rmm_linear.context.traced_masks import TracedMasks
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class ModelContext:
@@ -48,6 +47,7 @@ class ModelContext:
         traced_masks: The masks of compiled forward passes, which share nothing else.
         checks: Say what a training step shows to save nothing.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
+        seeds: Those of the last forward pass.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -75,11 +75,8 @@ class ModelContext:
         self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
         self._outermost: nn.Module | None = None
         self._pending = PendingForwards()
-        self._backward_seen = False
         self._recomputing = False
-        self._count = 0
-        self._seeded = False
-        self._step_seed: int | None = None
+        self.seeds = self._last_seeds = StepSeeds()
         self.seeded_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
@@ -136,25 +133,50 @@ class ModelContext:
         return self._outermost
 
     def layer_seed(self, index: int) -> int:
-        """Return a new seed for one call of one layer.
+        """Return the seed for one call of one layer.
 
         Args:
             index: Index of the layer in the model.
 
         Returns:
-            A seed that no other call of this step has.
+            A seed that no other call of this step has; in a recomputation, one that a call of the layer has had.
         """
-        if not in_backward():
-            if not self._inputs:
-                self.seeded_alone.add(index)
-            else:
-                self.seeded_alone.discard(index)
-                if not self._seeded:
-                    self._step_seed, self._count, self._seeded = peek_seed(), 0, True
-        if self._step_seed is None or index in self.seeded_alone:  # a recomputation draws a seed if its first pass did
+        if in_backward():  # a recomputation draws a seed if its first pass did
+            if index in self.seeded_alone:
+                return draw_seed()
+            first = self._pending.find()
+            last = self.seeds if self.seeds.step is not None else self._last_seeds
+            return (last if first is None else first.seeds).repeat(index)
+        if not self._inputs:
+            self.seeded_alone.add(index)
             return draw_seed()
-        self._count += 1
-        return mix(self._step_seed, index, self._count, *([self.salt] if self.salt else []))
+        self.seeded_alone.discard(index)
+        return self.seeds.take(index, self.salt)
+
+    def unwatched_call(
+        self, index: int, tokens: int, device: torch.device, masked: bool, is_checked: bool, seeded: bool
+    ) -> tuple[int | None, TokenMask | None, ForwardPass] | None:
+        """Return the seed, mask and forward pass of a call of a layer that is unwatched, and so is never recomputed.
+
+        Args:
+            index: Index of the layer in the model.
+            tokens: N.
+            device: Where its input is.
+            masked: Whether the layer uses the token mask.
+            is_checked: Whether a backward pass has shown that masked tokens carry no gradient.
+            seeded: Whether it needs a seed; without, it is None.
+
+        Returns:
+            None outside of a forward pass of the model, and in the first steps, which are checked.
+        """
+        held = self._pending.current
+        if not self._inputs or held is None or not self.checks.is_done:
+            return None
+        mask = self._inputs[-1].mask if masked else None
+        ranks = None if mask is None or mask.tokens != tokens else mask.ranks
+        if ranks is not None and (not is_checked or is_capturing(device)):
+            return None
+        return self.layer_seed(index) if seeded else None, ranks, held
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids of a call of a layer, and remember them for its recomputation.
@@ -253,7 +275,7 @@ class ModelContext:
     def note_backward(self) -> None:
         """Note that the backward pass of a forward pass has begun."""
         self._pending.find()
-        self._backward_seen = True
+        self._pending.backward_seen = True
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
@@ -275,11 +297,13 @@ class ModelContext:
         return args, kwargs
 
     def _open_step(self, module: nn.Module) -> None:
-        self._seeded = False  # the last step's seed stays, for recomputations after a pass in eval mode
+        if self.seeds.step is not None:  # of a pass in training, for recomputations after one in eval mode
+            self._last_seeds = self.seeds
+        self.seeds = StepSeeds()
         self.sketch_cache.clear()
-        self._pending.open(module)
-        if self._backward_seen:
-            self._backward_seen = False
+        self._pending.open(module, self.seeds)
+        if self._pending.backward_seen:
+            self._pending.backward_seen = False
             for auto_bits in self.auto_bits.values():
                 auto_bits.choose()
 
@@ -304,7 +328,7 @@ class ModelContext:
                 self.checks.finish(module) if is_step else self.checks.forget()
             if not self._recomputing:
                 self._pending.close(output)
-            if self._seeded and not self._recomputing:
+            if self.seeds.step is not None and not self._recomputing:
                 draw_seed()
 
     def __getstate__(self) -> dict[str, Any]:

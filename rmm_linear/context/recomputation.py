@@ -21,9 +21,44 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.autograd_nodes import next_node, running_node
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
+from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _MOST = 64  # forward passes that are remembered
 _PASSES = "rmm_linear"  # in what is known of a node, beside what anomaly detection notes there
+
+
+@dataclass(eq=False)
+class StepSeeds:
+    """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call.
+
+    Attributes:
+        step: The step's seed; None until a layer has taken one.
+        taken: By the layer's index, its calls that have taken a seed.
+        repeated: The same of calls in recomputations.
+    """
+
+    step: int | None = None
+    taken: dict[int, int] = field(default_factory=dict)
+    repeated: dict[int, int] = field(default_factory=dict)
+
+    def take(self, index: int, salt: int) -> int:
+        """Return the seed of a layer's next call; ``salt`` makes others of the same state of the generator."""
+        if self.step is None:
+            self.step = peek_seed() ^ (mix(salt) if salt else 0)
+        call = self.taken[index] = self.taken.get(index, -1) + 1
+        return self.step ^ _number_of(index, call)
+
+    def repeat(self, index: int) -> int:
+        """Return the seed that a call had: of the calls of one layer, it is unknown which one is recomputed first."""
+        if self.step is None:
+            return draw_seed()
+        call = self.repeated[index] = self.repeated.get(index, -1) + 1
+        return self.step ^ _number_of(index, call % (self.taken.get(index, 0) + 1))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _number_of(index: int, call: int) -> int:
+    return mix(index, call)
 
 
 @dataclass(eq=False)
@@ -32,6 +67,8 @@ class ForwardPass:
 
     Attributes:
         module: The outermost module.
+        pending: The forward passes of its model.
+        seeds: The seeds of the layers' calls.
         begin: Number of its first autograd node.
         end: Number of the first node after it, or None while the pass is running.
         calls: By the layer's index: N, the mask, the ids and the sample indices of its calls.
@@ -40,11 +77,17 @@ class ForwardPass:
     """
 
     module: nn.Module
+    pending: PendingForwards
+    seeds: StepSeeds
     begin: int
     end: int | None = None
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
     backward_begun: bool = False
     is_dropped: bool = False
+
+    def note_backward(self) -> None:
+        """Note that its backward pass has begun."""
+        self.backward_begun = self.pending.backward_seen = True
 
     def created(self, node: int) -> bool:
         """Say whether this forward pass created an autograd node.
@@ -110,10 +153,15 @@ class ForwardPass:
 
 
 class PendingForwards:
-    """The forward passes of a model whose layers may still be recomputed."""
+    """The forward passes of a model whose layers may still be recomputed.
+
+    Attributes:
+        backward_seen: Whether a backward pass has begun since this was set to False.
+    """
 
     def __init__(self) -> None:
         """Begin without any forward pass."""
+        self.backward_seen = False
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
@@ -126,11 +174,12 @@ class PendingForwards:
         """Return the forward passes whose graphs are alive, the oldest first."""
         return [known for reference in self._known if (known := reference()) is not None]
 
-    def open(self, module: nn.Module) -> None:
+    def open(self, module: nn.Module, seeds: StepSeeds) -> None:
         """Begin a forward pass, and drop the calls of those whose backward pass is over.
 
         Args:
             module: The outermost module.
+            seeds: Those of the pass.
         """
         self._open = self._last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
@@ -138,7 +187,7 @@ class PendingForwards:
             if known.backward_begun and known.calls:
                 known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
                 known.calls.clear()
-        self._open = ForwardPass(module, next_node())
+        self._open = ForwardPass(module, self, seeds, next_node())
         self._known = deque(map(weakref.ref, [*self.passes(), self._open]), _MOST)
 
     def close(self, output: Any) -> None:
@@ -199,7 +248,7 @@ class PendingForwards:
         if len(fitting) != 1:  # every thread numbers its nodes by itself, so numbers may coincide
             return None
         found = fitting[0]
-        found.backward_begun = True
+        found.note_backward()
         if running is None:
             running = self._tasks[task] = _Running(found)
             Variable._execution_engine.queue_callback(functools.partial(_end, running))

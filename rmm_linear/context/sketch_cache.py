@@ -2,8 +2,8 @@
 
 Autograd saves an input once, however many layers read it, and this cache does the same for sketches. A sketch is found
 by the identity of the input (the tensor or a view of the same memory, unchanged by its version counter), the spec and
-the mask. The cache has a weak reference to the input. When the input is freed, or at the end of the forward pass, the
-cache drops the sketch; autograd frees it after the last backward pass of the layers that saved it.
+the mask. The cache has a weak reference to the input, and is empty after the forward pass; autograd frees a sketch
+after the last backward pass of the layers that saved it.
 
 Layers of different selective checkpoints do not share a sketch, nor do layers inside and outside of one: every
 checkpoint is recomputed by itself and must then run the same operators as before. Their dispatch modes tell them apart.
@@ -20,13 +20,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from rmm_linear.context.unwatched import has_saving_hooks
+
 
 @dataclass
-class _Entry:
+class CacheEntry:
+    """The sketch of one tensor: what is saved, None until the first layer has made it, and the layers' indices."""
+
     source: weakref.ref[Tensor]
     version: int
-    saved: tuple[Tensor, ...]
     layers: list[int]
+    saved: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -38,47 +42,43 @@ class SketchCache:
     """
 
     groups: set[tuple[int, ...]] = field(default_factory=set)
-    _entries: dict[tuple[Hashable, ...], _Entry] = field(default_factory=dict)
+    _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1
 
-    def find(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> tuple[Tensor, ...] | None:
-        """Return the sketch of a tensor that another layer has made.
-
-        Args:
-            source: The layer's input.
-            key: What else the sketch depends on.
-            index: Index of the layer that needs the sketch.
-
-        Returns:
-            The tensors to save, or None.
-        """
-        task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
-        if task != self._task:
-            self.clear()
-            self._task = task
-        entry = self._entries.get(_full_key(source, key))
-        if entry is None or entry.source() is None or entry.version != source._version:
-            return None
-        entry.layers.append(index)
-        return entry.saved
-
-    def add(self, source: Tensor, key: tuple[Hashable, ...], index: int, saved: tuple[Tensor, ...]) -> None:
-        """Remember the sketch that a layer has made of a tensor, for as long as the tensor lives.
+    def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
+        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it.
 
         Args:
             source: The layer's input.
             key: What else the sketch depends on.
             index: Index of the layer.
-            saved: The tensors to save.
         """
-        full_key, this = _full_key(source, key), weakref.ref(self)
+        task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
+        if task != self._task:
+            self.clear()
+            self._task = task
+        full_key = _full_key(source, key)
+        known = self._entries.get(full_key)
+        is_there = known is not None and known.saved is not None and known.source() is not None
+        if known is not None and is_there and known.version == source._version:
+            known.layers.append(index)
+            return known
         self._forget(full_key)
+        made = CacheEntry(self._reference(source, full_key), source._version, [index])
+        self._entries[full_key] = made
+        return made
+
+    def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:
+        """Of a tensor; the sketch is dropped with it in a recomputation, and where hooks may drop what is saved."""
+        if self._task == -1 and not has_saving_hooks():
+            return weakref.ref(source)
+        this = weakref.ref(self)
 
         def forget(_: object) -> None:
             if (owner := this()) is not None:
-                owner._forget(full_key)
+                owner._forget(key)
 
-        self._entries[full_key] = _Entry(weakref.ref(source, forget), source._version, saved, [index])
+        return weakref.ref(source, forget)
 
     def clear(self) -> None:
         """Drop all sketches; autograd holds those that were saved."""
@@ -97,7 +97,6 @@ class SketchCache:
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     # A fake tensor has no address, but the storage of the tensor that it stands for.
-    fake = isinstance(source, FakeTensor)
+    fake = type(source) is not Tensor and isinstance(source, FakeTensor)
     address = (source.untyped_storage()._cdata, source.storage_offset()) if fake else source.data_ptr()
-    place = (address, source.shape, source.stride(), source.dtype, source.device)
-    return (place, _get_current_dispatch_mode(), *key)
+    return address, source.shape, source.stride(), source.dtype, source.device, _get_current_dispatch_mode(), *key

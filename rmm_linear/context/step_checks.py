@@ -23,6 +23,7 @@ class StepChecks:
 
     Attributes:
         said: What was logged already, once for all modules.
+        is_done: Whether a first training step was looked at.
     """
 
     def __init__(self, names: Sequence[str], min_rows: int) -> None:
@@ -37,7 +38,7 @@ class StepChecks:
         self._model: weakref.ref[nn.Module] | None = None
         self._present: weakref.WeakSet[nn.Module] | None = None  # unknown in a copy of a converted model
         self._checkpointed: set[int] = set()
-        self._is_done = False
+        self.is_done = False
         self._rows: dict[int, int | None] = {}
 
     def note_model(self, model: nn.Module) -> None:
@@ -56,7 +57,7 @@ class StepChecks:
         """
         silent = StepChecks(self._names, self._min_rows)
         silent.said.add(CHECKPOINTED)
-        silent._is_done = True
+        silent.is_done = True
         return silent
 
     def note_checkpointed(self, index: int) -> None:
@@ -78,7 +79,7 @@ class StepChecks:
             index: Index of the layer.
             tokens: N if it is too small for a sketch, else None.
         """
-        if not self._is_done:
+        if not self.is_done:
             self._rows[index] = tokens
 
     def forget(self) -> None:
@@ -94,9 +95,9 @@ class StepChecks:
         if self._model is None:
             self._model = weakref.ref(model)
         self._say_checkpointed()
-        if self._is_done:
+        if self.is_done:
             return
-        self._is_done = True
+        self.is_done = True
         if late := self.late_linears():
             self._say("late", late_message(late))
         few = {self._names[index]: tokens for index, tokens in self._rows.items() if tokens is not None}

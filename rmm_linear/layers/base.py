@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -16,13 +16,17 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.unwatched import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
+from rmm_linear.layers.function import UnwatchedLinearFunction
 from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
-from rmm_linear.ops.save import is_view_of_more
-from rmm_linear.sketches import TokenMask, row_norms
+from rmm_linear.ops.save import is_view_of_more, save
+from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
+
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class SketchedLayer(ConvertedModule):
@@ -53,6 +57,9 @@ class SketchedLayer(ConvertedModule):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
+        output = self._unwatched_linear(input, weight, bias) if self.training else None
+        if output is not None:
+            return output
         self._refuse_transforms()
         if is_dtensor(weight):
             raise RuntimeError(
@@ -65,7 +72,7 @@ class SketchedLayer(ConvertedModule):
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
-        spec = self._spec(input.shape, (dtype or input.dtype).itemsize, weight)
+        spec = self._spec(input.shape, (dtype or input.dtype).itemsize, weight, self._bits())
         self._note_rows(input, spec)
         if spec is None and not is_view_of_more(input):
             return F.linear(input, weight, bias)
@@ -80,15 +87,40 @@ class SketchedLayer(ConvertedModule):
             call = self._call(input, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
         return saved_linear(input, weight, bias, call)
 
-    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor) -> SaveSpec | None:
+    def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The output where nothing else looks, made with as little as possible; None for the general way."""
+        own = vars(self)
+        if type(input) is not Tensor or type(weight) not in _PLAIN or input.dtype is not weight.dtype:
+            return None
+        if own["rmm_estimator"] is not None or not is_unwatched() or torch.is_autocast_enabled(input.device.type):
+            return None
+        config, shape, bits = own["rmm_config"], input.shape, own["rmm_auto_bits"].bits
+        if bits is None and config.bits == "auto" and config.memory is not None:
+            return None
+        spec, tokens = self._spec(shape, input.itemsize, weight, bits), shape[:-1].numel()
+        if spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens):
+            return None
+        call = self._unwatched_call(tokens, input.device)
+        if call is None or call.seed is None:
+            return None
+        context, index = own["rmm_context"], own["rmm_index"]
+        entry = None if context is None else context.sketch_cache.entry(input, (spec, call.mask, None), index)
+        saved = None if entry is None else entry.saved
+        if saved is None:
+            saved = save.run(input.detach().reshape(-1, shape[-1]), spec, call.mask, call.seed)
+            if entry is not None:
+                entry.saved = saved
+        return UnwatchedLinearFunction.run(input, weight, bias, spec, call, *saved)
+
+    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> SaveSpec | None:
         """What :func:`spec_for` decides, once for calls that are alike."""
-        decided_by = shape, itemsize, weight.shape, weight.requires_grad, self._bits(), self.rmm_config
+        config = self.rmm_config
         if torch.compiler.is_compiling():
-            return spec_for(shape, itemsize, weight, self.rmm_config, decided_by[4])
-        known = vars(self).get("rmm_plan")
+            return spec_for(shape, itemsize, weight, config, bits)
+        own, decided_by = vars(self), (shape, itemsize, weight.shape, weight.requires_grad, bits, config)
+        known = own["rmm_plan"]
         if known is None or known[0] != decided_by:
-            known = decided_by, spec_for(shape, itemsize, weight, self.rmm_config, decided_by[4])
-            vars(self)["rmm_plan"] = known
+            known = own["rmm_plan"] = decided_by, spec_for(shape, itemsize, weight, config, bits)
         return known[1]
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:

@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.autograd_nodes import in_backward, is_checkpointed
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.unwatched import is_unwatched
+from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
@@ -58,6 +60,23 @@ class ConvertedModule(nn.Module):
     def __prepare_scriptable__(self) -> None:
         """Refuse torch.jit.script, which calls this."""
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
+
+    def _unwatched_call(self, tokens: int, device: torch.device, seeded: bool = True) -> SavingCall | None:
+        """What a call of N tokens needs that nothing but autograd sees; None for a call that takes the general way."""
+        own = vars(self)
+        if not is_unwatched() or "_is_replica" in own:
+            return None
+        context = own["rmm_context"]
+        if context is None:
+            found = draw_seed() if seeded else None, None, None
+        else:
+            masked, is_checked = own["rmm_config"].mask_padding, own["rmm_mask_checked"]
+            found = context.unwatched_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
+            if found is None:
+                return None
+        own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes three us
+        seed, mask, forward_pass = found
+        return SavingCall(seed, mask, None, False, forward_pass)
 
     def _refuse_transforms(self) -> None:
         """Refuse what would run the forward pass without the backward pass that stand-ins are made for."""

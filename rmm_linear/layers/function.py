@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_off, cast
+from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.ops.save import weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import TokenMask
 from rmm_linear.spec import SaveSpec
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _apply(
@@ -37,7 +41,7 @@ def as_no_view(output: Tensor) -> Tensor:
     Returns:
         The same memory.
     """
-    return output if output.dim() == 2 else torch.ops.aten._unsafe_view(output, output.shape)
+    return output if output.dim() == 2 else _unsafe_view(output, output.shape)
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -48,6 +52,32 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
     if ctx.needs_input_grad[2]:
         grad_bias = y.sum(0).to(ctx.bias_dtype)
     return grad_input, grad_bias
+
+
+@dataclass(eq=False)  # frozen, it would take a microsecond more
+class SavingCall:
+    """What one call of a module needs to save less than its input.
+
+    Attributes:
+        seed: Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator
+            draws one.
+        mask: The valid tokens, or None for all.
+        on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used; None where
+            nothing is left to check.
+        is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
+        forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
+    """
+
+    seed: int | None = None
+    mask: TokenMask | None = None
+    on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
+    is_exact: bool = False
+    forward_pass: ForwardPass | None = None
+
+    @property
+    def index(self) -> Tensor | None:
+        """The rows of valid tokens, int64, shape (n,), whose stand-in is saved; None for all rows."""
+        return None if self.mask is None else self.mask.index
 
 
 class SavingFunction(torch.autograd.Function):
@@ -65,8 +95,11 @@ class SavingFunction(torch.autograd.Function):
         """Refuse double backward, and return dY as a matrix, of which ``ctx.call`` is told before it is used."""
         refuse_double_backward(title)
         y = y.reshape((-1, y.shape[-1]) if shape is None else shape)
-        if ctx.call.on_backward is not None:
-            ctx.call.on_backward(y, ctx.call.mask)
+        call: SavingCall = ctx.call
+        if call.on_backward is not None:
+            call.on_backward(y, call.mask)
+        elif call.forward_pass is not None:
+            call.forward_pass.note_backward()
         return y
 
 
@@ -115,6 +148,36 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
     else:
         gradient = weight_gradient(y, saved, ctx.spec, ctx.input_shape[-1], mask)
     return gradient.to(ctx.weight_dtype)
+
+
+class UnwatchedLinearFunction(SavingFunction):
+    """The same where nothing else looks: no autocast, nor hooks that replace what is saved, so ``ctx`` has the mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, spec: SaveSpec, call: SavingCall, *saved: Tensor
+    ) -> Tensor:
+        """Apply the layer exactly."""
+        ctx.spec, ctx.call, ctx.input_shape = spec, call, input.shape
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
+        if input.dim() == 2 or not input.is_contiguous():
+            return as_no_view(F.linear(input, weight, bias))
+        output = F.linear(input.view(-1, input.shape[-1]), weight, bias)  # as PyTorch does it, in half of the time
+        return _unsafe_view(output, (*input.shape[:-1], output.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        (grad_output,), (weight, *saved) = grad_outputs, ctx.saved_tensors
+        y = SavingFunction.received(ctx, grad_output, "sketched_linear")
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        with autocast_off(y.device.type):
+            grad_input = torch.mm(y, weight).view(ctx.input_shape) if needs_input else None
+            grad_bias = y.sum(0) if needs_bias else None
+            grad_weight = None
+            if needs_weight:
+                grad_weight = weight_gradient(y, saved, ctx.spec, ctx.input_shape[-1], ctx.call.mask)
+        return grad_input, grad_weight, grad_bias, *(None,) * (2 + len(saved))
 
 
 class UnsavedLinearFunction(SavingFunction):

@@ -175,17 +175,18 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
 
 def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
     """What is saved of X; a recomputation by activation checkpointing replaces all of these tensors."""
-    key = (call.spec, call.mask, call.dtype)
-    saved = None if call.cache is None else call.cache.find(input, key, call.index)
-    if saved is not None:
-        return saved
+    entry = None
+    if call.cache is not None:
+        entry = call.cache.entry(input, (call.spec, call.mask, call.dtype), call.index)
+        if entry.saved is not None:
+            return entry.saved
     with torch.no_grad(), autocast_off(x.device.type):
         if call.seed is None:
             return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # not a view: see save_traced
         expected = None if call.expected is None else call.expected()
         saved = save_input(x.reshape(-1, x.shape[-1]), call.spec, call.mask, call.seed, expected)
-    if call.cache is not None:
-        call.cache.add(input, key, call.index, saved)
+    if entry is not None:
+        entry.saved = saved
     return saved
 
 

@@ -30,8 +30,6 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
-_TENSORS = {Tensor, nn.Parameter}
-_NO_SUBCLASS = {Tensor, nn.Parameter, *_NO_TENSORS}
 # What os.environ.get looks into: it alone takes half a microsecond.
 _environment = getattr(os.environ, "_data", os.environ)
 _SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
@@ -247,21 +245,34 @@ class Operator:
             What the function returns, in a list where the schema has one.
         """
         if _is_unseen(arguments):
-            found = self.native(*arguments, **named) if self._is_native(arguments) else NotImplemented
-            return self.function(*arguments, **named) if found is NotImplemented else found
+            return self.run(*arguments, **named)
         if self.flatten is not None:
             return self.definition(*self.flatten(*arguments, **named))
         return self.definition(*arguments, **named)
 
-    def _is_native(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether the C library takes these arguments."""
+    def run(self, *arguments: Any, **named: Any) -> Any:
+        """Run the function where nothing sees it; arguments are as in a call.
+
+        Args:
+            *arguments: Memory holds the values of all: no subclasses of tensors, nor wrapped or lazily negated ones.
+            **named: No tensors.
+
+        Returns:
+            What the function returns.
+        """
+        native = self._native_for(arguments)
+        found = NotImplemented if native is None else native(*arguments, **named)
+        return self.function(*arguments, **named) if found is NotImplemented else found
+
+    def _native_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """The function of the C library, if it takes these arguments."""
         first = arguments[0]
         if self.native is None or not first.is_cpu or first.dtype not in NARROW:
-            return False
+            return None
         setting = _environment.get(_SETTING)
         if setting not in self._settings:
             self._settings[setting] = backends_of("cpu")[0] == "native"
-        return self._settings[setting] and not any(one.is_neg() for one in arguments if type(one) in _TENSORS)
+        return self.native if self._settings[setting] else None
 
 
 Row = TypeVar("Row")
@@ -340,14 +351,18 @@ def _is_unseen(arguments: tuple[Any, ...]) -> bool:
 
 
 def _are_memory(arguments: tuple[Any, ...]) -> bool:
+    """Say whether memory holds the values of all tensors among the arguments."""
     for value in arguments:
-        if type(value) in _NO_SUBCLASS:
-            continue
-        if isinstance(value, Tensor):
-            return False
-        if isinstance(value, TokenMask):
-            if not _are_memory((value.order, value.count)):
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:
+            if value.is_neg():
                 return False
-        elif isinstance(value, RowSample) and not _are_memory(value):
+        elif kind not in _NO_TENSORS and not _holds_memory(value):
             return False
     return True
+
+
+def _holds_memory(value: Any) -> bool:
+    if isinstance(value, TokenMask):
+        return _are_memory((value.order, value.count))
+    return not isinstance(value, Tensor) and (not isinstance(value, RowSample) or _are_memory(value))

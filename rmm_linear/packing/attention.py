@@ -227,27 +227,36 @@ def dropped_attention(
     Returns:
         Shape (B, Tq, h, dv).
     """
-    (batch, heads, queries, _), dtype = query.shape, query.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    # PyTorch, too, multiplies queries and keys by the root of the scale: the same numbers, to the last bit mostly.
-    root = math.sqrt(abs(spec.scale))
-    bias = _visible(query, mask, spec, wide)
-    output = query.new_empty(batch, queries, heads, value.shape[-1])
+    batch, heads, queries, _ = query.shape
+    bias = _visible(query, mask, spec, torch.promote_types(query.dtype, torch.float32))
     scores_each, group = max(1, queries * spec.keys), heads // spec.kv_heads
     step = max(1, block_size(query.device) // scores_each)  # heads at a time, of one sequence or of a few
     together = max(1, step // heads)
+    if together >= batch and step >= heads and group == 1:
+        output = _dropped(query, key, value, bias, kept, spec).transpose(1, 2)
+        return output.to(query.dtype, memory_format=torch.contiguous_format)
+    output = query.new_empty(batch, queries, heads, value.shape[-1])
     for first in range(0, batch, together):
         some = slice(first, min(first + together, batch))
         for begin in range(0, heads, step):
             head = slice(begin, min(begin + step, heads))
-            k, v = (_of_heads(tensor[some], head, group).to(wide) for tensor in (key, value))
-            scores = (query[some, head].to(wide) * math.copysign(root, spec.scale)) @ (k * root).transpose(-1, -2)
+            k, v = (_of_heads(tensor[some], head, group) for tensor in (key, value))
             own = None if bias is None else bias if len(bias) == 1 else bias[some]
             own = own if own is None or own.shape[1] == 1 else own[:, head]
-            p = torch.ops.aten._safe_softmax(scores if own is None else scores.add_(own), -1)  # 0 where nothing is seen
-            p.mul_(kept[some, head].to(wide).div_(1 - spec.p))
-            output[some, :, head] = (p @ v).transpose(1, 2)
+            output[some, :, head] = _dropped(query[some, head], k, v, own, kept[some, head], spec).transpose(1, 2)
     return output
+
+
+def _dropped(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """The output of some heads, in their order, in float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # PyTorch, too, multiplies queries and keys by the root of the scale: the same numbers, to the last bit mostly.
+    root = math.sqrt(abs(spec.scale))
+    scores = (query.to(wide) * math.copysign(root, spec.scale)) @ (key.to(wide) * root).transpose(-1, -2)
+    p = torch.ops.aten._safe_softmax(scores if bias is None else scores.add_(bias), -1)  # 0 where nothing is seen
+    return p.mul_(kept.to(wide).div_(1 - spec.p)) @ value.to(wide)
 
 
 def _of_heads(tensor: Tensor, head: slice, group: int) -> Tensor:

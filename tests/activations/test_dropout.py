@@ -11,7 +11,7 @@ from helpers import bytes_kept
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.activations.base import PackedCall, packed_class
+from rmm_linear.activations.base import SavingCall, packed_class
 from rmm_linear.activations.dropout import DropoutFunction, PackedDropout, is_dropout
 from rmm_linear.sketches import TokenMask
 
@@ -105,7 +105,7 @@ def test_bytes_are_the_formula(shape, dtype, inplace):
 def test_padding_is_not_stored_and_has_no_gradient():
     valid = torch.tensor([1, 1, 0, 1, 0], dtype=torch.bool)
     mask, seen = TokenMask.of(valid), []
-    call = PackedCall(None, mask, lambda y, given: seen.append((y.clone(), given)))
+    call = SavingCall(None, mask, lambda y, given: seen.append((y.clone(), given)))
     x, y = randn((5, 13)).requires_grad_(), randn((5, 13), seed=2)
 
     class Module(nn.Module):

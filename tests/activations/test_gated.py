@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig
-from rmm_linear.activations.base import PackedCall
+from rmm_linear.activations.base import SavingCall
 from rmm_linear.activations.gated import GatedFunction, activation_bits
 
 every_model = pytest.mark.parametrize("name", MAKERS)
@@ -150,7 +150,7 @@ def test_an_activation_in_place_is_packed_before_it_is_overwritten():
     a, b, y = (randn(3, 64, seed=seed).requires_grad_() for seed in range(3))
     gradients = []
     for act in (nn.ReLU(inplace=True), nn.ReLU()):
-        gated = GatedFunction.apply(a * 1, b, act, "relu", 8, PackedCall(3))
+        gated = GatedFunction.apply(a * 1, b, act, "relu", 8, SavingCall(3))
         gradients.append(torch.autograd.grad(gated, (a, b), y))
     assert all(map(torch.equal, *gradients))
     exact = torch.autograd.grad(torch.relu(a) * b, (a, b), y)

@@ -11,7 +11,7 @@ from pointwise_helpers import gradient_of, is_within_half_a_step, packed, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from rmm_linear.activations.base import PackedCall
+from rmm_linear.activations.base import SavingCall
 from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
 from rmm_linear.sketches import TokenMask
 
@@ -132,7 +132,7 @@ def test_only_codes_and_the_index_are_saved_and_the_input_is_freed():
         assert not is_kept
     module = packed(nn.GELU(), 4)
     index = torch.arange(0, 30, 2)
-    module._packed_call = lambda shape, device, **named: PackedCall(7, TokenMask.of(torch.arange(30) % 2 == 0))
+    module._packed_call = lambda shape, device, **named: SavingCall(7, TokenMask.of(torch.arange(30) % 2 == 0))
     assert run(module)[1] == -(-(16 + 15 * 35) // 16) * 16 + index.nbytes
     saved.clear()
     output, *_, freed = run(packed(nn.GELU()))
@@ -143,7 +143,7 @@ def test_only_codes_and_the_index_are_saved_and_the_input_is_freed():
 def test_padding_is_left_out_and_seen():
     seen, mask = [], TokenMask.of(torch.arange(12).view(3, 4).flatten() % 4 < 2)
     module = packed(nn.GELU())
-    module._packed_call = lambda shape, device, **named: PackedCall(7, mask, lambda y, m: seen.append((y.clone(), m)))
+    module._packed_call = lambda shape, device, **named: SavingCall(7, mask, lambda y, m: seen.append((y.clone(), m)))
     x, y = randn(3, 4, 70), randn(3, 4, 70, seed=2)
     y[:, 2:] = 0
     _, gradient = gradient_of(module, x, y)

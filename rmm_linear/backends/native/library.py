@@ -110,7 +110,7 @@ def run(name: str, *arguments: float | None) -> bool:
     Raises:
         MemoryError: If it had no memory for its buffers.
     """
-    status = _function(name, level())(*arguments)
+    status = function(name)(*arguments)
     if status > 1:
         raise MemoryError(f"No memory for the buffers of {name}, which take some rows of a matrix in each thread.")
     return status == 1
@@ -171,4 +171,5 @@ def threads(tensor: Tensor) -> int:
     Returns:
         The number of PyTorch's threads, or fewer if the tensor is small.
     """
-    return max(1, min(torch.get_num_threads(), tensor.numel() // _SMALLEST_SHARE))
+    shares = tensor.numel() // _SMALLEST_SHARE
+    return min(torch.get_num_threads(), shares) if shares > 1 else 1

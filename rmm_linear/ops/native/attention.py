@@ -32,10 +32,13 @@ def stored_attention(
     index: Tensor | None,
     kv_index: Tensor | None,
     seed: int | None,
-    *bits: int,
+    bits_q: int,
+    bits_k: int,
+    bits_v: int,
 ) -> Any:
     """Return the bytes of :func:`rmm_linear.ops.attention.pack_attention`."""
     rows = attention_rows(query, key, value, index, kv_index)
+    bits = bits_q, bits_k, bits_v
     counts = rows[0].shape[0], rows[1].shape[0], tuple(one.shape[1] for one in rows), bits
     (_, *places), size = _layout(*counts)
     stored = query.new_zeros(size, dtype=torch.uint8)

@@ -110,7 +110,8 @@ def apply_stored(
     if pointwise.is_bounded:
         return read_derivative(y, index, rows, seed, pointwise, bits, stored.data_ptr() + places[-1])
     relu = y.new_empty(rows, y.shape[1], dtype=torch.float32)
-    native.unpack(*(stored.data_ptr() + place for place in places[1:]), bits, seed, relu, rotated=False)
+    codes, qparams = (stored.data_ptr() + place for place in places[1:])
+    native.unpack(codes, qparams, bits, seed, relu, rotated=False)
     if index is None:
         return relu.mul_(2).mul_(y).to(y.dtype)
     return y.new_zeros(y.shape).index_copy_(0, index, relu.mul_(2).mul_(y.index_select(0, index)).to(y.dtype))

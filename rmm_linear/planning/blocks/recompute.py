@@ -73,9 +73,7 @@ class Recomputed:
 
         # Keyword arguments go past checkpoint, which has some of its own.
         run = functools.partial(self.inner, **kwargs)
-        output = checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
-        seeds.finish()
-        return output
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _run(recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
