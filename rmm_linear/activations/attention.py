@@ -118,11 +118,12 @@ class AttendingModule(PackedModule):
     rmm_operation = "attention"
     rmm_exact: str | None
     rmm_attended: bool  # in the current call of the module
+    rmm_hides: dict[tuple[bool, bool], bool]  # see SavingCall.answers
     rmm_hook: RemovableHandle
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
-        self.rmm_exact, self.rmm_attended = None, False
+        self.rmm_exact, self.rmm_attended, self.rmm_hides = None, False, {}
         # A hook, as a forward of ours would hide the names of the module's arguments.
         self.rmm_hook = self.register_forward_hook(_note_call)
 
@@ -157,6 +158,7 @@ class AttendingModule(PackedModule):
         self._note_exact(reason)
         if reason is not None:
             return None
+        call.answers = self.rmm_hides
         return packed_attention(query, key, value, mask, attention, call, exact, bias)
 
     def _note_exact(self, reason: str | None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.context.host_reads import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.masks import pack_mask
@@ -18,6 +21,11 @@ from rmm_linear.packing.attention import AttentionSpec, hides_padding, score_row
 from rmm_linear.packing.attention_bias import biased
 from rmm_linear.sketches.seeds import draw_seed
 
+_SEEN = (
+    "Keys and values of padding were left out of what attention saved, because in earlier steps no valid token saw "
+    "them, but the mask of this step lets one. This step has no gradients; the next one saves them. Skip it, or convert "
+    "with mask_padding=False if such masks come often."
+)
 Exact = Callable[..., Tensor]
 BITS = 4  # the default of attention_bits
 
@@ -53,6 +61,7 @@ class AttentionFunction(SavingFunction):
         call: SavingCall,
         exact: Exact,
         bias: Tensor | None = None,
+        kv_index: Tensor | None = None,
     ) -> Tensor:
         """Apply attention; ``exact`` makes the output without dropout, shape (B, Tq, h, dv)."""
         ctx.bits, ctx.call, ctx.dtypes = (attention.bits,) * 3, call, (query.dtype, key.dtype, value.dtype)
@@ -69,7 +78,6 @@ class AttentionFunction(SavingFunction):
                 output = dropped_attention(query, key, value, added, kept, attention.scale, is_causal, attention.p)
                 rows = score_rows(call.index, query.shape[1], query.shape[2])
                 kept = pack_mask(kept.flatten(0, 2), rows)
-            kv_index = _kv_index(key, mask, attention.is_causal, call)
             seed = call.seed
             if seed is None and not torch.compiler.is_compiling():
                 seed = draw_seed()  # after the mask of dropout, which has the random numbers of PyTorch
@@ -84,6 +92,9 @@ class AttentionFunction(SavingFunction):
         (y,) = grad_outputs
         SavingFunction.received(ctx, y, "a packed attention", (y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]))
         stored, mask, kept, index, kv_index, bias = ctx.saved_tensors
+        if ctx.call.hidden is not None and not ctx.call.hidden.values[0]:
+            ctx.call.answers.clear()
+            raise RuntimeError(_SEEN)
         grad_bias, needs_bias = None, bias is not None and ctx.needs_input_grad[7]
         with autocast_off(y.device.type):
             *gradients, of_bias = attention_backward(
@@ -92,7 +103,7 @@ class AttentionFunction(SavingFunction):
             if bias is not None and needs_bias:
                 grad_bias = of_bias.to(bias.dtype)
         found = (one.transpose(1, 2).to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return *found, None, None, None, None, grad_bias
+        return *found, None, None, None, None, grad_bias, None
 
 
 def _added(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -109,12 +120,34 @@ def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
     return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - p)
 
 
-def _kv_index(key: Tensor, mask: Tensor | None, is_causal: bool, call: SavingCall) -> Tensor | None:
-    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
+def _kv_index(
+    key: Tensor, mask: Tensor | None, scores: tuple[int, int], is_causal: bool, call: SavingCall
+) -> Tensor | None:
+    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it.
+
+    The host does not wait for the answer of a device but in a module's first call: later ones rely on it, and the
+    backward pass looks whether that was right.
+    """
     index, (batch, _, keys, _) = call.index, key.shape
     if index is None or call.mask is None or len(call.mask.order) != batch * keys:
         return None
-    return index if bool(hides_padding(call.mask.valid.view(batch, keys), mask, is_causal)) else None
+    for other, version, causal, answer in call.mask.answers:  # of other layers, in this forward pass
+        is_same = mask is None if other is None else other() is mask and mask is not None and version == mask._version
+        if is_same and causal == is_causal:
+            hidden = answer
+            break
+    else:
+        with torch.no_grad(), _disable_current_modes():  # a recomputation, which knows the answer, need not run it
+            hides = hides_padding(call.mask.valid.view(batch, keys), _of_scores(mask, scores), is_causal)
+            hidden = HostRead(hides.view(1).to(torch.int64))
+        reference = (None, 0) if mask is None else (weakref.ref(mask), mask._version)
+        call.mask.answers.append((*reference, is_causal, hidden))
+    kind = mask is None, is_causal
+    if waits(key.device) and call.answers.get(kind):
+        call.hidden = hidden
+        return index
+    call.answers[kind] = bool(hidden.values[0])
+    return index if call.answers[kind] else None
 
 
 def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float) -> str | None:
@@ -169,7 +202,11 @@ def packed_attention(
     Returns:
         Shape (B, Tq, h, dv).
     """
-    if mask is not None:
-        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
-        mask = mask.expand(-1, -1, query.shape[2], key.shape[2])
-    return AttentionFunction.run(query, key, value, mask, attention, call, exact, bias)
+    scores = query.shape[2], key.shape[2]
+    kv_index = _kv_index(key, mask, scores, attention.is_causal, call)
+    return AttentionFunction.run(query, key, value, _of_scores(mask, scores), attention, call, exact, bias, kv_index)
+
+
+def _of_scores(mask: Tensor | None, scores: tuple[int, int]) -> Tensor | None:
+    """A mask of the shape (B or 1, h or 1, Tq, Tk)."""
+    return None if mask is None else mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, *scores)

@@ -12,6 +12,7 @@ that ran before the choice is recomputed with the width it used.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class AutoBits:
         noise: Predicted noise of every width, summed over these inputs.
         since: Sequence number of the next autograd node when the width was chosen.
         backward_seen: Whether a backward pass ran since the last call; for layers outside of a converted model.
+        unread: The predictions of inputs that the host has not read yet, float64, shape (widths,).
     """
 
     bits: int | None = None
@@ -48,6 +50,7 @@ class AutoBits:
     noise: dict[int, float] = field(default_factory=dict)
     since: int = field(default=0, compare=False)
     backward_seen: bool = field(default=False, compare=False)
+    unread: list[Tensor] = field(default_factory=list, compare=False)
 
     def width(self) -> int | None:
         """Return the width for the current call, which may be a recomputation.
@@ -67,21 +70,25 @@ class AutoBits:
             itemsize: Bytes per element that is not packed.
             mask: The valid tokens, or None for all.
         """
-        predicted = {bits: predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS}
-        if not all(math.isfinite(noise) for noise in predicted.values()):
-            return  # an input with NaN or infinity predicts nothing
-        for bits, noise in predicted.items():
-            self.noise[bits] = self.noise.get(bits, 0.0) + noise
-        self.steps += 1
+        self.unread.append(torch.stack([predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS]))
+
+    def read(self) -> None:
+        """Add what was observed; an input with NaN or infinity predicts nothing."""
+        read_all([self])
+
+    def add(self, predicted: list[float]) -> None:
+        """Add the prediction of one input, for every width."""
+        if all(map(math.isfinite, predicted)):
+            self.noise = {bits: self.noise.get(bits, 0.0) + one for bits, one in zip(WIDTHS, predicted, strict=True)}
+            self.steps += 1
 
     def choose(self) -> None:
         """Choose once enough inputs were observed. Called between steps, so that all passes of a step use one width."""
-        if self.bits is None and self.steps >= STEPS:
-            self.bits = min(self.noise, key=lambda bits: (math.isnan(self.noise[bits]), self.noise[bits]))
-            self.since = next_node()
+        choose_all([self])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out ``since``: a copy has no graph yet, and other processes number their nodes independently."""
+        self.read()
         return {**vars(self), "since": 0}
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +97,7 @@ class AutoBits:
         Returns:
             A dictionary that :meth:`from_dict` takes back.
         """
+        self.read()
         return {"bits": self.bits, "steps": self.steps, "noise": {str(k): v for k, v in self.noise.items()}}
 
     @classmethod
@@ -114,8 +122,29 @@ class AutoBits:
         return cls(bits, steps, noise)
 
 
+def choose_all(choices: Iterable[AutoBits]) -> None:
+    """Let all choose that have observed enough inputs."""
+    due = [one for one in choices if one.bits is None and one.steps + len(one.unread) >= STEPS]
+    read_all(due)
+    for one in due:
+        if one.steps >= STEPS:
+            one.bits = min(one.noise, key=lambda bits, noise=one.noise: (math.isnan(noise[bits]), noise[bits]))
+            one.since = next_node()
+
+
+def read_all(choices: Iterable[AutoBits]) -> None:
+    """Add what all have observed; the host waits once."""
+    found = [(one, predicted) for one in choices for predicted in one.unread]
+    if not found:
+        return
+    first = found[0][1]
+    for (one, _), values in zip(found, torch.stack([each.to(first.device) for _, each in found]).tolist(), strict=True):
+        one.add(values)
+        one.unread.clear()
+
+
 @without_autocast
-def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> float:
+def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> Tensor:
     """Return the predicted noise of dW with a width, with random signs in place of Y.
 
     Args:
@@ -126,11 +155,11 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
         mask: The valid tokens, or None for all.
 
     Returns:
-        Predicted E‖dŴ − dW‖² / ‖Y‖²_F.
+        Predicted E‖dŴ − dW‖² / ‖Y‖²_F, float64, no dimension, on the device of ``x``.
     """
     spec = config.spec(x.shape[0], x.shape[1], itemsize, bits)
     if spec is None:
-        return 0.0
+        return x.new_zeros((), dtype=torch.float64)
     seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     y = signs(seed, x.shape[0] * _COLUMNS, _STREAM).view(-1, _COLUMNS).to(torch.float32)
     if mask is not None:
@@ -139,4 +168,4 @@ def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask
     shape = {"kind": spec.kind, "rows": spec.rows, "block": spec.block, "mask": mask, "p": p}
     z, sketched_y = SKETCH(x, seed=seed, **shape), SKETCH(y, seed=seed, **shape)
     rounding = sketched_y.double().square().sum(1) @ rounding_variance(PACK(z, bits, seed)[1], z.shape[1])
-    return float((variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1))
+    return (variance(x, y, **shape) + rounding) / y.square().sum().clamp_min(1)

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rmm_linear.context.host_reads import HostRead
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
 from rmm_linear.sketches import TokenMask
+from rmm_linear.sketches.seeds import is_capturing
 
 _MASK = "attention_mask"
 _IDS = "input_ids"
@@ -42,14 +44,16 @@ class AttentionMask:
         flat: Shape (N,).
         tokens: N.
         sequences: The batch.
-        ranks: The token mask; None on CPU if nothing is padded, and in a step that is simulated without values. It is
-            made here and not in the layers: in a selective checkpoint, a recomputation must run the same operators as
-            the forward pass.
+        whole: The token mask; None in a step that is simulated without values. It is made here and not in the layers:
+            in a selective checkpoint, a recomputation must run the same operators as the forward pass.
+        count: The number of valid tokens, which the host begins to read when the model is called; None while a graph is
+            captured.
     """
 
     flat: Tensor
     sequences: int
-    ranks: TokenMask | None
+    whole: TokenMask | None
+    count: HostRead | None = None
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,9 +73,16 @@ class AttentionMask:
         flat = mask.detach().reshape(-1)
         if isinstance(mask, FakeTensor):
             return cls(flat, mask.shape[0], None)
-        ranks = TokenMask.of(flat)
-        padded = flat.device.type != "cpu" or int(ranks.count) < len(flat)
-        return cls(flat, mask.shape[0], ranks if padded else None)
+        whole = TokenMask.of(flat)
+        return cls(flat, mask.shape[0], whole, None if is_capturing(flat.device) else HostRead(whole.count))
+
+    @functools.cached_property
+    def ranks(self) -> TokenMask | None:
+        """The token mask; None if nothing is padded. The first use waits for the number of valid tokens."""
+        if self.whole is None or self.count is None:
+            return self.whole
+        self.whole.know_count(*self.count.values)
+        return self.whole if self.whole.valid_count < self.tokens else None
 
 
 @dataclass(frozen=True, eq=False)

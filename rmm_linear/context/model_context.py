@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import AutoBits
+from rmm_linear.context.auto_bits import AutoBits, choose_all
 from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.call_inputs import CallInputs, parameters, take_sample_index, takes_mask
 from rmm_linear.context.frames import is_called_inside_itself
@@ -304,8 +304,7 @@ class ModelContext:
         self._pending.open(module, self.seeds)
         if self._pending.backward_seen:
             self._pending.backward_seen = False
-            for auto_bits in self.auto_bits.values():
-                auto_bits.choose()
+            choose_all(self.auto_bits.values())
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
         """The parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""

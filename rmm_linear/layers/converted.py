@@ -116,7 +116,7 @@ class ConvertedModule(nn.Module):
             self.rmm_context.note_backward()
         if mask is None or self.rmm_mask_checked or is_capturing(y.device):
             return
-        padding = y[mask.order[int(mask.count) :]]
+        padding = y[mask.order[mask.valid_count :]]
         finite = padding.isfinite()
         if bool((finite & (padding != 0)).any()):
             name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"

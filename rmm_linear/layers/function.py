@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_off, cast
+from rmm_linear.context.host_reads import HostRead
 from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.ops.save import weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
@@ -66,6 +67,8 @@ class SavingCall:
             nothing is left to check.
         is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
         forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
+        answers: Of an attention, whether masks of a kind have hidden padding from all valid tokens until now.
+        hidden: Whether this call's does, where it relied on such an answer.
     """
 
     seed: int | None = None
@@ -73,6 +76,8 @@ class SavingCall:
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
     is_exact: bool = False
     forward_pass: ForwardPass | None = None
+    answers: dict[tuple[bool, bool], bool] = field(default_factory=dict)
+    hidden: HostRead | None = None
 
     @property
     def index(self) -> Tensor | None:

@@ -107,7 +107,7 @@ def sketch_parts(
         return lambda begin, end: matrix[begin:end]
     if kind in SAMPLERS and sketch_rows < tokens:
         _required(None, kind)
-    count = tokens if mask is None else int(mask.count)
+    count = tokens if mask is None else mask.valid_count
     if mask is not None and count <= sketch_rows:
         order = mask.order[:count]
 
@@ -163,7 +163,7 @@ def variance(
     """
     tokens = x.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
-    if sketch_rows >= tokens or (mask is not None and int(mask.count) <= sketch_rows):
+    if sketch_rows >= tokens or (mask is not None and mask.valid_count <= sketch_rows):
         return x.new_zeros((), dtype=torch.float64)
     if kind in SAMPLERS:
         p = probabilities(row_norms(x), mask=mask) if p is None else p

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +46,23 @@ class TokenMask:
         return torch.zeros_like(self.order, dtype=torch.bool).scatter_(0, self.order, place < self.count)
 
     @functools.cached_property
+    def valid_count(self) -> int:
+        """N. The first use waits for a device other than the CPU, unless it is known."""
+        return int(self.count)
+
+    @functools.cached_property
     def index(self) -> Tensor:
-        """Indices of the valid rows, int64, shape (n,). The first use waits for a device other than the CPU."""
-        return self.order[: int(self.count)]
+        """Indices of the valid rows, int64, shape (n,)."""
+        return self.order[: self.valid_count]
+
+    @functools.cached_property
+    def answers(self) -> list[Any]:
+        """What is known of other masks beside this one."""
+        return []
+
+    def know_count(self, count: int) -> None:
+        """Set :attr:`valid_count`, which the caller has read."""
+        vars(self)["valid_count"] = count
 
     def compact(self, matrix: Tensor) -> Tensor:
         """Move the valid rows to the front and set the others to zero.
@@ -59,7 +74,7 @@ class TokenMask:
             Shape (N, D).
         """
         if matrix.device.type == "cpu":
-            count = int(self.count)
+            count = self.valid_count
             tail = matrix.new_zeros(matrix.shape[0] - count, matrix.shape[1])
             return torch.cat((matrix.index_select(0, self.order[:count]), tail))
         valid = torch.arange(matrix.shape[0], device=matrix.device) < self.count

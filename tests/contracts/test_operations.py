@@ -345,6 +345,7 @@ def test_operations_are_counted(operator, case, samples):
     assert max(counts) > 0 or case.rows < 2 or case.taken == "none"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("operator", [one for one in OPERATORS.values() if one.native], ids=lambda one: one.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_place

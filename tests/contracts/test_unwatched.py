@@ -125,6 +125,7 @@ class _Input(nn.Module):
         return self.module(self.x * 1)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": None, "ratio": 0.3}, {}], ids=["4 bits", "unpacked", "auto"])

@@ -81,7 +81,7 @@ def _sketch_parts(
 def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: TokenMask | None) -> Tensor | None:
     """The sketch by a transform; None if no row is left out, or for a length that the library does not transform."""
     tokens = matrix.shape[0]
-    count, size = tokens if mask is None else int(mask.count), next_power_of_two(max(tokens, 1))
+    count, size = tokens if mask is None else mask.valid_count, next_power_of_two(max(tokens, 1))
     if count <= rows or (kind != "hadamard" and size != tokens):
         return None
     places = seed.new_full((size,), -1)
@@ -93,11 +93,11 @@ def _transformed(matrix: Tensor, seed: Tensor, kind: str, rows: int, mask: Token
 
 
 def _is_hashed(matrix: Tensor, kind: str, rows: int, mask: TokenMask | None) -> bool:
-    return kind == "countsketch" and rows < (matrix.shape[0] if mask is None else int(mask.count))
+    return kind == "countsketch" and rows < (matrix.shape[0] if mask is None else mask.valid_count)
 
 
 def _valid_rows(mask: TokenMask | None) -> Tensor | None:
-    return None if mask is None else mask.order[: int(mask.count)]
+    return None if mask is None else mask.index
 
 
 def _contiguous_rows(matrix: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""How often the host reads a number that a device has made: it waits for all that was asked of the device before."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import needs_triton
+from helpers import ARCHITECTURES, batch_of, tiny_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rmm_linear
+from rmm_linear import RMMConfig, convert
+from rmm_linear.activations import attention_function
+from rmm_linear.context.call_inputs import AttentionMask
+
+ROOT = Path(rmm_linear.__file__).parent
+# The C library takes numbers, and is on no device; kernels in the interpreter are NumPy's.
+ON_HOST = tuple(str(ROOT / part) for part in ("backends/native", "ops/native", "sketches/seeds.py"))
+READS = ["__bool__", "__int__", "__float__", "__index__", "item", "tolist"]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The places of the library that have read a number."""
+    found = []
+
+    def counted(read):
+        def run(self, *args):
+            file = sys._getframe(1).f_code.co_filename
+            if file.startswith(str(ROOT)) and not file.startswith(ON_HOST):
+                found.append(f"{file}:{sys._getframe(1).f_lineno}")
+            return read(self, *args)
+
+        return run
+
+    for name in READS:
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    monkeypatch.setattr(attention_function, "waits", lambda device: True)
+    return found
+
+
+CASES = [(architecture, "auto") for architecture in (*ARCHITECTURES, "t5")]
+
+
+@pytest.mark.parametrize(("architecture", "backend"), [*CASES, pytest.param("llama", "triton", marks=needs_triton)])
+def test_a_forward_pass_reads_at_most_once_from_the_second_step_on(architecture, backend, reads, monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", backend)
+    model = tiny_model(architecture, layers=2 if backend == "auto" else 1)
+    convert(model, RMMConfig(kind="countsketch", min_rows=8, memory=0.2))
+    for step in range(7 if backend == "auto" else 2):
+        reads.clear()
+        output = model(**batch_of(architecture))
+        most = 2 if architecture == "t5" else 1  # encoder and decoder have a mask each
+        assert step == 0 or len(reads) <= most + (step == 4), reads  # then all layers choose their width, in one read
+        (output.loss if architecture == "t5" else output.logits[:, :5].square().mean()).backward()
+
+
+def test_a_mask_that_hides_nothing_is_dropped():
+    """On every device: with an index, every operation would take its rows one by one."""
+    mask = torch.ones(4, 20)
+    assert AttentionMask.of(mask).ranks is None
+    mask[1, 12:] = 0
+    assert AttentionMask.of(mask).ranks.valid_count == 72
+
+
+class Attending(nn.Module):
+    """A module that makes its mask itself: padding is hidden in every step but the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.step = nn.Linear(8, 8), 0
+
+    def forward(self, x, attention_mask):
+        q = self.project(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        seen = attention_mask[:, None, None, :].bool().expand(-1, 1, x.shape[1], -1)
+        self.step += 1
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=seen | (self.step == 3)).transpose(1, 2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Attending()
+
+    def forward(self, x, attention_mask):
+        return self.inner(x, attention_mask)
+
+
+def test_an_answer_that_is_wrong_later_is_an_error_and_the_next_step_is_right(monkeypatch):
+    monkeypatch.setattr(attention_function, "waits", lambda device: True)
+    model = Model().train()
+    convert(model, RMMConfig(operations=["attention"], min_rows=1))
+    mask = torch.ones(2, 10)
+    mask[1, 6:] = 0
+
+    def step():
+        model.zero_grad()
+        output = model(torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(1)), mask).flatten(2)
+        (output * mask.unsqueeze(-1)).square().sum().backward()
+        return model.inner.project.weight.grad
+
+    step()
+    step()
+    with pytest.raises(RuntimeError, match="the mask of this step lets one"):
+        step()
+    model.inner.step = 2  # such a mask again: now its keys are saved
+    found = step()
+    model.inner.step = 2
+    rmm_linear.revert(model)
+    expected = step()
+    assert (found - expected).norm() < 0.2 * expected.norm()
