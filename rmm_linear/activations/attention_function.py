@@ -23,14 +23,14 @@ from rmm_linear.sketches.seeds import draw_seed
 
 _SEEN = (
     "Keys and values of padding were left out of what attention saved, because in earlier steps no valid token saw "
-    "them, but the mask of this step lets one. This step has no gradients; the next one saves them. Skip it, or convert "
-    "with mask_padding=False if such masks come often."
+    "them, but the mask of this step lets one. This step has no gradients; the next one saves them. Skip it, or "
+    "convert with mask_padding=False if such masks come often."
 )
 Exact = Callable[..., Tensor]
 BITS = 4  # the default of attention_bits
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take a microsecond more
 class Attention:
     """The arguments of one call that are no tensors.
 
@@ -123,11 +123,9 @@ def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
 def _kv_index(
     key: Tensor, mask: Tensor | None, scores: tuple[int, int], is_causal: bool, call: SavingCall
 ) -> Tensor | None:
-    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it.
-
-    The host does not wait for the answer of a device but in a module's first call: later ones rely on it, and the
-    backward pass looks whether that was right.
-    """
+    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
+    # The host does not wait for the answer of a device but in a module's first call: later ones rely on it, and the
+    # backward pass looks whether that was right.
     index, (batch, _, keys, _) = call.index, key.shape
     if index is None or call.mask is None or len(call.mask.order) != batch * keys:
         return None

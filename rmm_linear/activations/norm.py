@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import CacheEntry
-from rmm_linear.layers.function import SavingFunction, refuse_double_backward
+from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
 
-@dataclass(frozen=True)
-class _Norm:
+class _Norm(NamedTuple):
     """What the autograd function knows of a call beside tensors."""
 
     form: NormForm
@@ -80,9 +78,8 @@ class PackedNorm(PackedModule):
         (input,) = values
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        is_distributed = is_dtensor(input) or is_dtensor(weight) or is_dtensor(bias)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
-        if call.is_exact or is_distributed or not (torch.is_grad_enabled() and is_trained):
+        if call.is_exact or not (torch.is_grad_enabled() and is_trained) or any(map(is_dtensor, (input, weight, bias))):
             return super().forward(input)
         norm = _Norm(form, self.rmm_config.norm_bits, call)
         entry, casts = self._entry(input, norm), self._known_casts(input, weight, bias)
@@ -145,7 +142,7 @@ class NormFunction(SavingFunction):
         norm: _Norm,
     ) -> Tensor:
         """Apply the norm; without a packed copy, ``run`` makes it too."""
-        ctx.norm, ctx.input_shape, ctx.input_dtype = norm, input.shape, input.dtype
+        ctx.norm, ctx.call, ctx.input_shape, ctx.input_dtype = norm, norm.call, input.shape, input.dtype
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         output, stored = run(input) if stored is None else (run(input), stored)
         ctx.save_for_backward(weight, stored, index)
@@ -154,21 +151,23 @@ class NormFunction(SavingFunction):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
-        refuse_double_backward("a packed norm")
         (grad_output,), (weight, stored, index) = grad_outputs, ctx.saved_tensors
         norm: _Norm = ctx.norm
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        shape = grad_output.shape[grad_output.dim() - norm.form.dims :]
+        rows = grad_output.numel() // max(1, shape.numel())
         with autocast_off(grad_output.device.type):
-            y = grad_output.flatten(grad_output.dim() - norm.form.dims)
-            y = y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0)
-            if norm.call.on_backward is not None:
-                norm.call.on_backward(y, norm.call.mask)
+            y = SavingFunction.received(ctx, grad_output, "a packed norm", (rows, shape.numel()))
             x, grad_weight, grad_bias = norm_backward(
                 y, stored, norm.form.gamma(weight), index, norm.bits, norm.form.centered, ctx.input_dtype,
                 needs_weight or needs_bias,
             )  # fmt: skip
-        grad_weight = grad_weight.view(weight.shape).to(weight.dtype) if needs_weight else None
+        grad_weight = _like(grad_weight, weight.shape, weight.dtype) if needs_weight else None
         if needs_bias:
-            shape, dtype = ctx.bias_like
-            grad_bias = grad_bias.view(shape).to(dtype)
+            grad_bias = _like(grad_bias, *ctx.bias_like)
         return x.view(ctx.input_shape), grad_weight, grad_bias if needs_bias else None, None, None, None, None
+
+
+def _like(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    gradient = gradient if gradient.shape == shape else gradient.view(shape)
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)

@@ -51,7 +51,9 @@ class NormForm:
         """
         if weight is None:
             return None
-        return weight.detach().reshape(-1).to(torch.promote_types(weight.dtype, torch.float32)) + self.shift
+        gamma = weight.detach().reshape(-1)
+        gamma = gamma if gamma.dtype == torch.float32 else gamma.to(torch.promote_types(gamma.dtype, torch.float32))
+        return gamma + self.shift if self.shift else gamma
 
     def eps_of(self, dtype: torch.dtype) -> float:
         """Return what is added to the variance.

@@ -115,10 +115,8 @@ class CallInputs:
             return self
         argument, has_parameter = mask_argument(names, args, kwargs)
         mask = self._mask(argument) if has_parameter else self.mask
-        ids = _argument(names, _IDS, args, kwargs)
-        if _TWO_SEQUENCES in names:
-            ids = None
-        elif not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        ids = None if _TWO_SEQUENCES in names else _argument(names, _IDS, args, kwargs)
+        if _TWO_SEQUENCES not in names and not (ids is not None and _are_ids(ids)):
             ids = self.input_ids
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
@@ -199,6 +197,10 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
     return index.detach().to(torch.int64), kwargs
 
 
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
 def _place(tensor: Tensor) -> int:
     """Where a tensor is; of a fake one, which has no memory, where the object of its storage is."""
     return tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else tensor.data_ptr()
@@ -255,5 +257,7 @@ def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
     """An argument of a call, by keyword or position; None if the call has none of this name."""
     if name in kwargs:
         return kwargs[name]
+    if len(args) < 2 and name not in names[: len(args)]:  # most calls of inner modules
+        return None
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else None

@@ -169,14 +169,15 @@ class ModelContext:
         Returns:
             None outside of a forward pass of the model, and in the first steps, which are checked.
         """
-        held = self._pending.current
-        if not self._inputs or held is None or not self.checks.is_done:
+        held, inputs = self._pending.current, self._inputs
+        if held is None or not inputs or not self.checks.is_done:
             return None
-        mask = self._inputs[-1].mask if masked else None
+        mask = inputs[-1].mask if masked else None
         ranks = None if mask is None or mask.tokens != tokens else mask.ranks
         if ranks is not None and (not is_checked or is_capturing(device)):
             return None
-        return self.layer_seed(index) if seeded else None, ranks, held
+        self.seeded_alone.discard(index)
+        return held.seeds.take(index, self.salt) if seeded else None, ranks, held
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids of a call of a layer, and remember them for its recomputation.
@@ -280,6 +281,9 @@ class ModelContext:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
+        if self._inputs and module is not self._outermost and not self._recomputing:
+            self._inputs.append(self._inputs[-1].inside(module, args, kwargs))
+            return None
         # No hook runs after a KeyboardInterrupt: drop what an interrupted call has left.
         is_interrupted = self._recomputing and not in_backward()
         if self._inputs and (is_interrupted or (module is self._outermost and not is_called_inside_itself(module))):

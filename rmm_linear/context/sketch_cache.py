@@ -58,14 +58,13 @@ class SketchCache:
             self.clear()
             self._task = task
         full_key = _full_key(source, key)
-        known = self._entries.get(full_key)
-        is_there = known is not None and known.saved is not None and known.source() is not None
-        if known is not None and is_there and known.version == source._version:
-            known.layers.append(index)
-            return known
-        self._forget(full_key)
-        made = CacheEntry(self._reference(source, full_key), source._version, [index])
-        self._entries[full_key] = made
+        known, version = self._entries.get(full_key), source._version
+        if known is not None:
+            if known.saved is not None and known.source() is not None and known.version == version:
+                known.layers.append(index)
+                return known
+            self._forget(full_key)
+        made = self._entries[full_key] = CacheEntry(self._reference(source, full_key), version, [index])
         return made
 
     def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:

@@ -90,7 +90,7 @@ class SketchedLayer(ConvertedModule):
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output where nothing else looks, made with as little as possible; None for the general way."""
         own = vars(self)
-        if type(input) is not Tensor or type(weight) not in _PLAIN or input.dtype is not weight.dtype:
+        if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
             return None
         if own["rmm_estimator"] is not None or not is_unwatched() or torch.is_autocast_enabled(input.device.type):
             return None

@@ -260,19 +260,16 @@ class Operator:
         Returns:
             What the function returns.
         """
-        native = self._native_for(arguments)
-        found = NotImplemented if native is None else native(*arguments, **named)
-        return self.function(*arguments, **named) if found is NotImplemented else found
-
-    def _native_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """The function of the C library, if it takes these arguments."""
         first = arguments[0]
-        if self.native is None or not first.is_cpu or first.dtype not in NARROW:
-            return None
-        setting = _environment.get(_SETTING)
-        if setting not in self._settings:
-            self._settings[setting] = backends_of("cpu")[0] == "native"
-        return self.native if self._settings[setting] else None
+        if self.native is not None and first.is_cpu and first.dtype in NARROW:
+            setting = _environment.get(_SETTING)
+            if setting not in self._settings:
+                self._settings[setting] = backends_of("cpu")[0] == "native"
+            if self._settings[setting]:
+                found = self.native(*arguments, **named)
+                if found is not NotImplemented:
+                    return found
+        return self.function(*arguments, **named)
 
 
 Row = TypeVar("Row")

@@ -96,6 +96,11 @@ def _is_hashed(matrix: Tensor, kind: str, rows: int, mask: TokenMask | None) -> 
     return kind == "countsketch" and rows < (matrix.shape[0] if mask is None else mask.valid_count)
 
 
+def _is_whole(matrix: Tensor, spec: SaveSpec, mask: TokenMask | None) -> bool:
+    """Whether a sketch is the matrix itself."""
+    return spec.kind == "countsketch" and mask is None and 0 < matrix.shape[0] <= spec.rows
+
+
 def _valid_rows(mask: TokenMask | None) -> Tensor | None:
     return None if mask is None else mask.index
 
@@ -128,13 +133,16 @@ def _pack(
 
 
 def save(x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None) -> Any:
-    """Return what :func:`rmm_linear.ops.save.save` does, of a CountSketch."""
-    if not _is_hashed(x, spec.kind, spec.rows, mask) or (spec.bits is None and x.dtype == torch.float16):
+    """Return what :func:`rmm_linear.ops.save.save` does, of a CountSketch or of all rows, packed."""
+    is_hashed = _is_hashed(x, spec.kind, spec.rows, mask)
+    if not is_hashed and not _is_whole(x, spec, mask):
+        return NotImplemented
+    if spec.bits is None and (x.dtype == torch.float16 or not is_hashed):
         return NotImplemented
     x, seeds = _contiguous_rows(x), torch.full((1,), seed, dtype=torch.int64, device=x.device)
     if spec.bits is None:
         return native.countsketch(x, seed, spec.rows, 0, spec.rows, _valid_rows(mask)), seeds
-    codes, qparams = packing.empty_packed(spec.rows, x.shape[1], spec.bits, x)
+    codes, qparams = packing.empty_packed(min(spec.rows, x.shape[0]), x.shape[1], spec.bits, x)
     _pack(x, spec.bits, seed, codes, qparams, 0, _valid_rows(mask))
     return codes, qparams, seeds
 
@@ -154,10 +162,12 @@ def unpacked_product(
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
     dtype, wide = y.dtype, torch.float32 if y.dtype == torch.float16 else y.dtype
     is_hashed = _is_hashed(y, spec.kind, spec.rows, mask)
-    if is_hashed and dtype in TYPES and spec.rows * max(columns, y.shape[1]) <= _CHUNK:  # at once
-        value = int(seed)
-        sketched = native.countsketch(_contiguous_rows(y), value, spec.rows, 0, spec.rows, _valid_rows(mask), wide)
-        values = codes.new_empty(spec.rows, columns, dtype=wide)
+    is_small = dtype in TYPES and codes.shape[0] * max(columns, y.shape[1]) <= _CHUNK
+    if is_small and (is_hashed or _is_whole(y, spec, mask)):  # at once
+        value, sketched = int(seed), y.to(wide)
+        if is_hashed:
+            sketched = native.countsketch(_contiguous_rows(y), value, spec.rows, 0, spec.rows, _valid_rows(mask), wide)
+        values = codes.new_empty(codes.shape[0], columns, dtype=wide)
         native.unpack(codes.data_ptr(), qparams.data_ptr(), spec.bits or 0, value, values)
         return _unrotate(torch.mm(sketched.T, values), seed).to(dtype)
     if dtype != wide and not is_hashed:
