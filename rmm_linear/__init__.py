@@ -15,8 +15,8 @@ from rmm_linear._version import __version__
 if TYPE_CHECKING:
     from rmm_linear.config import RMMConfig
     from rmm_linear.conversion.convert import convert
+    from rmm_linear.conversion.exact import revert
     from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
-    from rmm_linear.conversion.revert import revert
     from rmm_linear.conversion.state import (
         load_sketch_state,
         read_sketch_state,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rmm_linear.fitting.largest import LargestBatch, max_batch
     from rmm_linear.fitting.report import FitReport
     from rmm_linear.fitting.shards import Shards
-    from rmm_linear.layers.functional import sketched_linear
+    from rmm_linear.layers.function import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
 
 __all__ = [

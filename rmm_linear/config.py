@@ -58,7 +58,7 @@ class RMMConfig(SavedSettings):
             key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in chunks,
             exact but for the order of summation). ("linear",) is the published method.
         activation_bits: Bits per element of an activation's derivative: 8, 4, 2, 1, or "auto", see
-            :mod:`rmm_linear.conversion.widths`. ReLU takes 1 and is exact.
+            :mod:`rmm_linear.conversion.packed`. ReLU takes 1 and is exact.
         norm_bits: Bits per element of a norm's input: 8, 4 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
             the gradient is biased.

@@ -38,7 +38,7 @@ def test_the_contracts_are_kept(copied):
         ("memory/inputs.py", "rmm_linear.conversion.convert"),
         ("packing/pack.py", "rmm_linear.backends.native"),
         ("config.py", "rmm_linear.ops.sketches"),
-        ("context/frames.py", "rmm_linear.layers.linear"),
+        ("context/surroundings.py", "rmm_linear.layers.linear"),
         ("planning/blocks/plan.py", "rmm_linear.conversion.convert"),
         ("planning/graphs/plan.py", "rmm_linear.fitting.fit"),
     ],

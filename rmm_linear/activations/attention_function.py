@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import SavingCall
-from rmm_linear.context.host_reads import HostRead, waits
+from rmm_linear.context.call_inputs import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import AttentionSpec, hides_padding, score_rows
-from rmm_linear.packing.attention_bias import biased
+from rmm_linear.packing.attention_gradients import biased
 from rmm_linear.sketches.seeds import draw_seed
 
 _SEEN = (

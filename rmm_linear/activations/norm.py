@@ -12,8 +12,7 @@ from torch import Tensor
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule, SavingCall
-from rmm_linear.activations.norm_casts import Casts, Dtypes, casts_of
-from rmm_linear.activations.norm_form import NormForm, norm_of
+from rmm_linear.activations.norm_form import Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import CacheEntry

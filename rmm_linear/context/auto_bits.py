@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.autograd_nodes import in_backward, next_node, running_node
+from rmm_linear.context.surroundings import in_backward, next_node, running_node
 from rmm_linear.ops.sketches import PACK, SKETCH
 from rmm_linear.packing import WIDTHS, rounding_variance
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, variance

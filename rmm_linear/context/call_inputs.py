@@ -10,6 +10,9 @@ same holds for ``input_ids``, except that a call without ids leaves the outer on
 
 The sample indices, the examples' positions in the data set, come as ``sample_index`` with the outermost call and are
 removed from it: the model's forward does not get them, unless it has a parameter of that name.
+
+In compiled code, a token mask is a pair of tensors, whether or not anything is padded: :class:`TracedMasks`. A block
+that is compiled by itself has no mask, and padding stays in its sketch.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rmm_linear.context.host_reads import HostRead
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.norm_estimators.samples import SAMPLE_INDEX
 from rmm_linear.sketches import TokenMask
@@ -261,3 +263,83 @@ def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
         return None
     position = names.index(name) if name in names else len(args)
     return args[position] if position < len(args) else None
+
+
+@dataclass
+class TracedMasks:
+    """The attention masks that hold in the modules of a compiled forward pass; empty before and after it.
+
+    Attributes:
+        masks: Pairs of a mask, or None for no mask, and the module whose call set it; the innermost last. Modules that
+            leave the mask unchanged have no entry: a checkpoint inside of a graph may change nothing outside of itself.
+    """
+
+    masks: list[tuple[Tensor | None, nn.Module]] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Begin the call of a module.
+
+        Args:
+            module: The module.
+            names: Parameters of its forward.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The keyword arguments for its forward.
+        """
+        self.exit(module)  # if an earlier call has failed
+        argument, has_parameter = mask_argument(names, args, kwargs)
+        outer = self.masks[-1][0] if self.masks else None
+        if isinstance(argument, Tensor) and argument.dim() == 2 and argument is not outer:
+            self.masks.append((argument, module))
+        elif has_parameter and argument is None and outer is not None:
+            self.masks.append((None, module))
+        if SAMPLE_INDEX in names or SAMPLE_INDEX not in kwargs:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
+
+    def exit(self, module: nn.Module) -> None:
+        """End the call of a module.
+
+        Args:
+            module: The module.
+        """
+        if self.masks and self.masks[-1][1] is module:
+            self.masks.pop()
+
+    def token_mask(self, tokens: int) -> TokenMask | None:
+        """Return the mask for a layer whose input has ``tokens`` rows.
+
+        Args:
+            tokens: N.
+
+        Returns:
+            The mask, even if nothing is padded; None if there is none, or it has another size.
+        """
+        mask = self.masks[-1][0] if self.masks else None
+        return None if mask is None or mask.numel() != tokens else TokenMask.of(mask.detach().reshape(-1))
+
+
+def waits(device: torch.device) -> bool:
+    """Say whether the host waits where it reads a number from a device."""
+    return device.type != "cpu"
+
+
+class HostRead:
+    """A few integers on their way to the host, from the moment that this is made."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Begin to copy ``values``, of one dimension."""
+        self._values, self._event = values, None
+        if values.is_cuda:
+            place = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._values, self._event = place.copy_(values, non_blocking=True), torch.cuda.Event()
+            self._event.record()
+
+    @functools.cached_property
+    def values(self) -> list[int]:
+        """The integers; the first use waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()

@@ -23,13 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits, choose_all
-from rmm_linear.context.autograd_nodes import in_backward
-from rmm_linear.context.call_inputs import CallInputs, parameters, take_sample_index, takes_mask
-from rmm_linear.context.frames import is_called_inside_itself
+from rmm_linear.context.call_inputs import CallInputs, TracedMasks, parameters, take_sample_index, takes_mask
+from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.context.step_checks import StepChecks
-from rmm_linear.context.traced_masks import TracedMasks
+from rmm_linear.context.surroundings import in_backward, is_called_inside_itself
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing

@@ -2,8 +2,10 @@
 
 Activation checkpointing recomputes layers inside of the backward pass, without the modules around them, so the mask and
 ids of the original call must be remembered. The forward pass is found by the autograd node that is running
-(:mod:`rmm_linear.context.autograd_nodes`), whatever the order of forward and backward passes. If it is not found, the
+(:mod:`rmm_linear.context.surroundings`), whatever the order of forward and backward passes. If it is not found, the
 layer is recomputed without a mask: that adds noise, whereas the mask of another pass would bias the gradient.
+
+A recomputation takes the seeds of its forward pass again, and so makes the same sketches.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.context.autograd_nodes import next_node, running_node
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
+from rmm_linear.context.surroundings import next_node, running_node
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _MOST = 64  # forward passes that are remembered
@@ -272,3 +276,25 @@ def _same(first: AttentionMask | None, second: AttentionMask | None) -> bool:
     if first is None or second is None or first is second:
         return first is second
     return torch.equal(first.flat, second.flat)
+
+
+class RepeatedSeeds:
+    """Where the layers of a module began to take seeds in one call of it; made before its forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Note what the layers have taken until now."""
+        contexts: list[Any] = [getattr(inner, "rmm_context", None) for inner in module.modules()]
+        different = {id(context): context for context in contexts if context is not None}.values()
+        self._begun = [(context, context.seeds, dict(context.seeds.taken)) for context in different]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a recomputation inside of the block with the seeds of the forward pass."""
+        last = [context.seeds for context, *_ in self._begun]
+        try:
+            for context, seeds, taken in self._begun:
+                context.seeds, seeds.repeated = seeds, dict(taken)
+            yield
+        finally:
+            for (context, *_), seeds in zip(self._begun, last, strict=True):
+                context.seeds = seeds

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rmm_linear.context.unwatched import has_saving_hooks
+from rmm_linear.context.surroundings import has_saving_hooks
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.context.checkpoint_flags import FLAGS, is_on, is_wrapper
-from rmm_linear.context.frames import checkpoint_inputs
+from rmm_linear.context.first_steps import FLAGS, is_on, is_wrapper
+from rmm_linear.context.surroundings import checkpoint_inputs
 from rmm_linear.conversion.exact import exact_but, exact_where
 from rmm_linear.memory.inputs import saved_tensors
 from rmm_linear.memory.ledger import StorageKey, storage_key

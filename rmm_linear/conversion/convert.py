@@ -13,10 +13,10 @@ from torch import nn
 
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.messages import checkpointed_message
+from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.step_checks import CHECKPOINTED
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
+from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.linears import (
     choose_linears,
@@ -25,13 +25,9 @@ from rmm_linear.conversion.linears import (
     sketched_class,
     skip_where_nothing_is_saved,
 )
-from rmm_linear.conversion.logits import choose_heads
-from rmm_linear.conversion.names import first_names
-from rmm_linear.conversion.overrides import check_overrides, restricted
-from rmm_linear.conversion.packed import PackedChoice, choose_packed, chunked_head
+from rmm_linear.conversion.names import check_overrides, first_names, restricted
+from rmm_linear.conversion.packed import PackedChoice, choose_heads, choose_packed, chunked_head, why_unfused
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
-from rmm_linear.conversion.revert import revert
-from rmm_linear.conversion.unfused import why_unfused
 from rmm_linear.layers.converted import ConvertedModule
 
 logger = logging.getLogger(__name__)

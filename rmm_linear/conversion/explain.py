@@ -8,9 +8,9 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.explanation import Explanation
-from rmm_linear.conversion.revert import revert
 
 
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:

@@ -1,13 +1,21 @@
-"""Choose the modules that save less than they do: activations, norms, attention, dropout and output layers."""
+"""Choose the modules that save less than they do: activations, norms, attention, dropout and output layers.
+
+Activations take 4 bits with ``activation_bits="auto"``, and 2 where few layers inherit the noise. The error of an activation's derivative is in the gradients of every layer below it, so that of the top ones is in
+nearly all and that of the lowest in its own block's alone. With 2 bits, an activation adds about 25 times the noise of
+one with 4. The lowest quarter of a model's activations takes 2 bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from rmm_linear._support.tables import pattern_of
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule, packed_class
@@ -16,13 +24,13 @@ from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
-from rmm_linear.activations.norm_form import NormForm, norm_of
-from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
+from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
+from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
+from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import replaced_reason
-from rmm_linear.conversion.names import matches
-from rmm_linear.conversion.widths import choose_widths
+from rmm_linear.conversion.names import matches, output_heads
 from rmm_linear.packing.pointwise import Pointwise
 
 _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: convert after its weights are there"
@@ -150,3 +158,145 @@ def _change_class(
         module._set_up(config, context, index, **options)
 
     return set_up
+
+
+WIDE, NARROW = 4, 2
+_NARROW_PART = 4  # the lowest quarter
+
+
+def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
+    """Choose the width of every activation.
+
+    Args:
+        names: Names of a model's activations, from the lowest to the top one.
+        config: The configuration; ``activation_bits`` that is not "auto", of the model or of an override, is the width.
+
+    Returns:
+        Name to width.
+
+    Example:
+        >>> choose_widths(["0.act", "1.act", "2.act", "3.act"], RMMConfig())
+        {'0.act': 2, '1.act': 4, '2.act': 4, '3.act': 4}
+    """
+    widths = {}
+    for place, name in enumerate(names):
+        said = config.for_module(name).activation_bits
+        auto = NARROW if place < len(names) // _NARROW_PART else WIDE
+        widths[name] = auto if said == "auto" else int(said)
+    return widths
+
+
+def choose_heads(
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], sketched: Container[str]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Choose the output layers of language models that are to compute the loss in chunks.
+
+    Args:
+        model: A model of transformers, or any with a submodule that has ``get_output_embeddings``.
+        config: Its ``exclude_modules`` is used.
+        names: Every submodule to its name.
+        sketched: Names of the layers whose input is sketched.
+
+    Returns:
+        Name to layer; and name to reason for the others over a vocabulary.
+    """
+    chosen: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
+    is_fused = any(_is_fused(module) for module in model.modules() if hasattr(module, "get_output_embeddings"))
+    for head in output_heads(model):
+        name = names.get(head)
+        if name is None:
+            continue
+        reason = replaced_reason(head)
+        if config.exclude_modules is not None and matches(config.exclude_modules, name):
+            reason = "in exclude_modules"
+        elif name in sketched:
+            reason = "its input is sketched, so its logits stay as they are"
+        elif is_fused:
+            reason = "Liger's fused loss is on, which computes no logits"
+        elif type(head) is not nn.Linear:
+            reason = f"its logits stay as they are: it is a {type(head).__name__}, not nn.Linear itself"
+        if reason is None:
+            chosen[name] = head
+        else:
+            skipped[name] = reason
+    return chosen, skipped
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether a module's forward, its own or its class's, comes from Liger."""
+    forward = inspect.unwrap(module.forward)
+    source = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
+    return source.split(".")[0] == "liger_kernel"
+
+
+Places = set[tuple[str, torch.dtype]]  # types of devices, and dtypes
+
+NOWHERE = (
+    "fused=True has no effect on {}, where Triton's kernels do not run: activations, norms and gated MLPs compute "
+    "their outputs themselves there, as without it."
+)
+_SOME = "fused=True has no effect on {}{}."  # names, and one of the following
+_NO_KERNELS = ": on {}, Triton's kernels do not run"
+_IN_PLACE = ": modules that work in place stay as they are"
+_UNKNOWN = ": how they round is not known"
+_AUTOCAST = " under autocast, which chooses a dtype for each function"
+
+
+def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig) -> str | None:
+    """Say where ``fused=True`` has no effect on a model, and why.
+
+    Args:
+        model: The model, not converted yet.
+        choices: Name to what of it is to save a packed stand-in.
+        config: The configuration.
+
+    Returns:
+        A line for every reason; None where kernels make all outputs that they are asked for, or nothing asks for any.
+    """
+    everywhere, found = _places(model), dict[str, list[str]]()
+    asked = {name: one for name, one in choices.items() if one.operation in ("activation", "norm")}
+    asked = {name: one for name, one in asked.items() if config.for_module(name).fused}
+    without = {name: place for name, one in asked.items() if (place := _no_kernels(one.module, everywhere)) is not None}
+    if asked and len(without) == len(asked):
+        return NOWHERE.format(_named(everywhere))
+    for name, choice in asked.items():
+        reason = _NO_KERNELS.format(without[name]) if name in without else _reason(choice)
+        if reason is not None:
+            found.setdefault(reason, []).append(name)
+    return "\n".join(_SOME.format(_siblings(names), reason) for reason, names in found.items()) or None
+
+
+def _reason(choice: PackedChoice) -> str | None:
+    """Why the module's own output stays, always or under autocast, where kernels run."""
+    module, computes = choice.module, choice.computes
+    if isinstance(computes, NormForm):
+        return _AUTOCAST if casts_of(module, computes) else _UNKNOWN
+    if isinstance(computes, GatedParts):
+        module = module.get_submodule(computes.act)
+    elif getattr(module, "inplace", False):
+        return _IN_PLACE
+    return _AUTOCAST if is_composed(module) else None
+
+
+def _no_kernels(module: nn.Module, everywhere: Places) -> str | None:
+    """Where the module is, if no kernels run there: of one without parameters, where the model is."""
+    places = _places(module) or everywhere
+    has_kernels = not places or any(backend_of(device, dtype) == "triton" for device, dtype in places)
+    return None if has_kernels else _named(places)
+
+
+def _places(module: nn.Module) -> Places:
+    return {(parameter.device.type, parameter.dtype) for parameter in module.parameters()}
+
+
+def _named(places: Places) -> str:
+    return " and ".join(sorted(f"{device} ({str(dtype).removeprefix('torch.')})" for device, dtype in places))
+
+
+def _siblings(names: list[str]) -> str:
+    """The names, of numbered siblings what they have in common."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern_of(name), []).append(name)
+    return ", ".join((same[0] if len(same) == 1 else pattern) or "the model" for pattern, same in groups.items())

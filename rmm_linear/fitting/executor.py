@@ -9,8 +9,8 @@ from torch import nn
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.report import ConversionReport
-from rmm_linear.conversion.revert import revert
 
 
 class Conversion:

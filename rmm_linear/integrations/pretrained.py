@@ -18,9 +18,9 @@ from torch import nn
 from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.names import unwrapped
 from rmm_linear.conversion.report import ConversionReport
-from rmm_linear.conversion.revert import revert
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import remove_with_tensors, tensors_beside
 from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, read_plan, restore_plan

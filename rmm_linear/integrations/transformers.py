@@ -17,7 +17,7 @@ import torch
 import rmm_linear
 from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.messages import shown
+from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.memory import peak, track_saved

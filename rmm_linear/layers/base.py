@@ -14,12 +14,10 @@ from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.auto_bits import AutoBits
-from rmm_linear.context.autograd_nodes import in_backward
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.unwatched import is_unwatched
+from rmm_linear.context.surroundings import in_backward, is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
-from rmm_linear.layers.function import UnwatchedLinearFunction
-from rmm_linear.layers.functional import LinearCall, saved_linear, spec_for, unsaved_linear
+from rmm_linear.layers.function import LinearCall, UnwatchedLinearFunction, saved_linear, spec_for, unsaved_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_view_of_more, save
 from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms

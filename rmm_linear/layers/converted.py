@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.autograd_nodes import in_backward, is_checkpointed
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.unwatched import is_unwatched
+from rmm_linear.context.surroundings import in_backward, is_checkpointed, is_unwatched
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
@@ -71,7 +70,7 @@ class ConvertedModule(nn.Module):
             found = draw_seed() if seeded else None, None, None
         else:
             masked, is_checked = own["rmm_config"].mask_padding, own["rmm_mask_checked"]
-            found = context.unwatched_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
+            found = context.surroundings_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
             if found is None:
                 return None
         own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes three us

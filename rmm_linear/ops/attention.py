@@ -29,8 +29,7 @@ from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
 from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec, Bits, additive, attention_parts, parts_of, score_rows
-from rmm_linear.packing.attention_bias import Bias
-from rmm_linear.packing.attention_gradients import Rows, Steps, attention_gradients
+from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
 from rmm_linear.packing.stored import empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 

@@ -22,8 +22,7 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.auto_bits import STEPS
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
-from rmm_linear.conversion.revert import revert
+from rmm_linear.conversion.exact import converted_modules, exact_but, revert, set_aside
 from rmm_linear.variance.passes import Passes, measuring
 
 ALL = "all"

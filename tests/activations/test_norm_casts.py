@@ -7,8 +7,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from rmm_linear.activations.norm_casts import casts_of
-from rmm_linear.activations.norm_form import NormForm, norm_of
+from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 
 FULL, HALF, OTHER = torch.float32, torch.bfloat16, torch.float16
 

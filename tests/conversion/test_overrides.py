@@ -3,7 +3,7 @@
 import pytest
 
 from rmm_linear import RMMConfig
-from rmm_linear.conversion.overrides import check_overrides, restricted
+from rmm_linear.conversion.names import check_overrides, restricted
 
 OVERRIDES = {
     r".*layer\.0.*": {"bits": 4, "norm_bits": 8},

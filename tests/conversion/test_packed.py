@@ -11,7 +11,7 @@ from torch import nn
 from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.activations import attention_interface
 from rmm_linear.config import OPERATIONS
-from rmm_linear.conversion.widths import choose_widths
+from rmm_linear.conversion.packed import choose_widths
 from rmm_linear.memory import track_saved
 
 ARCHITECTURES = ["roberta", "bert", "gpt2", "llama", "t5"]

@@ -146,7 +146,7 @@ def test_fused_without_kernels_is_said_to_have_no_effect(monkeypatch):
     for fields in ({}, {"fused": True, "operations": ["linear", "dropout"]}):
         assert convert(tiny_model("roberta"), dry_run=True, **fields).unfused is None
         assert hint not in str(explain(tiny_model("roberta"), batch, **fields))
-    monkeypatch.setattr("rmm_linear.conversion.unfused.backend_of", lambda device, dtype: "triton")
+    monkeypatch.setattr("rmm_linear.conversion.packed.backend_of", lambda device, dtype: "triton")
     report = convert(tiny_model("roberta"), dry_run=True, fused=True, operations="activation")
     assert report.packed
     assert report.unfused is None

@@ -12,7 +12,7 @@ from statistical import assert_unbiased
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMLinear, convert
-from rmm_linear.context.autograd_nodes import in_backward
+from rmm_linear.context.surroundings import in_backward
 
 # Invisible to everything else that is random
 

@@ -120,7 +120,7 @@ def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypa
         expected.append(args[4])
         return save_input(*args)
 
-    monkeypatch.setattr("rmm_linear.layers.functional.save_input", look)
+    monkeypatch.setattr("rmm_linear.layers.function.save_input", look)
     model(**batch).loss.backward()
     (found,) = expected
     torch.testing.assert_close(found, known, rtol=1e-5, atol=0)

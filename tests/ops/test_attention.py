@@ -18,8 +18,7 @@ from rmm_linear.ops.attention import (
 from rmm_linear.ops.sketches import UNPACK
 from rmm_linear.packing import packed_bytes
 from rmm_linear.packing.attention import attention_rows
-from rmm_linear.packing.attention_bias import Bias
-from rmm_linear.packing.attention_gradients import attention_gradients
+from rmm_linear.packing.attention_gradients import Bias, attention_gradients
 from rmm_linear.packing.stored import views
 
 INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens

@@ -4,8 +4,7 @@ import pytest
 import torch
 from attention_helpers import exact_rows, formula, packed_kept, spec_of, tensors
 
-from rmm_linear.packing.attention_bias import Bias, biased
-from rmm_linear.packing.attention_gradients import attention_gradients
+from rmm_linear.packing.attention_gradients import Bias, attention_gradients, biased
 
 ROUNDING = 1e-12  # sums of at most 250 float64 products of numbers below 10, in another order
 SHAPES = [(1, 1), (1, 4), (3, 1), (3, 4)]

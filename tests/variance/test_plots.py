@@ -12,8 +12,8 @@ import pytest
 
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance import MemoryNoise
-from rmm_linear.variance.plot_axes import COLOURS
 from rmm_linear.variance.plots import (
+    COLOURS,
     plot_bound,
     plot_noise_against_memory,
     plot_noise_by_layer,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from rmm_linear.context.repeated_seeds import RepeatedSeeds
+from rmm_linear.context.recomputation import RepeatedSeeds
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.step.flops import PRODUCTS
 

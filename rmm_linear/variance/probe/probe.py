@@ -16,15 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.autograd_nodes import in_backward
-from rmm_linear.context.frames import in_checkpoint
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.surroundings import in_backward, in_checkpoint
 from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.variance.passes import is_measuring
 from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
 from rmm_linear.variance.probe.results import ProbeResults, ProbeRow
-from rmm_linear.variance.probe.selection import choose_layers
-from rmm_linear.variance.probe.whole import measure_whole
+from rmm_linear.variance.probe.selection import choose_layers, measure_whole
 
 logger = logging.getLogger(__name__)
 

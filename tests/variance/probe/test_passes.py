@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert
-from rmm_linear.context.autograd_nodes import in_backward
+from rmm_linear.context.surroundings import in_backward
 from rmm_linear.variance import GradientProbe
 
 # Which passes

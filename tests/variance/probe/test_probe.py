@@ -70,7 +70,7 @@ def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypat
         assert expected is not None
         return save_input(x, spec, mask, seed, expected)
 
-    monkeypatch.setattr("rmm_linear.layers.functional.save_input", look)
+    monkeypatch.setattr("rmm_linear.layers.function.save_input", look)
     inputs, gradients, found = {}, {}, []
 
     def run():

@@ -1,0 +1,265 @@
+"""Look at the first training step of a converted model, and say once where a conversion saves nothing, and why."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.autograd import Variable
+
+from rmm_linear._support.tables import pattern_of
+from rmm_linear.context.surroundings import in_backward
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTED = "checkpointed"
+
+
+class StepChecks:
+    """What the first training steps of a model have shown.
+
+    Attributes:
+        said: What was logged already, once for all modules.
+        is_done: Whether a first training step was looked at.
+    """
+
+    def __init__(self, names: Sequence[str], min_rows: int) -> None:
+        """Begin with nothing seen.
+
+        Args:
+            names: Names of the converted modules.
+            min_rows: The configuration's.
+        """
+        self.said: set[str | None] = set()
+        self._names, self._min_rows = names, min_rows
+        self._model: weakref.ref[nn.Module] | None = None
+        self._present: weakref.WeakSet[nn.Module] | None = None  # unknown in a copy of a converted model
+        self._checkpointed: set[int] = set()
+        self.is_done = False
+        self._rows: dict[int, int | None] = {}
+
+    def note_model(self, model: nn.Module) -> None:
+        """Note which modules a model has when it is converted.
+
+        Args:
+            model: The model.
+        """
+        self._model, self._present = weakref.ref(model), weakref.WeakSet(model.modules())
+
+    def aside(self) -> StepChecks:
+        """Return checks for passes that are no training steps, in which a part of the modules may be exact.
+
+        Returns:
+            Checks that say nothing.
+        """
+        silent = StepChecks(self._names, self._min_rows)
+        silent.said.add(CHECKPOINTED)
+        silent.is_done = True
+        return silent
+
+    def note_checkpointed(self, index: int) -> None:
+        """Note that activation checkpointing recomputes a module, which stays exact therefore.
+
+        Args:
+            index: Index of the module.
+        """
+        if CHECKPOINTED in self.said:
+            return
+        if not self._checkpointed and in_backward():  # of a reentrant checkpoint, whose first pass shows nothing
+            Variable._execution_engine.queue_callback(self._say_checkpointed)
+        self._checkpointed.add(index)
+
+    def note_rows(self, index: int, tokens: int | None) -> None:
+        """Note what a trained linear layer has seen.
+
+        Args:
+            index: Index of the layer.
+            tokens: N if it is too small for a sketch, else None.
+        """
+        if not self.is_done:
+            self._rows[index] = tokens
+
+    def forget(self) -> None:
+        """Forget what a pass has shown that was no training step."""
+        self._rows.clear()
+
+    def finish(self, model: nn.Module) -> None:
+        """Say what a forward pass of training has shown, at its end.
+
+        Args:
+            model: The outermost module.
+        """
+        if self._model is None:
+            self._model = weakref.ref(model)
+        self._say_checkpointed()
+        if self.is_done:
+            return
+        self.is_done = True
+        if late := self.late_linears():
+            self._say("late", late_message(late))
+        few = {self._names[index]: tokens for index, tokens in self._rows.items() if tokens is not None}
+        if few and len(few) == len(self._rows):
+            self._say("few rows", few_rows_message(few, self._min_rows))
+        self._rows.clear()
+
+    def late_linears(self) -> list[str]:
+        """Find the plain linear layers that are trained and came into the model after its conversion.
+
+        Returns:
+            Their names in the converted model; empty for a copy of one, of which it is not known.
+        """
+        model = None if self._model is None else self._model()
+        if model is None or self._present is None:
+            return []
+        conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+        plain = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, conv1d)}
+        return [name for name, one in plain.items() if one not in self._present and _is_trained(one)]
+
+    def _say_checkpointed(self) -> None:
+        if self._checkpointed:
+            names = [self._names[index] for index in sorted(self._checkpointed)]
+            model = None if self._model is None else self._model()
+            self._say(CHECKPOINTED, checkpointed_message(names, self._names, model))
+            self._checkpointed.clear()
+
+    def _say(self, key: str, message: str) -> None:
+        if key not in self.said:
+            self.said.add(key)
+            logger.warning(message)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return module.weight.requires_grad  # pyright: ignore[reportReturnType]
+
+
+_SHOWN = 3
+
+
+def checkpointed_message(names: Sequence[str], converted: Sequence[str], model: nn.Module | None) -> str:
+    """Say that recomputed modules stay exact, what is left to gain, and how to gain more.
+
+    Args:
+        names: The recomputed modules.
+        converted: All converted modules.
+        model: The model, by which the remedy is named; None if it is not known.
+
+    Returns:
+        One paragraph.
+    """
+    rest = len(converted) - len(names)
+    left = f"in the other {rest} alone" if rest else "nowhere"
+    return (
+        f"Activation checkpointing recomputes {len(names)} of the {len(converted)} converted modules ({shown(names)}). "
+        "It drops what they save for the backward pass, so they stay exact and add no noise, and the conversion saves "
+        f"memory {left}. To save memory without recomputing, turn checkpointing off: {how_to_turn_off(model)}. "
+        'To lower the peak inside of the block that is being recomputed, convert with checkpointed="packed".'
+    )
+
+
+def late_message(names: Sequence[str]) -> str:
+    """Say that linear layers are trained that came after the conversion.
+
+    Args:
+        names: Their names.
+
+    Returns:
+        One paragraph.
+    """
+    return (
+        "Sketches replace the input of linear layers that are in a model when it is converted, and this one trains "
+        f"{len(names)} that came later, as adapters do ({shown(names)}): they save their whole input. Call "
+        "rmm_linear.revert(model), then rmm_linear.convert after get_peft_model; in a Trainer, pass "
+        "RMMCallback(convert=RMMConfig()) instead of an earlier convert."
+    )
+
+
+def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
+    """Say that all sketched layers saw too few rows.
+
+    Args:
+        rows: Name of each to the number of rows that it saw.
+        min_rows: The least number that is saved, of the configuration.
+
+    Returns:
+        One paragraph.
+    """
+    least, most = min(rows.values()), max(rows.values())
+    seen = f"{least}" if least == most else f"{least} to {most}"
+    return (
+        f"Layers that see at most min_rows={min_rows} rows stay exact, and all {len(rows)} trained linear layers that "
+        f"ran ({shown(list(rows))}) saw {seen}, so no sketch was made. Give larger batches, or convert with a smaller "
+        "min_rows; a head that sees one row per sequence saves little anyway."
+    )
+
+
+def shown(names: Sequence[str]) -> str:
+    """Name a few of many modules, those that differ in numbers alone together.
+
+    Args:
+        names: Their names.
+
+    Returns:
+        Up to three names or patterns, separated by commas.
+
+    Example:
+        >>> shown(["0", "1.2.bias", "1.3.bias", "head", "last"])
+        '0, 1.*.bias, head, …'
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern_of(name), []).append(name)
+    patterns = [pattern if len(group) > 1 else group[0] for pattern, group in groups.items()]
+    return ", ".join(patterns[:_SHOWN]) + (", …" if len(patterns) > _SHOWN else "")
+
+
+FLAGS = ("gradient_checkpointing", "activation_checkpointing")  # of transformers, by version
+_METHODS = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # the newer name first
+_WRAPPER = "CheckpointWrapper"
+
+
+def is_on(module: nn.Module) -> bool:
+    """Say whether one of transformers' flags is set on a module.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True or False.
+    """
+    return any(getattr(module, flag, False) is True for flag in FLAGS)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Say whether a module is one that torch's checkpoint_wrapper has made.
+
+    Args:
+        module: The module.
+
+    Returns:
+        True or False.
+    """
+    return any(kind.__name__ == _WRAPPER for kind in type(module).__mro__)
+
+
+def how_to_turn_off(model: nn.Module | None) -> str:
+    """Say how to turn checkpointing off: by the method that the model has for its flags, or in one's own code.
+
+    Args:
+        model: The model; None if it is not known.
+
+    Returns:
+        What to do.
+    """
+    modules = {} if model is None else dict(model.named_modules())
+    if any(map(is_on, modules.values())):
+        for name, module in modules.items():
+            for method in _METHODS:
+                if callable(getattr(module, method, None)):
+                    call = ".".join(part for part in ("model", name, method) if part)
+                    return f"{call}(), or gradient_checkpointing=False in TrainingArguments"
+    if any(map(is_wrapper, modules.values())):
+        return "leave out checkpoint_wrapper"
+    return "do not call torch.utils.checkpoint"

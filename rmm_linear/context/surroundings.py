@@ -1,0 +1,136 @@
+"""Say what surrounds a call: nothing but autograd, a backward pass, a checkpoint, a call of the same module.
+
+PyTorch numbers the nodes of the autograd graph in the order of their creation. While activation checkpointing
+recomputes, the node whose backward pass is running was created by the forward pass that is being recomputed. So its
+number lies between the next number at the beginning of that pass and the next number at its end.
+
+Whether a module is called inside of a call of itself, and whether a checkpoint runs, only the Python stack tells:
+PyTorch runs no hook after a KeyboardInterrupt, and has no flag for functions inside of
+``torch.utils.checkpoint.checkpoint``. The stack is walked rarely: when a model is called while it seems to be running
+already, and in the forward passes of probes and examples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch.autograd import forward_ad
+
+_mode = torch.is_grad_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_task = torch._C._current_graph_task_id
+_hooks = _autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+_profiled = _autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+_transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_traced = torch._C._get_tracing_state
+
+
+def is_unwatched() -> bool:
+    """Say whether a call records a graph, and nothing beside autograd sees what it does or replaces what it saves.
+
+    Returns:
+        False in a compiler, a dispatch mode, a transform, a trace, a profiler, forward-mode differentiation, hooks for
+        saved tensors (as those of activation checkpointing), a backward pass, and without gradients.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        _mode()
+        and _task() == -1
+        and not _modes()
+        and _hooks(False) is None
+        and _transforms() is None
+        and not _profiled()
+        and forward_ad._current_level < 0
+        and _traced() is None
+    )
+
+
+def has_saving_hooks() -> bool:
+    """Say whether hooks get what autograd saves."""
+    return _hooks(False) is not None
+
+
+def in_backward() -> bool:
+    """Say whether a backward pass is running, as it is while activation checkpointing recomputes.
+
+    Returns:
+        True inside the backward pass.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_checkpointed() -> bool:
+    """Say whether non-reentrant activation checkpointing drops what is saved now, or makes it a second time.
+
+    The first pass of a reentrant checkpoint runs without gradients, and cannot be told from other passes without them.
+
+    Returns:
+        True where the innermost hooks for saved tensors are those of a checkpoint.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def next_node() -> int:
+    """Return the number of the node that this thread creates next.
+
+    Returns:
+        A number that never decreases; every thread counts by itself.
+    """
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def running_node() -> int | None:
+    """Return the number of the node whose backward pass is running.
+
+    Returns:
+        The number, or None outside of a node.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_called_inside_itself(module: nn.Module) -> bool:
+    """Say whether the call of a module that has just begun is inside of another one, as in a module that calls itself.
+
+    Args:
+        module: The module, from whose forward pre-hook this function is called.
+
+    Returns:
+        False if an earlier call was interrupted instead.
+    """
+    calls = [f for f in _frames() if f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module]
+    return len(calls) > 1
+
+
+def in_checkpoint() -> bool:
+    """Say whether the caller runs inside of a function that PyTorch's activation checkpointing will recompute.
+
+    Returns:
+        True inside of ``torch.utils.checkpoint.checkpoint``.
+    """
+    return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in _frames())
+
+
+def checkpoint_inputs() -> list[Tensor] | None:
+    """Find the tensors that ``torch.utils.checkpoint.checkpoint`` was called with, if the caller runs inside of it.
+
+    Returns:
+        The positional ones, which it keeps until the backward pass; None outside of it.
+    """
+    frames = [frame for frame in _frames() if frame.f_globals.get("__name__") == "torch.utils.checkpoint"]
+    given = [value for frame in frames for value in frame.f_locals.get("args", ())]
+    return [value for value in given if isinstance(value, Tensor)] if frames else None
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
