@@ -68,11 +68,11 @@ _MODULES = {
     "load_sketch_state": "conversion.state",
     "max_batch": "fitting.largest",
     "read_sketch_state": "conversion.state",
-    "revert": "conversion.revert",
+    "revert": "conversion.exact",
     "save_sketch_state": "conversion.state",
     "sketch_state": "conversion.state",
     "sketch_tensors": "conversion.state",
-    "sketched_linear": "layers.functional",
+    "sketched_linear": "layers.function",
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")

@@ -16,14 +16,7 @@ _AS_IT_IS = nullcontext()
 
 
 def autocast_off(device: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, at no cost where it is off already.
-
-    Args:
-        device: Type of a device.
-
-    Returns:
-        The context.
-    """
+    """Return a context without autocast, at no cost where it is off already."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
@@ -32,9 +25,6 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
     Args:
         function: Takes at least one tensor. Autocast is disabled for the device of the first one.
-
-    Returns:
-        The wrapped function.
     """
 
     @functools.wraps(function)
@@ -77,14 +67,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def autocast_now(devices: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the state of autocast, to enter it again later.
-
-    Args:
-        devices: Types of devices.
-
-    Returns:
-        Arguments of :class:`torch.autocast`, for each type.
-    """
+    """Return the state of autocast, to enter it again later."""
     return [
         {
             "device_type": device,
@@ -104,9 +87,6 @@ def autocast_as(states: Iterable[dict[str, Any]], *, cached: bool = True) -> Ite
         states: See :func:`autocast_now`. Where autocast was off, it is off inside the block.
         cached: False casts parameters anew for each use. What is cast without gradients must not stay in the cache:
             some versions of PyTorch take it later where gradients are needed, and there would be none.
-
-    Yields:
-        Nothing.
     """
     with ExitStack() as stack:
         for state in states:

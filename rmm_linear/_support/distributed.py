@@ -13,23 +13,13 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 
     Args:
         tensor: Any tensor or parameter, or None.
-
-    Returns:
-        True for a ``DTensor``.
     """
     module = None if type(tensor) in (Tensor, nn.Parameter) else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Say whether ``fully_shard`` was called on a module.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for a ``FSDPModule``.
-    """
+    """Say whether ``fully_shard`` was called on a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

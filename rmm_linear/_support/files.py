@@ -11,14 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` at the end of the block, and is removed if the block raises.
-
-    Args:
-        path: The file to write.
-
-    Yields:
-        The temporary file, in the same folder and with the same suffix.
-    """
+    """Yield a temporary file that replaces ``path`` at the end of the block, and is removed if the block raises."""
     path = Path(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
@@ -32,21 +25,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file atomically: after a failure, the old file or none is there.
-
-    Args:
-        path: File to write.
-        text: Its content.
-    """
+    """Write a text file atomically: after a failure, the old file or none is there."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def digest(path: str | os.PathLike[str]) -> str:
     """Compute the SHA-256 digest of a file.
-
-    Args:
-        path: File to read.
 
     Returns:
         Its 64 hexadecimal digits.

@@ -13,9 +13,6 @@ from pathlib import Path
 def versions(*packages: str) -> dict[str, str]:
     """Return the installed versions of packages.
 
-    Args:
-        *packages: Names of distributions.
-
     Returns:
         "python" and every package that is installed, in this order, to its version.
     """
@@ -58,11 +55,7 @@ def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
 
 
 def machine() -> str:
-    """Return the name of the processor.
-
-    Returns:
-        What the operating system calls it.
-    """
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing of this library inside the block: what is tried there is no training step of the user's.
-
-    Yields:
-        Nothing.
-    """
+    """Log nothing of this library inside the block: what is tried there is no training step of the user's."""
     logger = logging.getLogger("rmm_linear")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -30,11 +30,7 @@ class SavedSettings:
     other_keys: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON types.
-
-        Returns:
-            A dictionary for :meth:`from_dict`.
-        """
+        """Return the fields as plain JSON types."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -45,9 +41,6 @@ class SavedSettings:
             values: Field names to values. Unknown keys are ignored with a warning if a newer version of the library
                 wrote them, and are an error otherwise. What other parts of the library put beside the fields is
                 ignored.
-
-        Returns:
-            The settings.
 
         Raises:
             TypeError: If ``values`` is not a mapping.
@@ -72,30 +65,16 @@ class SavedSettings:
         return cls(**{name: values[name] for name in known if name in values})
 
     def to_saved(self) -> dict[str, Any]:
-        """Return the content of the file that :meth:`save` writes.
-
-        Returns:
-            The version of the library, and the fields as plain JSON types.
-        """
+        """Return the content of the file that :meth:`save` writes."""
         return {VERSION_KEY: self.version, **self.to_dict()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings as JSON, atomically, with the version of the library.
-
-        Args:
-            path: File to write.
-        """
+        """Write the settings as JSON, atomically, with the version of the library."""
         write_text(path, json.dumps(self.to_saved(), indent=2) + "\n")
 
     @classmethod
     def load(cls: type[Self], path: str | os.PathLike[str]) -> Self:
         """Read settings that :meth:`save` wrote.
-
-        Args:
-            path: File to read.
-
-        Returns:
-            The settings.
 
         Raises:
             ValueError: If the file has no such settings; the message names the file.

@@ -16,9 +16,6 @@ def read_bytes(name: str, value: object) -> int:
         value: A number of bytes, or a text: a number and a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB,
             TiB (powers of 1024).
 
-    Returns:
-        The bytes, rounded down.
-
     Raises:
         TypeError: If it is neither an integer nor a text.
         ValueError: If it is not positive, or the text is no size.
@@ -44,9 +41,6 @@ def show_bytes(count: int) -> str:
 
     Args:
         count: The bytes.
-
-    Returns:
-        The text.
 
     Example:
         >>> show_bytes(28672), show_bytes(64_000_000)

@@ -48,9 +48,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def pattern_of(name: str) -> str:
     """Return what numbered siblings have in common.
 
-    Args:
-        name: Dotted name of a module.
-
     Returns:
         The name with * for numbers, but for one at its beginning or end.
 

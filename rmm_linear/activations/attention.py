@@ -74,9 +74,6 @@ def scaled_dot_product_attention(
         enable_gqa: Whether keys may have fewer heads than queries.
         bits: Bits of queries, keys and values: 8 or 4.
         attend: Packs a call, or returns None; None packs it with a seed of its own, and padding too.
-
-    Returns:
-        Shape (B, h, Tq, dv).
     """
     check_attention_bits(bits)
     named = {"scale": scale, "enable_gqa": enable_gqa}
@@ -234,9 +231,6 @@ def _rebound(function: FunctionType, **names: Any) -> FunctionType:
 def calls_attention(module: nn.Module) -> bool:
     """Say whether a module's own forward calls ``F.scaled_dot_product_attention``.
 
-    Args:
-        module: The module.
-
     Returns:
         True if it does, or if it is ``nn.MultiheadAttention`` itself.
     """
@@ -244,13 +238,6 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names and attributes that a module's own forward reads.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The names.
-    """
+    """Return the global names and attributes that a module's own forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names

@@ -196,9 +196,6 @@ def packed_attention(
         call: Seed and padding; without a seed, one is drawn after the mask of dropout.
         exact: A function of queries, keys and values that returns the output without dropout, shape (B, Tq, h, dv).
         bias: Added to the scores where a bool mask is true, shape (B or 1, h or 1, Tq, Tk), or None.
-
-    Returns:
-        Shape (B, Tq, h, dv).
     """
     scores = query.shape[2], key.shape[2]
     kv_index = _kv_index(key, mask, scores, attention.is_causal, call)

@@ -75,9 +75,6 @@ _PACKED: WeakSet[PackedAttention] = WeakSet()  # all there are: they need the na
 def is_attention(module: nn.Module) -> bool:
     """Say whether a module looks its attention function up in transformers' ``AttentionInterface``.
 
-    Args:
-        module: The module.
-
     Returns:
         True if its forward does.
     """
@@ -86,9 +83,6 @@ def is_attention(module: nn.Module) -> bool:
 
 def stays_exact(module: Any) -> str | None:
     """Return why an attention of transformers cannot be packed, before it is converted.
-
-    Args:
-        module: A module for which :func:`is_attention` is true.
 
     Returns:
         The reason, or None if it can be packed.

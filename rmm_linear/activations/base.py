@@ -18,16 +18,7 @@ class PackedModule(ConvertedModule):
     """Base class of modules that save a packed stand-in. Used through :func:`packed_class`."""
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
-        """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must.
-
-        Args:
-            shape: Leading dimensions of the input, the product of which is N.
-            device: Where the input is.
-            seeded: Whether random numbers are needed.
-
-        Returns:
-            The call.
-        """
+        """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
         found = self._unwatched_call(math.prod(shape), device, seeded)
         if found is not None:
             return found
@@ -57,15 +48,7 @@ _PAIRS: dict[type, tuple[type[PackedModule], type[nn.Module]]] = {}
 
 @functools.cache
 def packed_class(packed: type[PackedModule], original: type[nn.Module]) -> type[Any]:
-    """Make the class of a module that saves a packed stand-in.
-
-    Args:
-        packed: Says what is saved; its ``forward`` calls ``super().forward``.
-        original: The module's own class.
-
-    Returns:
-        A class derived from both, the same one for the same two.
-    """
+    """Make the class of a module that saves a packed stand-in."""
     made = type(f"Packed{original.__name__}", (packed, original), {"__module__": packed.__module__})
     _PAIRS[made] = packed, original
     return made

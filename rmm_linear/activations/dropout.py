@@ -86,9 +86,6 @@ def _scale(dtype: torch.dtype, p: float) -> float:
 def is_dropout(module: nn.Module) -> bool:
     """Say whether a module is ``nn.Dropout`` itself.
 
-    Args:
-        module: The module.
-
     Returns:
         True if it is.
     """

@@ -50,15 +50,7 @@ class PackedGatedMLP(PackedModule):
         self.rmm_parts, self.rmm_is_composed = found, is_composed(self.get_submodule(found.act))
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original module.
-
-        Args:
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            Its output.
-        """
+        """Call the original module."""
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -67,9 +59,6 @@ class PackedGatedMLP(PackedModule):
         Args:
             *args: Its input, shape (*, H).
             **kwargs: The same by name.
-
-        Returns:
-            Shape (*, H).
         """
         values = (*args, *kwargs.values())
         if not self.training or len(values) != 1:
@@ -140,9 +129,6 @@ def _is_plain(act: nn.Module, a: Tensor) -> bool:
 
 def activation_bits(config: RMMConfig) -> int:
     """Return the width in which a gated MLP packs its products.
-
-    Args:
-        config: Its ``activation_bits`` are used.
 
     Returns:
         8, 4 or 2: the field if it is one of these, 2 for 1, else 4.

@@ -65,15 +65,7 @@ class GatedParts:
         return (first, second) if self.gate_first else (second, first)
 
     def output(self, module: nn.Module, product: Tensor) -> Tensor:
-        """Return what the module makes of act(gate(x)) · up(x).
-
-        Args:
-            module: The MLP.
-            product: Shape (*, C).
-
-        Returns:
-            Shape (*, H).
-        """
+        """Return what the module makes of act(gate(x)) · up(x)."""
         if self.dropout is not None:
             product = module.get_submodule(self.dropout)(product)
         down = module.get_submodule(self.down)
@@ -91,9 +83,6 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     run too, random numbers and modes stay as they were. Of a module on the meta device, a narrower copy with random
     weights is run.
 
-    Args:
-        module: The module.
-
     Returns:
         The parts; None if the module is no gated MLP, if its activation is none of those that can be packed, if it is
         on the meta device and has no narrow copy, or if its output is not that of the formula to the bit.
@@ -102,14 +91,7 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
 
 
 def lacks_weights(module: nn.Module) -> bool:
-    """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device.
-
-    Args:
-        module: The module.
-
-    Returns:
-        True or False.
-    """
+    """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device."""
     found = _children(module)
     return found is not None and any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
 
@@ -179,9 +161,6 @@ def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, 
 
 def activation_kind(module: nn.Module) -> str | None:
     """Say which activation a module computes, by what it returns for numbers from −12 to 12.
-
-    Args:
-        module: The module.
 
     Returns:
         One of :data:`rmm_linear.packing.gated.ACTIVATIONS`; None for any other function, a module with parameters,

@@ -71,11 +71,7 @@ class Source:
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Have autocast as it was in the forward pass.
-
-        Yields:
-            Nothing.
-        """
+        """Have autocast as it was in the forward pass."""
         self.used.append(None)
         with torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None):
             yield
@@ -101,9 +97,6 @@ class LazyLogits(Tensor):
 
     def read(self) -> Tensor:
         """Compute the logits, once.
-
-        Returns:
-            A plain tensor.
 
         Raises:
             RuntimeError: If the weight has changed since the forward pass.

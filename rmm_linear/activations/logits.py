@@ -36,14 +36,7 @@ class ChunkedHead(PackedModule):
     rmm_chunk: int = CHUNK
 
     def exact_forward(self, input: Tensor) -> Tensor:
-        """Call the original layer.
-
-        Args:
-            input: Shape (*, H).
-
-        Returns:
-            Shape (*, V).
-        """
+        """Call the original layer."""
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,9 +44,6 @@ class ChunkedHead(PackedModule):
 
         Args:
             input: Last hidden states, shape (*, H).
-
-        Returns:
-            Shape (*, V).
         """
         needs_gradient = input.requires_grad or self.weight.requires_grad
         is_lazy = self.training and torch.is_grad_enabled() and needs_gradient and not torch.compiler.is_compiling()

@@ -1,6 +1,6 @@
 """What a module that may be a norm computes, found by what it does to a probe, not by its name.
 
-How it rounds is found in the same way: which dtype its output has, and whether the normalized rows are rounded before γ.
+How it rounds is found in the same way: the dtype of its output, and whether the normalized rows are rounded before γ.
 In half types, nn.LayerNorm and Gemma's RMSNorm round once, at the end; LLaMA's and T5's round the normalized rows
 first. A kernel that makes the output must do the same, so a copy of the module is run on a few rows in each dtype.
 """
@@ -66,9 +66,6 @@ class NormForm:
 
         Args:
             dtype: dtype of the input.
-
-        Returns:
-            The number.
         """
         return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
 
@@ -82,9 +79,6 @@ def norm_of(module: nn.Module) -> NormForm | None:
     from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
     states. A copy of the module is run, in float32 and without hooks; random number generators are as before
     afterwards. Where the module is sharded or on the meta device, the copy is whole and on a real one.
-
-    Args:
-        module: Any module.
 
     Returns:
         The form; None for everything else.
@@ -113,9 +107,6 @@ def norm_of(module: nn.Module) -> NormForm | None:
 
 def forward_of(module: nn.Module) -> Callable[..., object] | None:
     """Return what computes a module's output of one tensor: not a packed class's forward, which calls it.
-
-    Args:
-        module: The module, converted or not.
 
     Returns:
         A function of the module and the tensor; None if there is more to its forward.
@@ -193,10 +184,6 @@ _TOLERANCE = 1e-5  # of float32 sums in another order
 
 def casts_of(module: nn.Module, form: NormForm) -> dict[Dtypes, Casts]:
     """Find how a norm rounds, by running a copy of it on the CPU.
-
-    Args:
-        module: A norm, converted or not.
-        form: What it computes.
 
     Returns:
         Dtypes of the input and of the parameters to casts, for all of which are known.

@@ -170,9 +170,6 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
     PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
     imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
 
-    Args:
-        module: The module, converted or not.
-
     Returns:
         The function, or None for an unknown one.
 

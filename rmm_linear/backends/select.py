@@ -34,9 +34,6 @@ def requested_backend() -> str:
 def backends_of(device: str) -> tuple[Backend, ...]:
     """Return the implementations for a type of device by RMM_BACKEND, the preferred one first.
 
-    Args:
-        device: Type of the device.
-
     Returns:
         Some of "triton", "native" and "plain"; "plain" is the last, and runs everywhere.
 
@@ -63,9 +60,6 @@ def backend_of(device: str, dtype: torch.dtype) -> Backend:
     Args:
         device: Type of the device of the matrix.
         dtype: Its dtype.
-
-    Returns:
-        "plain", "native" or "triton".
     """
     first, *others = backends_of(device)
     is_supported = dtype in triton.DTYPES or not dtype.is_floating_point

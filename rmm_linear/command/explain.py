@@ -15,9 +15,6 @@ from rmm_linear.conversion.explained import explained
 def explain_model(arguments: argparse.Namespace) -> int:
     """Print what a conversion saves.
 
-    Args:
-        arguments: ``model``, ``batch``, ``size``, ``length``, ``rmm_config`` and ``operations`` of the command line.
-
     Returns:
         The exit status: 0, or 2 for bad input.
     """

@@ -22,12 +22,6 @@ ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeEr
 def random_model(name: str) -> nn.Module:
     """Make a model with random weights.
 
-    Args:
-        name: A folder written by save_pretrained, or a model of the hub.
-
-    Returns:
-        The model, in training mode.
-
     Raises:
         ValueError: If there is no such folder.
     """
@@ -42,25 +36,13 @@ def random_model(name: str) -> nn.Module:
 
 
 def check_batch(arguments: argparse.Namespace) -> None:
-    """Check the flags of a batch, before anything is loaded.
-
-    Args:
-        arguments: ``size`` and ``length`` of the command line.
-    """
+    """Check the flags of a batch, before anything is loaded."""
     check_integer("size", arguments.size)
     check_integer("length", arguments.length)
 
 
 def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read or make a batch.
-
-    Args:
-        model: The model.
-        arguments: ``batch``, ``size`` and ``length`` of the command line.
-
-    Returns:
-        Keyword arguments of the model.
-    """
+    """Read or make a batch."""
     if arguments.batch is None:
         return _random_batch(model, arguments.size, arguments.length)
     return read_batches(Path(arguments.batch))[0]
@@ -69,13 +51,6 @@ def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]
 @contextmanager
 def running(model: nn.Module, is_random: bool) -> Iterator[None]:
     """Say what to do about what a model's own code raises inside the block.
-
-    Args:
-        model: The model.
-        is_random: Whether its batch is random.
-
-    Yields:
-        Nothing.
 
     Raises:
         ValueError: If anything is raised.

@@ -19,11 +19,7 @@ _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "da
 
 
 def version() -> str:
-    """Describe the versions and backends of this machine.
-
-    Returns:
-        Lines of a name and its value.
-    """
+    """Describe the versions and backends of this machine."""
     lines = {"rmm_linear": __version__, **versions(*_PACKAGES)}
     lines["system"] = f"{platform.system()} {platform.release()}, {machine()}, {torch.get_num_threads()} threads"
     lines["CPU backend"] = _cpu_backend()

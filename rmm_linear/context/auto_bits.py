@@ -92,23 +92,13 @@ class AutoBits:
         return {**vars(self), "since": 0}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as plain JSON types.
-
-        Returns:
-            A dictionary that :meth:`from_dict` takes back.
-        """
+        """Return the state as plain JSON types."""
         self.read()
         return {"bits": self.bits, "steps": self.steps, "noise": {str(k): v for k, v in self.noise.items()}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AutoBits:
         """Restore the state from :meth:`to_dict`'s result.
-
-        Args:
-            values: The dictionary.
-
-        Returns:
-            The state.
 
         Raises:
             ValueError: If the dictionary is not a result of :meth:`to_dict`.

@@ -64,14 +64,7 @@ class AttentionMask:
 
     @classmethod
     def of(cls, mask: Tensor) -> AttentionMask:
-        """Flatten a mask and rank its tokens.
-
-        Args:
-            mask: Shape (batch, sequence).
-
-        Returns:
-            The mask with its ranks.
-        """
+        """Flatten a mask and rank its tokens."""
         flat = mask.detach().reshape(-1)
         if isinstance(mask, FakeTensor):
             return cls(flat, mask.shape[0], None)
@@ -102,16 +95,7 @@ class CallInputs:
     sample_index: Tensor | None = None
 
     def inside(self, module: nn.Module, args: Any, kwargs: Any) -> CallInputs:
-        """Return what holds inside of a module, by its call.
-
-        Args:
-            module: The module that is called.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            The inputs; this object itself where the call changes nothing.
-        """
+        """Return what holds inside of a module, by its call."""
         names = parameters(module)
         if _MASK not in names and _IDS not in names:
             return self
@@ -135,9 +119,6 @@ class CallInputs:
 
     def fitting(self, tokens: int) -> CallInputs:
         """Leave out a mask and ids whose size is not that of a layer's input.
-
-        Args:
-            tokens: N.
 
         Returns:
             The mask and the ids if they have N tokens, and the sample indices.
@@ -174,10 +155,6 @@ class CallInputs:
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     """Remove the sample indices from the arguments of the outermost call.
 
-    Args:
-        module: The outermost module.
-        kwargs: Its keyword arguments.
-
     Returns:
         The sample indices, int64 of shape (batch,) on the CPU, or None; and the arguments without them, unless the
         module's forward has a parameter for them.
@@ -211,9 +188,6 @@ def _place(tensor: Tensor) -> int:
 def takes_mask(module: nn.Module) -> bool:
     """Say whether a module's forward takes an attention mask.
 
-    Args:
-        module: The module.
-
     Returns:
         True if one of its parameters is ``attention_mask``.
     """
@@ -221,14 +195,7 @@ def takes_mask(module: nn.Module) -> bool:
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's forward.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The names in their order, without self.
-    """
+    """Return the names of the parameters of a module's forward."""
     return _names(type(module).forward)
 
 
@@ -239,11 +206,6 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return the attention mask among the arguments of a call, and whether the module has a parameter for one.
-
-    Args:
-        names: The :func:`parameters` of the module's forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
 
     Returns:
         The argument, None if there is none or the module processes rows of two sequences; and whether the module has
@@ -277,17 +239,7 @@ class TracedMasks:
     masks: list[tuple[Tensor | None, nn.Module]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Begin the call of a module.
-
-        Args:
-            module: The module.
-            names: Parameters of its forward.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            The keyword arguments for its forward.
-        """
+        """Begin the call of a module."""
         self.exit(module)  # if an earlier call has failed
         argument, has_parameter = mask_argument(names, args, kwargs)
         outer = self.masks[-1][0] if self.masks else None
@@ -300,19 +252,12 @@ class TracedMasks:
         return {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
 
     def exit(self, module: nn.Module) -> None:
-        """End the call of a module.
-
-        Args:
-            module: The module.
-        """
+        """End the call of a module."""
         if self.masks and self.masks[-1][1] is module:
             self.masks.pop()
 
     def token_mask(self, tokens: int) -> TokenMask | None:
         """Return the mask for a layer whose input has ``tokens`` rows.
-
-        Args:
-            tokens: N.
 
         Returns:
             The mask, even if nothing is padded; None if there is none, or it has another size.

@@ -27,12 +27,7 @@ class StepChecks:
     """
 
     def __init__(self, names: Sequence[str], min_rows: int) -> None:
-        """Begin with nothing seen.
-
-        Args:
-            names: Names of the converted modules.
-            min_rows: The configuration's.
-        """
+        """Begin with nothing seen."""
         self.said: set[str | None] = set()
         self._names, self._min_rows = names, min_rows
         self._model: weakref.ref[nn.Module] | None = None
@@ -42,30 +37,18 @@ class StepChecks:
         self._rows: dict[int, int | None] = {}
 
     def note_model(self, model: nn.Module) -> None:
-        """Note which modules a model has when it is converted.
-
-        Args:
-            model: The model.
-        """
+        """Note which modules a model has when it is converted."""
         self._model, self._present = weakref.ref(model), weakref.WeakSet(model.modules())
 
     def aside(self) -> StepChecks:
-        """Return checks for passes that are no training steps, in which a part of the modules may be exact.
-
-        Returns:
-            Checks that say nothing.
-        """
+        """Return checks for passes that are no training steps, in which a part of the modules may be exact."""
         silent = StepChecks(self._names, self._min_rows)
         silent.said.add(CHECKPOINTED)
         silent.is_done = True
         return silent
 
     def note_checkpointed(self, index: int) -> None:
-        """Note that activation checkpointing recomputes a module, which stays exact therefore.
-
-        Args:
-            index: Index of the module.
-        """
+        """Note that activation checkpointing recomputes a module, which stays exact therefore."""
         if CHECKPOINTED in self.said:
             return
         if not self._checkpointed and in_backward():  # of a reentrant checkpoint, whose first pass shows nothing
@@ -87,11 +70,7 @@ class StepChecks:
         self._rows.clear()
 
     def finish(self, model: nn.Module) -> None:
-        """Say what a forward pass of training has shown, at its end.
-
-        Args:
-            model: The outermost module.
-        """
+        """Say what a forward pass of training has shown, at its end."""
         if self._model is None:
             self._model = weakref.ref(model)
         self._say_checkpointed()
@@ -145,9 +124,6 @@ def checkpointed_message(names: Sequence[str], converted: Sequence[str], model: 
         names: The recomputed modules.
         converted: All converted modules.
         model: The model, by which the remedy is named; None if it is not known.
-
-    Returns:
-        One paragraph.
     """
     rest = len(converted) - len(names)
     left = f"in the other {rest} alone" if rest else "nowhere"
@@ -160,14 +136,7 @@ def checkpointed_message(names: Sequence[str], converted: Sequence[str], model: 
 
 
 def late_message(names: Sequence[str]) -> str:
-    """Say that linear layers are trained that came after the conversion.
-
-    Args:
-        names: Their names.
-
-    Returns:
-        One paragraph.
-    """
+    """Say that linear layers are trained that came after the conversion."""
     return (
         "Sketches replace the input of linear layers that are in a model when it is converted, and this one trains "
         f"{len(names)} that came later, as adapters do ({shown(names)}): they save their whole input. Call "
@@ -177,15 +146,7 @@ def late_message(names: Sequence[str]) -> str:
 
 
 def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
-    """Say that all sketched layers saw too few rows.
-
-    Args:
-        rows: Name of each to the number of rows that it saw.
-        min_rows: The least number that is saved, of the configuration.
-
-    Returns:
-        One paragraph.
-    """
+    """Say that all sketched layers saw too few rows."""
     least, most = min(rows.values()), max(rows.values())
     seen = f"{least}" if least == most else f"{least} to {most}"
     return (
@@ -197,12 +158,6 @@ def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
 
 def shown(names: Sequence[str]) -> str:
     """Name a few of many modules, those that differ in numbers alone together.
-
-    Args:
-        names: Their names.
-
-    Returns:
-        Up to three names or patterns, separated by commas.
 
     Example:
         >>> shown(["0", "1.2.bias", "1.3.bias", "head", "last"])
@@ -221,26 +176,12 @@ _WRAPPER = "CheckpointWrapper"
 
 
 def is_on(module: nn.Module) -> bool:
-    """Say whether one of transformers' flags is set on a module.
-
-    Args:
-        module: The module.
-
-    Returns:
-        True or False.
-    """
+    """Say whether one of transformers' flags is set on a module."""
     return any(getattr(module, flag, False) is True for flag in FLAGS)
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is one that torch's checkpoint_wrapper has made.
-
-    Args:
-        module: The module.
-
-    Returns:
-        True or False.
-    """
+    """Say whether a module is one that torch's checkpoint_wrapper has made."""
     return any(kind.__name__ == _WRAPPER for kind in type(module).__mro__)
 
 
@@ -249,9 +190,6 @@ def how_to_turn_off(model: nn.Module | None) -> str:
 
     Args:
         model: The model; None if it is not known.
-
-    Returns:
-        What to do.
     """
     modules = {} if model is None else dict(model.named_modules())
     if any(map(is_on, modules.values())):

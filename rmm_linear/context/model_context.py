@@ -50,12 +50,7 @@ class ModelContext:
     """
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
-        """Make a context that is not attached to a model yet.
-
-        Args:
-            names: Names of the layers.
-            config: The configuration that the model was converted with.
-        """
+        """Make a context that is not attached to a model yet."""
         self.names = names or []
         self.config = config or RMMConfig()
         self.auto_bits: dict[int, AutoBits] = {}
@@ -78,11 +73,7 @@ class ModelContext:
         self.seeded_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hooks that open this context around every forward pass of ``model``.
-
-        Args:
-            model: The model whose layers share this context.
-        """
+        """Register the hooks that open this context around every forward pass of ``model``."""
         for module in model.modules():
             if module is model or takes_mask(module):
                 # By the class that has the forward: a converted module's own class is in no module, and not pickled.
@@ -94,13 +85,7 @@ class ModelContext:
                 ]
 
     def attach_inside(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Open this context in the current forward pass of ``model``, and around the following ones.
-
-        Args:
-            model: The model.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
+        """Open this context in the current forward pass of ``model``, and around the following ones."""
         self.attach(model)
         self._enter(model, args, kwargs)  # PyTorch has already listed the hooks of this call
 
@@ -132,9 +117,6 @@ class ModelContext:
 
     def layer_seed(self, index: int) -> int:
         """Return the seed for one call of one layer.
-
-        Args:
-            index: Index of the layer in the model.
 
         Returns:
             A seed that no other call of this step has; in a recomputation, one that a call of the layer has had.
@@ -180,12 +162,6 @@ class ModelContext:
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids of a call of a layer, and remember them for its recomputation.
 
-        Args:
-            index: Index of the layer in the model.
-            shape: Leading dimensions of the layer's input.
-            device: Where it is.
-            masked: Whether the layer uses the token mask.
-
         Returns:
             The call. Its mask is None if there is none, it has another number of tokens, or nothing is padded.
 
@@ -195,13 +171,7 @@ class ModelContext:
         return self._inputs_of(index, math.prod(shape), masked).layer_call(shape, device, masked)
 
     def mask_of(self, index: int, tokens: int, masked: bool) -> TokenMask | None:
-        """Return the mask of :meth:`call_of`, of which packed modules need nothing else.
-
-        Args:
-            index: Index of the module in the model.
-            tokens: N.
-            masked: Whether the module uses the token mask.
-        """
+        """Return the mask of :meth:`call_of`, of which packed modules need nothing else."""
         mask = self._inputs_of(index, tokens, masked).mask
         return mask.ranks if masked and mask is not None else None
 
@@ -214,25 +184,12 @@ class ModelContext:
         return inputs
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them.
-
-        Args:
-            shape: Leading dimensions of a layer's input.
-            device: Where it is.
-            masked: Whether the layer uses the token mask.
-
-        Returns:
-            The call, as :meth:`call_of` returns it to the layer.
-        """
+        """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them."""
         inputs = self._inputs[-1] if self._inputs else CallInputs()
         return inputs.fitting(torch.Size(shape).numel()).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
         """Return ŷ for a sketch that a layer makes for itself and for the layers that share its sketch.
-
-        Args:
-            index: Index of the layer.
-            call: Its call.
 
         Returns:
             √Σŷ² over these layers, float32, shape (N,); None if no estimator predicts anything.
@@ -246,9 +203,6 @@ class ModelContext:
     def known_mask(self, tokens: int) -> Tensor | None:
         """Return the mask that a call would have now, outside of a recomputation, without remembering it.
 
-        Args:
-            tokens: N.
-
         Returns:
             Shape (batch, sequence), or None if there is no mask for ``tokens`` rows.
         """
@@ -256,14 +210,7 @@ class ModelContext:
         return None if mask is None else mask.flat.view(mask.sequences, -1)
 
     def auto_bits_of(self, index: int) -> AutoBits:
-        """Return a layer's choice of ``bits``.
-
-        Args:
-            index: Index of the layer.
-
-        Returns:
-            The choice, created at the first call.
-        """
+        """Return a layer's choice of ``bits``."""
         return self.auto_bits.setdefault(index, AutoBits())
 
     @property

@@ -94,21 +94,11 @@ class ForwardPass:
         self.backward_begun = self.pending.backward_seen = True
 
     def created(self, node: int) -> bool:
-        """Say whether this forward pass created an autograd node.
-
-        Args:
-            node: The node's number.
-
-        Returns:
-            True from its first to its last node.
-        """
+        """Say whether this forward pass created an autograd node."""
         return self.begin <= node and (self.end is None or node < self.end)
 
     def overlaps(self, other: ForwardPass) -> bool:
         """Say whether some nodes' numbers are those of another pass too, which another thread has counted.
-
-        Args:
-            other: Any pass; this one does not overlap itself.
 
         Returns:
             True if they have a number in common.
@@ -122,15 +112,6 @@ class ForwardPass:
 
         A layer may be called several times in a pass. Another call's mask would bias the gradient; ids and sample
         indices only affect its noise, and are left out where the calls differ.
-
-        Args:
-            index: Index of the layer.
-            tokens: N.
-            name: Name of the layer.
-            masked: Whether the layer uses the mask.
-
-        Returns:
-            What all calls of the layer with N tokens have in common.
 
         Raises:
             RuntimeError: If they have different masks, or the masks were dropped.
@@ -179,12 +160,7 @@ class PendingForwards:
         return [known for reference in self._known if (known := reference()) is not None]
 
     def open(self, module: nn.Module, seeds: StepSeeds) -> None:
-        """Begin a forward pass, and drop the calls of those whose backward pass is over.
-
-        Args:
-            module: The outermost module.
-            seeds: Those of the pass.
-        """
+        """Begin a forward pass, and drop the calls of those whose backward pass is over."""
         self._open = self._last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
         for known in self.passes():
@@ -195,11 +171,7 @@ class PendingForwards:
         self._known = deque(map(weakref.ref, [*self.passes(), self._open]), _MOST)
 
     def close(self, output: Any) -> None:
-        """End the forward pass; one without gradients has no backward pass, and is not remembered.
-
-        Args:
-            output: What the outermost module returned.
-        """
+        """End the forward pass; one without gradients has no backward pass, and is not remembered."""
         closed, self._open = self._open, None
         if closed is None or not torch.is_grad_enabled():
             return

@@ -46,13 +46,7 @@ class SketchCache:
     _task: int = -1
 
     def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
-        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it.
-
-        Args:
-            source: The layer's input.
-            key: What else the sketch depends on.
-            index: Index of the layer.
-        """
+        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
         task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
         if task != self._task:
             self.clear()

@@ -57,11 +57,7 @@ def has_saving_hooks() -> bool:
 
 
 def in_backward() -> bool:
-    """Say whether a backward pass is running, as it is while activation checkpointing recomputes.
-
-    Returns:
-        True inside the backward pass.
-    """
+    """Say whether a backward pass is running, as it is while activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -78,11 +74,7 @@ def is_checkpointed() -> bool:
 
 
 def next_node() -> int:
-    """Return the number of the node that this thread creates next.
-
-    Returns:
-        A number that never decreases; every thread counts by itself.
-    """
+    """Return the number of the node that this thread creates next."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -99,9 +91,6 @@ def running_node() -> int | None:
 def is_called_inside_itself(module: nn.Module) -> bool:
     """Say whether the call of a module that has just begun is inside of another one, as in a module that calls itself.
 
-    Args:
-        module: The module, from whose forward pre-hook this function is called.
-
     Returns:
         False if an earlier call was interrupted instead.
     """
@@ -110,11 +99,7 @@ def is_called_inside_itself(module: nn.Module) -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Say whether the caller runs inside of a function that PyTorch's activation checkpointing will recompute.
-
-    Returns:
-        True inside of ``torch.utils.checkpoint.checkpoint``.
-    """
+    """Say whether the caller runs inside of a function that PyTorch's activation checkpointing will recompute."""
     return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in _frames())
 
 

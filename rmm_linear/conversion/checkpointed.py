@@ -24,14 +24,7 @@ _LAYER = "GradientCheckpointingLayer"
 
 
 def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the blocks that are recomputed: by transformers' flags, or by torch's checkpoint_wrapper.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Name to block.
-    """
+    """Find the blocks that are recomputed: by transformers' flags, or by torch's checkpoint_wrapper."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if is_wrapper(module) or (_is_layer(module) and is_on(module)):
@@ -44,15 +37,7 @@ def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that belong to blocks.
-
-    Args:
-        blocks: Names of blocks.
-        names: Names of modules.
-
-    Returns:
-        Those of blocks and of modules inside of them.
-    """
+    """Return the names that belong to blocks."""
     prefixes = tuple(f"{name}." for name in blocks)
     return tuple(name for name in names if f"{name}.".startswith(prefixes)) if prefixes else ()
 
@@ -72,14 +57,7 @@ class NotedModules:
 
 @contextmanager
 def noting_recomputed(model: nn.Module) -> Iterator[NotedModules]:
-    """Note what runs inside of ``torch.utils.checkpoint`` in the forward passes inside of the block.
-
-    Args:
-        model: The model.
-
-    Yields:
-        What was noted so far.
-    """
+    """Note what runs inside of ``torch.utils.checkpoint`` in the forward passes inside of the block."""
     noted = NotedModules()
 
     def note(name: str) -> Callable[..., None]:
@@ -117,10 +95,6 @@ class BlockMemory:
 
 def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
     """Measure what the first recomputed block of a converted model saves while it is recomputed.
-
-    Args:
-        model: A converted model; set it aside, see :mod:`rmm_linear.conversion.exact`.
-        batch: A training batch, as for :func:`rmm_linear.memory.inputs.saved_tensors`.
 
     Returns:
         The bytes; None if the batch reaches no block.
@@ -162,14 +136,7 @@ class _BoundCall(nn.Module):
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Run the blocks of :func:`checkpointed_blocks` without recomputing them, inside of the block.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
-    """
+    """Run the blocks of :func:`checkpointed_blocks` without recomputing them, inside of the block."""
     flags = [(module, flag) for module in model.modules() for flag in FLAGS if getattr(module, flag, False) is True]
     wrappers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
     functions = [module.checkpoint_fn for module in wrappers]

@@ -175,16 +175,7 @@ def _choose(
 
 @contextmanager
 def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, PackedChoice]) -> Iterator[None]:
-    """Convert the modules that save a packed stand-in, and no linear layer, inside of the block.
-
-    Args:
-        model: A model that is not converted.
-        config: The configuration.
-        choices: Name to choice, see :func:`rmm_linear.conversion.packed.choose_packed`.
-
-    Yields:
-        Nothing.
-    """
+    """Convert the modules that save a packed stand-in, and no linear layer, inside of the block."""
     if not choices:
         yield
         return

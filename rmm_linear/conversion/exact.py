@@ -24,14 +24,7 @@ _BITS = 4  # of a layer that has not chosen yet, as in its first steps
 
 
 def converted_modules(model: nn.Module) -> list[ConvertedModule]:
-    """List the converted modules of a model.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        The modules, each once.
-    """
+    """List the converted modules of a model."""
     return [module for module in model.modules() if isinstance(module, ConvertedModule)]
 
 
@@ -41,13 +34,6 @@ def exact_but(model: nn.Module, operations: Collection[str] = ()) -> Iterator[No
 
     They have their original class there and keep their attributes. The attention function that a conversion registers
     is exact for modules that are not of its class, so the model's configuration stays as it is.
-
-    Args:
-        model: A converted model.
-        operations: Those that stay converted, of :data:`rmm_linear.config.OPERATIONS`.
-
-    Yields:
-        Nothing.
     """
     with exact_where(model, lambda one: one.rmm_operation not in operations):
         yield
@@ -55,15 +41,7 @@ def exact_but(model: nn.Module, operations: Collection[str] = ()) -> Iterator[No
 
 @contextmanager
 def exact_where(model: nn.Module, is_exact: Callable[[ConvertedModule], bool]) -> Iterator[None]:
-    """Make some converted modules exact, inside of the block, as :func:`exact_but` does.
-
-    Args:
-        model: A converted model.
-        is_exact: Says which.
-
-    Yields:
-        Nothing.
-    """
+    """Make some converted modules exact, inside of the block, as :func:`exact_but` does."""
     changed = [(one, type(one)) for one in converted_modules(model) if is_exact(one)]
     try:
         for module, kind in changed:
@@ -81,12 +59,6 @@ def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
     After it, contexts, the choices of ``bits="auto"``, norm estimators, what modules remember, and buffers (running
     averages) are as before, even in the middle of a forward pass. Inside, nothing is learned: layers take the widths
     that they have chosen, or 4 bits, and estimators predict what they know.
-
-    Args:
-        model: A converted model.
-
-    Yields:
-        The contexts of its modules.
     """
     modules = converted_modules(model)
     contexts = list({id(one): one for module in modules if (one := module.rmm_context) is not None}.values())
@@ -160,14 +132,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def original_class(kind: type[nn.Module]) -> type[Any]:
-    """Return the class that a module had before its conversion.
-
-    Args:
-        kind: Its class; one that PyTorch derived (fully_shard, parametrize) is derived again.
-
-    Returns:
-        The original class.
-    """
+    """Return the class that a module had before its conversion."""
     if not kind.__module__.startswith("torch."):
         return next(c for c in kind.__mro__ if not issubclass(c, ConvertedModule))
     bases = tuple(original_class(base) if issubclass(base, ConvertedModule) else base for base in kind.__bases__)

@@ -27,9 +27,6 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         model: A converted model.
         report: Its conversion.
         batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
-
-    Returns:
-        The explanation.
     """
     names = list(report.converted)
     with set_aside(model):

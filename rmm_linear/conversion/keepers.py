@@ -53,9 +53,6 @@ def by_operation(report: ConversionReport, before: Saved, after: Saved) -> dict[
             classes is "logits" where the conversion has an output layer.
         before: What is saved now.
         after: What is saved after the conversion.
-
-    Returns:
-        Operation to bytes.
     """
     operations = _operations(report)
     found: dict[str, list[int]] = {name: [0, 0] for name in (*OPERATIONS, "other") if name in operations.values()}
@@ -90,15 +87,7 @@ class Reasons:
     def __init__(
         self, model: nn.Module, batch: Any, report: ConversionReport, names: dict[nn.Module, str], exact: dict[str, str]
     ) -> None:
-        """Note what the conversion changes.
-
-        Args:
-            model: The model.
-            batch: The batch it is run on.
-            report: What would be done.
-            names: Every submodule to its name.
-            exact: Name of linear layers that stay exact to the reason.
-        """
+        """Note what the conversion changes."""
         self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
         self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._report, self._exact = report, exact
@@ -118,35 +107,18 @@ class Reasons:
         return f"{_LOSS}: {skipped or few}"
 
     def note_recomputed(self, inputs: Set[StorageKey]) -> None:
-        """Note which tensors activation checkpointing keeps, in the pass that the converted model made.
-
-        Args:
-            inputs: What its blocks were called with.
-        """
+        """Note which tensors activation checkpointing keeps, in the pass that the converted model made."""
         self._recomputed.update(inputs)
 
     def note_attention(self, model: nn.Module) -> None:
-        """Note which packed attentions were exact in the pass that the converted model made.
-
-        Args:
-            model: The converted model.
-        """
+        """Note which packed attentions were exact in the pass that the converted model made."""
         for name, module in model.named_modules():
             reason = getattr(module, "rmm_exact", None)
             if isinstance(reason, str):
                 self._exact[name] = f"its attention stays exact: {reason}"
 
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
-        """Say why a storage is saved.
-
-        Args:
-            key: The storage.
-            name: The module that saves it first.
-            savers: The operators that do.
-
-        Returns:
-            The operators and the reason.
-        """
+        """Say why a storage is saved."""
         operators = tuple(sorted({saver.operator for saver in savers if not saver.is_stand_in}))
         return operators or ("an operator",), self._reason(key, name, operators)
 
@@ -169,14 +141,7 @@ class Reasons:
         return _named(operation) if operation else why
 
     def class_of(self, name: str) -> str:
-        """Return the class of a module before the conversion.
-
-        Args:
-            name: Its name.
-
-        Returns:
-            The name of the class.
-        """
+        """Return the class of a module before the conversion."""
         return self._classes.get(name, name)
 
 
@@ -202,12 +167,6 @@ def keepers(
     before: int,
 ) -> tuple[int, list[Keeper]]:
     """Divide what a converted model saves into stand-ins and the rest.
-
-    Args:
-        storages: All that it saves.
-        savers: Storage to the operators that save it.
-        reasons: Why they do.
-        before: Bytes that the model saved before.
 
     Returns:
         Bytes of stand-ins; and the rest, the most bytes first, modules that differ in numbers only together.

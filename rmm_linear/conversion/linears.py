@@ -27,11 +27,6 @@ def choose_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Choose the linear layers that a configuration converts.
 
-    Args:
-        model: The model.
-        config: The configuration.
-        names: Every submodule to its name.
-
     Returns:
         Name to layer for those to convert; and name to reason for the other linear-like ones.
     """
@@ -59,15 +54,7 @@ def choose_linears(
 def skip_where_nothing_is_saved(
     model: nn.Module, config: RMMConfig, example: Any, chosen: dict[str, nn.Module], skipped: dict[str, str]
 ) -> None:
-    """Move the layers where a sketch adds bytes from ``chosen`` to ``skipped``.
-
-    Args:
-        model: The model.
-        config: The configuration.
-        example: A training batch.
-        chosen: Name to layer.
-        skipped: Name to reason.
-    """
+    """Move the layers where a sketch adds bytes from ``chosen`` to ``skipped``."""
     inputs, *_ = layer_inputs(model, example, list(chosen))
     for name, seen in inputs.items():
         features = linear_features(chosen[name])[0]
@@ -97,9 +84,6 @@ def _not_convertible(module: nn.Module) -> str | None:
 def replaced_reason(module: nn.Module) -> str | None:
     """Say why the class of a module cannot be changed.
 
-    Args:
-        module: The module.
-
     Returns:
         The reason, or None.
     """
@@ -120,9 +104,6 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
 def is_quantized(module: nn.Module) -> bool:
     """Say whether a module is a quantized layer, by the packages of its class and weight, which are not imported.
 
-    Args:
-        module: The module.
-
     Returns:
         True for layers of torch.ao, bitsandbytes, GPTQ, AWQ and others, and for weights that torchao has quantized.
     """
@@ -139,9 +120,6 @@ def is_quantized(module: nn.Module) -> bool:
 def is_linear_like(module: nn.Module) -> bool:
     """Say whether a module is a linear layer of any class.
 
-    Args:
-        module: The module.
-
     Returns:
         True if it is, or looks like one.
     """
@@ -157,9 +135,6 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
     Args:
         module: An ``nn.Linear`` or Conv1D.
-
-    Returns:
-        I and O.
     """
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
@@ -172,9 +147,6 @@ def sketched_class(module: nn.Module) -> type[Any]:
 
     Args:
         module: An ``nn.Linear`` or Conv1D.
-
-    Returns:
-        The class.
     """
     if isinstance(module, nn.Linear):
         return RMMLinear
@@ -184,16 +156,7 @@ def sketched_class(module: nn.Module) -> type[Any]:
 
 
 def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]) -> str:
-    """Say why no linear layer of a model is converted.
-
-    Args:
-        model: The model.
-        config: The configuration.
-        skipped: Name of every linear-like layer to the reason.
-
-    Returns:
-        The message of the error.
-    """
+    """Say why no linear layer of a model is converted."""
     if not skipped:
         itself = " Use RMMLinear.from_linear for a layer by itself." if is_linear_like(model) else ""
         quantized = sorted({type(m).__qualname__ for m in model.modules() if is_quantized(m)})

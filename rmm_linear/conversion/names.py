@@ -41,12 +41,6 @@ def matches(patterns: str | Sequence[str], name: str) -> bool:
 def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
     """Say why a configuration does not select a layer.
 
-    Args:
-        name: Dotted name of the layer in the model.
-        module: The layer.
-        config: Its ``target_modules`` and ``exclude_modules`` are used.
-        heads: The model's :func:`output_heads`.
-
     Returns:
         The reason, or None for a selected layer.
     """
@@ -61,15 +55,7 @@ def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    """Find the layer names that are most similar to a pattern.
-
-    Args:
-        pattern: A pattern that matches nothing.
-        names: Names of all layers.
-
-    Returns:
-        Up to three names, the most similar first, separated by commas.
-    """
+    """Find the layer names that are most similar to a pattern."""
 
     def similarity(name: str) -> float:
         parts = name.split(".")
@@ -81,9 +67,6 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
 
 def output_heads(model: nn.Module) -> list[nn.Module]:
     """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule.
-
-    Args:
-        model: The model.
 
     Returns:
         The layers; empty for a model without any.
@@ -104,9 +87,6 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
 def is_conv1d(module: nn.Module) -> bool:
     """Say whether a module is GPT-2's Conv1D itself, without importing transformers.
 
-    Args:
-        module: The module.
-
     Returns:
         True if it is.
     """
@@ -116,12 +96,6 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of torch.compile, DataParallel and DistributedDataParallel.
-
-    Args:
-        model: A model, wrapped or not.
-
-    Returns:
-        The model itself.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -140,12 +114,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def own_name(name: str) -> str:
     """Return the name that a module would have if no part of the model were wrapped.
 
-    Args:
-        name: Dotted name in a model of which parts may be wrapped.
-
-    Returns:
-        The name without the parts that wrappers add.
-
     Example:
         >>> own_name("encoder.0._orig_mod.dense")
         'encoder.0.dense'
@@ -154,14 +122,7 @@ def own_name(name: str) -> str:
 
 
 def first_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Map every submodule but the model itself to the first of its names.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Module to name.
-    """
+    """Map every submodule but the model itself to the first of its names."""
     return {module: name for name, module in model.named_modules() if name}
 
 
@@ -203,15 +164,7 @@ def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:
 
 
 def restricted(config: RMMConfig, operations: Mapping[str, str]) -> RMMConfig:
-    """Return a configuration that selects given modules without an example.
-
-    Args:
-        config: A configuration that selects these, and linear layers besides.
-        operations: Name of each module to be converted, to its operation.
-
-    Returns:
-        The configuration, without what overrides change in others.
-    """
+    """Return a configuration that selects given modules without an example."""
     linears = [name for name, operation in operations.items() if operation == "linear"]
     overrides = {}
     for pattern, changes in config.overrides.items():

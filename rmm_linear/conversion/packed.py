@@ -1,8 +1,8 @@
 """Choose the modules that save less than they do: activations, norms, attention, dropout and output layers.
 
-Activations take 4 bits with ``activation_bits="auto"``, and 2 where few layers inherit the noise. The error of an activation's derivative is in the gradients of every layer below it, so that of the top ones is in
-nearly all and that of the lowest in its own block's alone. With 2 bits, an activation adds about 25 times the noise of
-one with 4. The lowest quarter of a model's activations takes 2 bits.
+Activations take 4 bits with ``activation_bits="auto"``, and the lowest quarter of them 2. The error of an activation's
+derivative is in the gradients of every layer below it, so that of the top ones is in nearly all and that of the lowest
+in its own block's alone. With 2 bits, an activation adds about 25 times the noise of one with 4.
 """
 
 from __future__ import annotations
@@ -59,10 +59,6 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
     """Choose the modules that a configuration makes save a packed stand-in.
 
     Modules are tried on a few numbers, of the selected operations alone.
-
-    Args:
-        names: Every submodule of the model to its name.
-        config: The configuration.
 
     Returns:
         Name to choice; and name to reason for modules that would be chosen if they could be changed.
@@ -138,14 +134,7 @@ def _pointwise(module: Any, function: Pointwise, bits: int) -> PackedChoice:
 
 
 def chunked_head(module: nn.Module) -> PackedChoice:
-    """Make the choice for an output layer whose logits are not to be saved.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        The choice.
-    """
+    """Make the choice for an output layer whose logits are not to be saved."""
     saved = "no logits: the loss is computed in chunks"
     return PackedChoice("logits", module, saved, _change_class(module, ChunkedHead))
 
@@ -170,9 +159,6 @@ def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
     Args:
         names: Names of a model's activations, from the lowest to the top one.
         config: The configuration; ``activation_bits`` that is not "auto", of the model or of an override, is the width.
-
-    Returns:
-        Name to width.
 
     Example:
         >>> choose_widths(["0.act", "1.act", "2.act", "3.act"], RMMConfig())
@@ -245,11 +231,6 @@ _AUTOCAST = " under autocast, which chooses a dtype for each function"
 
 def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig) -> str | None:
     """Say where ``fused=True`` has no effect on a model, and why.
-
-    Args:
-        model: The model, not converted yet.
-        choices: Name to what of it is to save a packed stand-in.
-        config: The configuration.
 
     Returns:
         A line for every reason; None where kernels make all outputs that they are asked for, or nothing asks for any.

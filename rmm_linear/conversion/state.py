@@ -172,11 +172,6 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
     """Load a state that was read from a JSON file, and the tensors beside that file, into a model.
 
-    Args:
-        model: A converted model.
-        path: The JSON file.
-        state: Its content.
-
     Raises:
         ValueError: As for :func:`read_sketch_state`.
     """
@@ -187,14 +182,7 @@ def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
 
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
-    """List the sketched layers of a model.
-
-    Args:
-        model: A model, wrapped or not.
-
-    Returns:
-        The layers by their names in the unwrapped model.
-    """
+    """List the sketched layers of a model."""
     found = unwrapped(model).named_modules()
     return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 

@@ -29,10 +29,6 @@ _SHOWN = 16  # digits of the digest in the name
 def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
     """Write tensors beside a JSON file, which the caller replaces inside the block.
 
-    Args:
-        path: The JSON file.
-        tensors: The tensors that belong to it; may be empty.
-
     Yields:
         Entries that the JSON file must contain, so that :func:`read_tensors` finds the tensors.
     """
@@ -59,11 +55,7 @@ def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[s
 
 
 def remove_with_tensors(path: Path) -> None:
-    """Remove a JSON file and the tensors that belong to it.
-
-    Args:
-        path: The JSON file; it may not exist.
-    """
+    """Remove a JSON file and the tensors that belong to it."""
     for found in _tensor_files(path):
         found.unlink(missing_ok=True)
     path.unlink(missing_ok=True)  # last: while it exists, the removal can be repeated
@@ -71,10 +63,6 @@ def remove_with_tensors(path: Path) -> None:
 
 def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
     """Read the tensors that :func:`tensors_beside` wrote.
-
-    Args:
-        path: The JSON file.
-        content: Its parsed content.
 
     Returns:
         The tensors; None if it was saved without.

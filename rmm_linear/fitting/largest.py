@@ -165,10 +165,6 @@ def max_batch(
 def resized(example: Any, count: int) -> Any:
     """Make a batch of another number of sequences, by repeating those that are there.
 
-    Args:
-        example: A training batch.
-        count: The number.
-
     Returns:
         The batch: tensors whose first dimension is the most frequent one, or the first of such, have that many rows;
         others stay.

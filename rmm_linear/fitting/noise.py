@@ -58,16 +58,6 @@ def measure_noise(
     The exact gradient, and D²_SGD over the sequences of the batch in at most 32 parts, come from passes that recompute
     all blocks, so that they take little memory. As in :func:`rmm_linear.variance.gradient_noise`, dropout draws the
     same masks every time.
-
-    Args:
-        model: A model that is not converted.
-        example: A training batch.
-        blocks: Its blocks.
-        plans: Setting to a plan that converts the blocks which have it.
-        draws: Gradients with new random numbers, for each setting.
-
-    Returns:
-        The noise.
     """
     try:
         again = [PlannedBlock(block.name, KEEP if block.writes_input else RECOMPUTE) for block in blocks]

@@ -44,13 +44,7 @@ class Candidates:
     """
 
     def __init__(self, proposals: Proposals, conversions: Conversions, allow: Collection[str]) -> None:
-        """Begin with exact blocks.
-
-        Args:
-            proposals: They have a model, an example and what exact blocks cost.
-            conversions: What may be converted.
-            allow: Of :data:`ALLOW`.
-        """
+        """Begin with exact blocks."""
         self.proposals, self.conversions, self.allow = proposals, conversions, allow
         self.model: nn.Module = proposals.model
         self.example: Any = proposals.example
@@ -66,9 +60,6 @@ class Candidates:
         Args:
             max_noise: The most noise that a layer may have, by the minibatch's.
             sampled: The batch whose noise it is; None for the example.
-
-        Returns:
-            The options.
         """
         if RECOMPUTE in self.allow:
             self._add_recomputation()

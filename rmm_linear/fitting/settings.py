@@ -65,12 +65,7 @@ class Conversions:
     """What may be converted in every block of a model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Look at a model; it stays as it is.
-
-        Args:
-            model: A model that is not converted.
-            blocks: Names of its blocks.
-        """
+        """Look at a model; it stays as it is."""
         self._model = model
         self.operations: dict[str, dict[str, str]] = {name: {} for name in blocks}
         self._names, self._vain = list[str](), set[str]()
@@ -88,24 +83,12 @@ class Conversions:
         self._names = [name for name, _ in model.named_modules()]
 
     def look_at(self, example: Any) -> None:
-        """Find the linear layers whose input other operations save anyway, in a forward pass.
-
-        Args:
-            example: A training batch.
-        """
+        """Find the linear layers whose input other operations save anyway, in a forward pass."""
         if any(LINEAR in found.values() for found in self.operations.values()):
             self._vain = _saved_anyway(self._model, example)
 
     def settings(self, block: str, allowed: Iterable[str]) -> list[Setting]:
-        """Return the settings that do something different in a block.
-
-        Args:
-            block: Its name.
-            allowed: Of "sketch" and "pack".
-
-        Returns:
-            Those of :data:`SETTINGS`.
-        """
+        """Return the settings that do something different in a block."""
         found = dict[str, Setting]()
         for setting in SETTINGS:
             does = {name: setting.fields[operation] for name, operation in self.chosen(block, setting).items()}
@@ -115,15 +98,7 @@ class Conversions:
         return list(found.values())
 
     def chosen(self, block: str, setting: Setting) -> dict[str, str]:
-        """Return what a setting converts in a block.
-
-        Args:
-            block: Its name.
-            setting: The setting.
-
-        Returns:
-            Name of each module to its operation.
-        """
+        """Return what a setting converts in a block."""
         vain = self._vain if setting.parts == {SKETCH} else set[str]()
         there = self.operations[block].items()
         return {name: operation for name, operation in there if operation in setting.fields and name not in vain}
@@ -134,9 +109,6 @@ class Conversions:
 
     def configure(self, rows: Sequence[PlannedBlock]) -> RMMConfig | None:
         """Make the configuration of a plan.
-
-        Args:
-            rows: What happens to every block.
 
         Returns:
             A configuration that converts the chosen blocks, each by its setting, and nothing else; None if there are
@@ -193,11 +165,6 @@ def _saved_anyway(model: nn.Module, example: Any) -> set[str]:
 
 def converting(blocks: Sequence[str], setting: Setting, has: Callable[[str], bool]) -> list[PlannedBlock | None]:
     """Return the option of a setting for every block.
-
-    Args:
-        blocks: Names of all blocks.
-        setting: The setting.
-        has: Says which blocks have it.
 
     Returns:
         What happens to each, None where it does not have this option.

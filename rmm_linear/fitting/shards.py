@@ -67,14 +67,7 @@ class Shards:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor.
-
-    Args:
-        tensor: Any tensor, a ``DTensor`` too.
-
-    Returns:
-        The local part of a ``DTensor``, else the tensor.
-    """
+    """Return what this rank has of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -89,9 +82,6 @@ def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> i
     Args:
         parameters: Each once.
         shards: How they will be divided; None counts what is there.
-
-    Returns:
-        Bytes, with the padding.
     """
     found = [(local(p).shape, p.dtype) for p in parameters]
     return sum(size_bytes(shards.shape(shape) if shards else shape, dtype) for shape, dtype in found)
@@ -99,9 +89,6 @@ def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> i
 
 def fully_sharded(model: nn.Module) -> list[str] | None:
     """Return the modules below the root that ``fully_shard`` was called on.
-
-    Args:
-        model: The model.
 
     Returns:
         Their names, those inside of others first; None if it was called on no module, the root included.
@@ -112,10 +99,6 @@ def fully_sharded(model: nn.Module) -> list[str] | None:
 
 def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
     """Return what a rank holds unsharded at the worst moment, beside its own parts.
-
-    Args:
-        model: The model, plain or divided by ``fully_shard``.
-        shards: How a plain model will be divided.
 
     Returns:
         Bytes; 0 for a model that is plain and stays so.

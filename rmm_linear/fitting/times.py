@@ -50,9 +50,6 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
         example: A training batch.
         options: Block to its options.
         make: Makes the plan in which one block has an option, and all others keep everything.
-
-    Returns:
-        The seconds.
     """
     calls = _calls(model, example, list(options))
     kinds: dict[str, list[str]] = {}

@@ -15,41 +15,18 @@ from rmm_linear.memory.inputs import saved_tensors
 
 
 def late_linears(model: torch.nn.Module) -> list[str]:
-    """Name the linear layers that came after a conversion, as adapters do.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their names.
-    """
+    """Name the linear layers that came after a conversion, as adapters do."""
     contexts = {one.rmm_context for one in converted_modules(model) if one.rmm_context is not None}
     return [name for context in contexts for name in context.checks.late_linears()]
 
 
 def is_converted(model: torch.nn.Module) -> bool:
-    """Say whether a model has converted modules.
-
-    Args:
-        model: The model.
-
-    Returns:
-        True or False.
-    """
+    """Say whether a model has converted modules."""
     return bool(converted_modules(model))
 
 
 def saved_by_model(model: torch.nn.Module, report: ConversionReport, loss: Callable[[], Any]) -> Explanation | str:
-    """Find what the whole model saves, exactly and converted: no failure may end the training.
-
-    Args:
-        model: The converted model.
-        report: Of its conversion.
-        loss: Runs it on a batch.
-
-    Returns:
-        What it saves, or why this is not known.
-    """
+    """Find what the whole model saves, exactly and converted: no failure may end the training."""
     try:
         return explained(model, report, loss)
     except torch.OutOfMemoryError:

@@ -10,15 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def largest_of_all(size: int, device: torch.device) -> tuple[int, int]:
-    """Find the largest batch of all processes.
-
-    Args:
-        size: Elements of this one's.
-        device: On which processes communicate.
-
-    Returns:
-        Elements of the largest, and the rank that has it.
-    """
+    """Find the largest batch of all processes."""
     if not _is_parallel():
         return size, 0
     count = distributed.get_world_size()
@@ -28,31 +20,14 @@ def largest_of_all(size: int, device: torch.device) -> tuple[int, int]:
 
 
 def shared_batch(inputs: Any, source: int, device: torch.device) -> Any:
-    """Send the batch of one process to all.
-
-    Args:
-        inputs: This one's.
-        source: The rank whose batch is sent.
-        device: On which processes communicate.
-
-    Returns:
-        The batch, on the CPU; in one process alone, as it is.
-    """
+    """Send the batch of one process to all."""
     if not _is_parallel():
         return inputs
     return _sent(tree_map_only(Tensor, lambda tensor: tensor.cpu(), dict(inputs)), source, device)
 
 
 def from_first(found: Any, device: torch.device) -> Any:
-    """Send what the first process found to all.
-
-    Args:
-        found: What this one found.
-        device: On which processes communicate.
-
-    Returns:
-        What the first one found.
-    """
+    """Send what the first process found to all."""
     return _sent(found, 0, device) if _is_parallel() else found
 
 

@@ -18,9 +18,6 @@ def read_fit(fit: object) -> dict[str, Any]:
     Args:
         fit: A budget as :func:`rmm_linear.fit` takes it, or a mapping of its keyword arguments.
 
-    Returns:
-        Keyword arguments of :func:`rmm_linear.fit`.
-
     Raises:
         TypeError: If it is neither.
         ValueError: If an argument is unknown, there is no bound, or the budget is no size or share.
@@ -50,14 +47,7 @@ def read_fit(fit: object) -> dict[str, Any]:
 
 
 def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON holds them, to be compared with those of an earlier run.
-
-    Args:
-        settings: What :func:`read_fit` returned.
-
-    Returns:
-        Plain JSON types.
-    """
+    """Return settings as JSON holds them, to be compared with those of an earlier run."""
     return {
         name: sorted(map(str, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
         for name, value in settings.items()

@@ -101,10 +101,6 @@ class FitCallback(TrainerCallback):
     def begin(self, trainer: Any, model: nn.Module) -> None:
         """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user.
 
-        Args:
-            trainer: The Trainer.
-            model: Its model.
-
         Raises:
             ValueError: If the Trainer divides the model, as FSDP and DeepSpeed do.
         """
@@ -133,14 +129,6 @@ class FitCallback(TrainerCallback):
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Plan if the batch of a step is larger than those before it, then run the step.
-
-        Args:
-            step: The Trainer's ``training_step``.
-            args: Its arguments.
-            kwargs: Its named arguments.
-
-        Returns:
-            What the step returns.
 
         Raises:
             ValueError: If nothing fits the first batch.

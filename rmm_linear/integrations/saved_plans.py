@@ -23,9 +23,6 @@ PLAN_FILE = "rmm_plan.json"
 def plan_of(model: nn.Module) -> BlockPlan | None:
     """Return the plan that a model trains by.
 
-    Args:
-        model: A model; torch.compile, DataParallel or DistributedDataParallel may wrap it.
-
     Returns:
         The plan, or None.
     """
@@ -39,9 +36,6 @@ def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_ow
         path: The file.
         folder: Where offloaded blocks write files; see :func:`rmm_linear.planning.load_plan`.
         is_own: Whether this program wrote the file, so that the folder that it names may be used.
-
-    Returns:
-        The plan.
 
     Raises:
         ValueError: If the file is none, or a plan of another kind.
@@ -64,9 +58,6 @@ def restore_plan(
         path: The file.
         folder: As for :func:`read_plan`; None is that of the plan that the model has.
         is_own: As for :func:`read_plan`.
-
-    Returns:
-        The plan that the model has now.
 
     Raises:
         ValueError: If the file is damaged, or of another model; the message names it.

@@ -12,25 +12,12 @@ import torch
 
 
 def is_trainer(one: Any) -> bool:
-    """Say whether an object is a Trainer, as far as the callbacks use one.
-
-    Args:
-        one: Any object.
-
-    Returns:
-        True or False.
-    """
+    """Say whether an object is a Trainer, as far as the callbacks use one."""
     return callable(getattr(one, "log", None)) and callable(getattr(one, "training_step", None))
 
 
 def calling_trainer(callback: Any) -> Any:
     """Find the Trainer that is calling a callback.
-
-    Args:
-        callback: The callback.
-
-    Returns:
-        The Trainer.
 
     Raises:
         RuntimeError: If none of the callers is one.
@@ -72,10 +59,6 @@ def around_next_step(trainer: Any, runs: Sequence[Callable[..., Any]]) -> None:
 def arguments_of_step(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Name the arguments of a training_step.
 
-    Args:
-        args: Positional ones.
-        kwargs: Named ones.
-
     Returns:
         "model", "inputs" and, if it was given, "num_items_in_batch".
     """
@@ -83,17 +66,7 @@ def arguments_of_step(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def loss_call(trainer: Any, model: torch.nn.Module, inputs: Any, count: Any = None) -> Callable[[], Any]:
-    """Make a function that computes the loss of a batch as the Trainer does.
-
-    Args:
-        trainer: The Trainer.
-        model: The model.
-        inputs: What ``trainer._prepare_inputs`` returned; it stays as it is.
-        count: ``num_items_in_batch``, if the step has one.
-
-    Returns:
-        The function, of no arguments.
-    """
+    """Make a function that computes the loss of a batch as the Trainer does."""
     named = {} if count is None else {"num_items_in_batch": count}
 
     def loss() -> Any:

@@ -19,18 +19,11 @@ class RMMConv1D(SketchedLayer, Conv1D):
 
         Args:
             x: Activations, shape (*, I).
-
-        Returns:
-            Shape (*, O).
         """
         # Two dimensions, as in Conv1D, so that the output is the same to the bit.
         flat, shape = x.reshape(-1, x.shape[-1]), tuple(x.shape[:-1])
         return self._linear(flat, self.weight.t(), self.bias, shape).view(*shape, self.nf)
 
     def __repr__(self) -> str:
-        """Describe the layer.
-
-        Returns:
-            The sizes and the sketch.
-        """
+        """Describe the layer."""
         return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe()})"

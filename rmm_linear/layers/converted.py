@@ -132,12 +132,5 @@ class ConvertedModule(nn.Module):
 
 
 def is_reverted(module: nn.Module) -> bool:
-    """Say whether a module was converted and is no more, as in a backward pass after ``revert``.
-
-    Args:
-        module: The module.
-
-    Returns:
-        True where nothing is left to tell it.
-    """
+    """Say whether a module was converted and is no more, as in a backward pass after ``revert``."""
     return "rmm_config" not in vars(module)

@@ -49,9 +49,6 @@ def as_no_view(output: Tensor) -> Tensor:
     Args:
         output: A tensor that no one else has, or a view of one, such as the output of a linear layer for more than two
             dimensions. Activations that work in place write into it.
-
-    Returns:
-        The same memory.
     """
     return output if output.dim() == 2 else _unsafe_view(output, output.shape)
 
@@ -239,9 +236,6 @@ class RefusedGradient(torch.autograd.Function):
 def refuse_double_backward(name: str = "sketched_linear") -> None:
     """Refuse a backward pass that is differentiated itself.
 
-    Args:
-        name: What does not support it.
-
     Raises:
         RuntimeError: If grad mode is on.
     """
@@ -381,9 +375,6 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
         weight: Shape (O, I).
         bias: Shape (O,), or None.
         call: What is saved.
-
-    Returns:
-        Shape (*, O).
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
@@ -425,9 +416,6 @@ def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
         input: Activations X, shape (*, I).
         weight: Shape (O, I).
         bias: Shape (O,), or None.
-
-    Returns:
-        Shape (*, O).
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)

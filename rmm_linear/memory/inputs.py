@@ -65,9 +65,6 @@ class Saver:
 def unsaved_reason(seen: LayerInput) -> str | None:
     """Say why sketching a layer's input saves nothing, whatever the sketch's size.
 
-    Args:
-        seen: The layer's input in a forward pass.
-
     Returns:
         The reason, or None.
     """
@@ -200,9 +197,6 @@ def call_with(model: nn.Module, batch: Any) -> Any:
         model: The model.
         batch: A mapping of keyword arguments, a sequence of arguments, or one argument; or a function that runs the
             model on one.
-
-    Returns:
-        What it returns.
     """
     if callable(batch):
         return batch()
@@ -213,9 +207,6 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 def sequences_in(batch: Any) -> int:
     """Return the number of sequences in a batch.
-
-    Args:
-        batch: Tensors in a mapping, a sequence or alone, among other things.
 
     Returns:
         The first dimension that most of its tensors have, or the first such; 0 without rows.
@@ -230,12 +221,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
 
     Modes, buffers and random number generators, Python's and NumPy's too, are restored after it.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = [

@@ -18,14 +18,7 @@ StorageKey = tuple[str, int]  # device and address
 
 
 def storage_key(tensor: Tensor) -> StorageKey:
-    """Return what tells a tensor's storage from others that are alive.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        Its device and address.
-    """
+    """Return what tells a tensor's storage from others that are alive."""
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 

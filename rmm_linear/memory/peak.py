@@ -84,22 +84,12 @@ def has_bytes(leaf: Any) -> bool:
 
     Args:
         leaf: A tensor, or anything else. The device of a tensor decides; that of its storage is meta for fake ones too.
-
-    Returns:
-        False on the meta device.
     """
     return isinstance(leaf, Tensor) and leaf.device.type != "meta"
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors in nested arguments.
-
-    Args:
-        tree: Tensors in tuples, lists and mappings, among other things.
-
-    Returns:
-        One per dense tensor.
-    """
+    """Return the storages of the tensors in nested arguments."""
     leaves = tree_leaves(tree)
     return [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
 

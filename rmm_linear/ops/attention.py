@@ -111,9 +111,6 @@ def pack_attention(
         bits_q: Bits of queries.
         bits_k: Bits of keys.
         bits_v: Bits of values.
-
-    Returns:
-        The bytes of :func:`attention_parts`.
     """
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
@@ -314,9 +311,6 @@ def dropped_attention(
         scale: Factor of the scores.
         is_causal: Whether query i sees the keys 0 … i only.
         p: Probability of dropout.
-
-    Returns:
-        Shape (B, Tq, h, dv).
     """
     spec = AttentionSpec(key.shape[2], key.shape[1], key.shape[3], scale, is_causal, p)
     return plain.dropped_attention(query, key, value, mask, kept, spec)

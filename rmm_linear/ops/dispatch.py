@@ -139,13 +139,6 @@ class Operation:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments.
 
-        Args:
-            *arguments: As ``plain`` takes them, at least one tensor among them.
-            **named: As ``plain`` takes them.
-
-        Returns:
-            What ``plain`` returns.
-
         Raises:
             TypeError: If there is no tensor.
         """
@@ -235,15 +228,7 @@ class Operator:
             register_flop_formula(packet)(lambda *shapes, out_shape=None, **named: flops(*shapes, **named))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the function, as an operator where something may see it as one.
-
-        Args:
-            *arguments: Those of the function, all tensors among them.
-            **named: As well; no tensors.
-
-        Returns:
-            What the function returns, in a list where the schema has one.
-        """
+        """Run the function, as an operator where something may see it as one."""
         if _is_unseen(arguments):
             return self.run(*arguments, **named)
         if self.flatten is not None:
@@ -256,9 +241,6 @@ class Operator:
         Args:
             *arguments: Memory holds the values of all: no subclasses of tensors, nor wrapped or lazily negated ones.
             **named: No tensors.
-
-        Returns:
-            What the function returns.
         """
         first = arguments[0]
         if self.native is not None and first.is_cpu and first.dtype in NARROW:
@@ -320,9 +302,6 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
     Args:
         x: The input of a module.
         is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
-
-    Returns:
-        True or False.
     """
     if not _has_kernels(x.device.type, x.dtype) or (is_composed and torch.is_autocast_enabled(x.device.type)):
         return False

@@ -59,9 +59,6 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
         seed: int64, shape (1,), on the device of ``matrix``; the seed of S and of the rounding.
         spec: Kind, rows, block and bits.
         mask: The valid tokens, or None for all.
-
-    Returns:
-        Codes and qparams, see :func:`rmm_linear.packing.pack`.
     """
     matrix = matrix.float() if matrix.dtype == torch.float16 else matrix
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
@@ -114,9 +111,6 @@ def product_of_parts(
         columns: Of the right matrix, I.
         left: A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the left matrix.
         right: The same of the right matrix.
-
-    Returns:
-        Shape (O, I).
     """
     product = None
     for part in product_parts(rows, columns, y.shape[1], y.dtype):
@@ -127,12 +121,6 @@ def product_of_parts(
 
 def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
     """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU.
-
-    Args:
-        rows: K.
-        columns: I.
-        outputs: O.
-        dtype: Of Y.
 
     Yields:
         The rows of a part. Half types have one part, since they would round the sum after every part.
@@ -177,9 +165,6 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> t
         seed: int64, shape (1,), on the device of ``matrix``; the seed of the rounding.
         sample: Indices and scales of the rows, shape (K,).
         bits: 8, 4 or 2.
-
-    Returns:
-        Codes and qparams, see :func:`rmm_linear.packing.pack`.
     """
     return packing.pack_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
@@ -203,11 +188,6 @@ def fp16_scale(dtype: torch.dtype, tokens: int, rows: int) -> float:
     SᵀX is divided by it before it is stored, SᵀY multiplied by it. Every row of SᵀX is a sum of tokens: on average
     √(N/K) times as large as a token, and hardly ever four times more than that. So where one channel is large in all
     tokens, SᵀX would be infinite in every step although X is finite. A loss scale would not help: it scales Y alone.
-
-    Args:
-        dtype: Of X and Y.
-        tokens: N.
-        rows: K.
 
     Returns:
         A power of two, 4√(N/K) at least for float16.

@@ -132,9 +132,6 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
         tokens: N.
         features: I.
         spec: How the input is saved.
-
-    Returns:
-        The tensors.
     """
     rows = spec.kept_rows(tokens)
     stored = (like.new_empty(rows, features),)
@@ -149,9 +146,6 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
 
 def is_view_of_more(x: Tensor) -> bool:
     """Say whether saving a tensor would keep much more memory alive than it needs, as ``hidden[:, 0]`` does.
-
-    Args:
-        x: The tensor.
 
     Returns:
         True if its storage has more than twice its bytes. Always False in compiled code, which saves no views.

@@ -153,9 +153,6 @@ def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None =
         kind: One of :data:`rmm_linear.sketches.FAMILIES`.
         rows: K.
         block: Tokens per block, or None.
-
-    Returns:
-        The operations of SᵀM, with fast algorithms for the transforms.
     """
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:

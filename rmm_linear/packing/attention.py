@@ -78,9 +78,6 @@ class AttentionSpec:
 def check_attention_bits(bits: object) -> None:
     """Refuse a width that queries, keys and values should not be packed to.
 
-    Args:
-        bits: The width.
-
     Raises:
         ValueError: If it is not 8 or 4.
     """
@@ -121,12 +118,6 @@ def _rows(tensor: Tensor) -> Tensor:
 def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
     """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
 
-    Args:
-        rows: Tokens whose queries are packed.
-        kv_rows: Tokens whose keys and values are packed.
-        columns: h · d, hk · d and hk · dv.
-        bits: Bits of queries, keys and values.
-
     Returns:
         Shapes and dtypes.
     """
@@ -155,9 +146,6 @@ def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor
         valid: Which tokens are no padding, bool, shape (B, T).
         mask: Bool (true where a query sees a key) or additive, shape (B or 1, h or 1, T, T); None for none.
         is_causal: Whether query i sees the keys 0 … i only.
-
-    Returns:
-        bool, no dimension.
     """
     if mask is None:  # seen by any valid query, or by one that is not before the key
         seen = valid.flip(1).cummax(1).values.flip(1) if is_causal else valid.any(1, keepdim=True)
@@ -187,10 +175,6 @@ def score_rows(index: Tensor | None, heads: int, queries: int) -> Tensor | None:
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as numbers that are added to scores.
 
-    Args:
-        mask: Bool, true where a query sees a key, or additive.
-        dtype: Of the scores.
-
     Returns:
         The shape of ``mask``; −∞ where it is false.
     """
@@ -201,9 +185,6 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def block_size(device: torch.device) -> int:
     """Return how many scores are made at a time.
-
-    Args:
-        device: Where.
 
     Returns:
         Scores; on CPU, as many as fit into the caches of all threads.
@@ -223,9 +204,6 @@ def dropped_attention(
         mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
         kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
         spec: The attention.
-
-    Returns:
-        Shape (B, Tq, h, dv).
     """
     batch, heads, queries, _ = query.shape
     bias = _visible(query, mask, spec, torch.promote_types(query.dtype, torch.float32))

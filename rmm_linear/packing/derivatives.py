@@ -113,12 +113,6 @@ def apply_derivative(
 def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
     """Return what the stand-in of a function is made of.
 
-    Args:
-        function: The function.
-        bits: Bits per element, as :meth:`Pointwise.bits` returns them.
-        rows: Rows that are stored.
-        columns: C.
-
     Returns:
         Shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and for
         ReLU² the qparams of its groups, last.
@@ -144,10 +138,6 @@ def stored_layout(
 def check_width(function: Pointwise, bits: int) -> None:
     """Refuse widths that a function's stand-in cannot have.
 
-    Args:
-        function: The function.
-        bits: Bits per element.
-
     Raises:
         ValueError: If it is none of :meth:`Pointwise.bits`.
     """
@@ -159,10 +149,6 @@ def check_width(function: Pointwise, bits: int) -> None:
 
 def below(y: Tensor, function: Pointwise) -> Tensor | float:
     """Return dX where the derivative of a function that is exact in one bit is not 1.
-
-    Args:
-        y: dY.
-        function: "relu" or "leaky_relu".
 
     Returns:
         0, or the slope times dY, as PyTorch computes them.

@@ -133,10 +133,6 @@ def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
 def check_factors(a: Tensor, b: Tensor) -> None:
     """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
 
-    Args:
-        a: The gate's output.
-        b: What act(a) is multiplied by.
-
     Raises:
         ValueError: If dtypes or shapes differ.
     """

@@ -82,9 +82,6 @@ def pack_norm(
         centered: True for LayerNorm, False for RMSNorm.
         index: The rows to save, int64, shape (n,); None for all.
 
-    Returns:
-        The packed copy.
-
     Raises:
         ValueError: If ``bits`` is not 8, 4 or 2.
 
@@ -191,9 +188,6 @@ def copy_variance(qparams: Tensor, columns: int) -> Tensor:
 
 def wide(tensor: Tensor) -> Tensor:
     """Return half types in float32.
-
-    Args:
-        tensor: Floating point.
 
     Returns:
         The tensor in float32, or itself if it is float32 or float64.

@@ -56,9 +56,6 @@ def packed_bytes(rows: int, columns: int, bits: int) -> int:
         columns: Columns of the matrix.
         bits: 8, 4 or 2.
 
-    Returns:
-        Bytes of codes, scales and offsets.
-
     Example:
         >>> packed_bytes(10, 128, 4)
         720
@@ -99,9 +96,6 @@ def pack_parts(
         bits: 8, 4 or 2.
         seed: See :func:`pack`; its device is that of the matrix.
 
-    Returns:
-        Codes and qparams.
-
     Raises:
         ValueError: As :func:`pack`.
     """
@@ -123,9 +117,6 @@ def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tens
         columns: Columns of the matrix.
         bits: 8, 4 or 2.
         like: Any tensor on its device.
-
-    Returns:
-        Codes and qparams.
     """
     codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
     return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
@@ -152,9 +143,6 @@ def unpack(
         columns: Columns of the matrix.
         dtype: dtype of the result.
         rotated: Leave the groups rotated; :func:`unrotate` undoes it later.
-
-    Returns:
-        Shape (rows, columns).
 
     Example:
         >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
@@ -232,12 +220,6 @@ def rounding_variance(qparams: Tensor, columns: int) -> Tensor:
 def check_bits(bits: int | None) -> int:
     """Refuse a width that cannot be packed.
 
-    Args:
-        bits: The width.
-
-    Returns:
-        The same.
-
     Raises:
         ValueError: If it is not one of :data:`WIDTHS`.
     """
@@ -257,12 +239,6 @@ def mark_infinite(qparams: Tensor) -> None:
 
 def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK) -> Iterator[slice]:
     """Cut a matrix into parts of rows that are handled one after the other: on CPU they fit into its cache.
-
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        device: Where it is.
-        chunk: Elements at a time on CPU.
 
     Yields:
         The rows of a part; on other devices than the CPU, all rows.

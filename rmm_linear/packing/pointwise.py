@@ -40,9 +40,6 @@ class Pointwise:
 
         Args:
             x: Floating point, any shape.
-
-        Returns:
-            g(x).
         """
         return FUNCTIONS[self.name].value(x, *self.parameters)
 
@@ -96,9 +93,6 @@ class Pointwise:
 
         Args:
             bits: 8, 4, 2 or 1.
-
-        Returns:
-            The step.
         """
         low, high = self.range
         return (high - low) * (1 + _MARGIN) / (2**bits - 1)

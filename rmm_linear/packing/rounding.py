@@ -47,9 +47,6 @@ class RoundingNoise:
             rows: Rows of the matrix.
             columns: Columns of the matrix.
             generator: Generates the random words.
-
-        Returns:
-            The numbers, on the device of ``seed``.
         """
         counters = torch.arange(max(rows, columns, 2), device=seed.device)
         a, c, words, _ = generator(seed, counters, ROUNDING_STREAM)

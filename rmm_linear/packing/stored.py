@@ -55,9 +55,6 @@ def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     Args:
         stored: The bytes, as :func:`empty_stored` returns them.
         parts: Shapes and dtypes.
-
-    Returns:
-        Views of ``stored``, contiguous.
     """
     typed = {torch.uint8: stored}
     begin: int = stored.storage_offset()  # pyright: ignore[reportAssignmentType]

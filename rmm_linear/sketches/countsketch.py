@@ -52,11 +52,6 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator 
 def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
     """Return the row of Z that every token is added to.
 
-    Args:
-        shifts: Shift of every segment, see :func:`signs_and_shifts`.
-        tokens: N.
-        rows: K.
-
     Returns:
         int64 in [0, rows), shape (tokens,).
     """
@@ -123,9 +118,6 @@ def hashed_part(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int) -> Cal
         signs: Sign of every token, int8, shape (N,).
         shifts: Shift of every segment, int64, shape (⌈N/K⌉,).
         rows: K.
-
-    Returns:
-        As :func:`part`.
     """
     tokens, dtype = matrix.shape[0], accumulator_dtype(matrix.dtype)
     sign, others = signs.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]

@@ -29,9 +29,6 @@ class TokenMask:
         Args:
             mask: True or non-zero for tokens that reach the loss, shape (N,).
 
-        Returns:
-            The token mask, on the device of ``mask``.
-
         Example:
             >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order
             tensor([1, 2, 0, 3])
@@ -65,14 +62,7 @@ class TokenMask:
         vars(self)["valid_count"] = count
 
     def compact(self, matrix: Tensor) -> Tensor:
-        """Move the valid rows to the front and set the others to zero.
-
-        Args:
-            matrix: Shape (N, D).
-
-        Returns:
-            Shape (N, D).
-        """
+        """Move the valid rows to the front and set the others to zero."""
         if matrix.device.type == "cpu":
             count = self.valid_count
             tail = matrix.new_zeros(matrix.shape[0] - count, matrix.shape[1])

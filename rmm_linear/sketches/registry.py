@@ -19,14 +19,7 @@ KINDS: tuple[str, ...] = (*FAMILIES, *SAMPLERS)
 
 
 def has_blocks(kind: str) -> bool:
-    """Say whether a kind can be block-diagonal.
-
-    Args:
-        kind: One of :data:`KINDS`.
-
-    Returns:
-        Whether it supports ``block``.
-    """
+    """Say whether a kind can be block-diagonal."""
     return kind in FAMILIES and FAMILIES[kind].blocks
 
 
@@ -49,9 +42,6 @@ def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
 
 def check_kind(kind: object) -> None:
     """Raise if a value is not a kind of sketch.
-
-    Args:
-        kind: The value.
 
     Raises:
         ValueError: If it is not one of :data:`KINDS`.

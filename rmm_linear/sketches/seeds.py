@@ -23,9 +23,6 @@ def mix(*parts: int) -> int:
     Args:
         *parts: Signed 64-bit integers.
 
-    Returns:
-        The seed; it depends on every part and on their order.
-
     Example:
         >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
         (True, False)
@@ -35,20 +32,12 @@ def mix(*parts: int) -> int:
 
 
 def draw_seed() -> int:
-    """Draw a seed from the global CPU generator, advancing it.
-
-    Returns:
-        A seed that differs between calls and between ranks.
-    """
+    """Draw a seed from the global CPU generator, advancing it."""
     return mix(_value(torch.randint(_LIMIT, (), device="cpu")), _rank())
 
 
 def peek_seed() -> int:
-    """Return the seed that :func:`draw_seed` would return now, without advancing the global generator.
-
-    Returns:
-        A seed that follows from the generator's state and the rank.
-    """
+    """Return the seed that :func:`draw_seed` would return now, without advancing the global generator."""
     copy = torch.Generator()
     copy.set_state(torch.get_rng_state())
     return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
@@ -94,14 +83,7 @@ def seeds_of(seed: int | None, count: int) -> list[int]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured, while nothing may be read from the device.
-
-    Args:
-        device: Any device.
-
-    Returns:
-        Always False for devices other than CUDA.
-    """
+    """Say whether a CUDA graph is being captured, while nothing may be read from the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -35,14 +35,7 @@ from rmm_linear.sketches.rows import sample
 
 
 def next_power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least ``number``.
-
-    Args:
-        number: A positive integer.
-
-    Returns:
-        The power of two.
-    """
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 

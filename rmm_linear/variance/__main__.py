@@ -78,12 +78,7 @@ def _fail(prog: str, message: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS) -> None:
-    """Add what a survey can be told, whatever its model and data.
-
-    Args:
-        parser: The parser of a command that calls :func:`print_survey`.
-        kinds: Kinds of sketches by default.
-    """
+    """Add what a survey can be told, whatever its model and data."""
 
     def fraction(text: str) -> float:
         value = float(text)
@@ -134,19 +129,7 @@ def print_survey(
     source: str,
     title: str = "",
 ) -> list[MemoryNoise]:
-    """Train on all batches but the last one, and print and plot the noise on that.
-
-    Args:
-        model: See :func:`rmm_linear.variance.train_and_record`. Its weights change.
-        batches: Training batches.
-        arguments: What :func:`add_arguments` added.
-        picture: File of the picture.
-        source: The model and the data, for the picture's title.
-        title: Printed before the table, and before the name of the picture.
-
-    Returns:
-        The noise of every layer, setting and memory.
-    """
+    """Train on all batches but the last one, and print and plot the noise on that."""
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
     records, choices = train_and_record(
         model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate, **shape

@@ -110,10 +110,6 @@ def between_samples(x: Tensor, y: Tensor, groups: list[Tensor], g: Tensor) -> Te
 def rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:
     """Return the rows of every sample, grouped by the length of the samples.
 
-    Args:
-        samples: As for :func:`sgd_variance`.
-        rows: N.
-
     Returns:
         For every length T that occurs, int64 of shape (samples, T).
 

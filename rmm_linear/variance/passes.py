@@ -20,11 +20,7 @@ _measuring: ContextVar[bool] = ContextVar("measuring", default=False)
 
 
 def is_measuring() -> bool:
-    """Say whether the forward pass that is running belongs to a measurement and not to training.
-
-    Returns:
-        True inside of :func:`measuring`.
-    """
+    """Say whether the forward pass that is running belongs to a measurement and not to training."""
     return _measuring.get()
 
 
@@ -33,12 +29,6 @@ def measuring(model: nn.Module) -> Iterator[None]:
     """Run passes of a model in training mode, eagerly and with gradients, and leave modes and random numbers as before.
 
     A model in training mode keeps the modes of its modules, some of which may be in eval mode.
-
-    Args:
-        model: The model.
-
-    Yields:
-        Nothing.
     """
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}

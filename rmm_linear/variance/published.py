@@ -73,12 +73,5 @@ def paper_bound(x: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def bound_of(alpha: Any) -> Any:
-    """Return (α + 1)/α, see :func:`paper_bound`.
-
-    Args:
-        alpha: α, a number or an array.
-
-    Returns:
-        The published bound, of the same type.
-    """
+    """Return (α + 1)/α, see :func:`paper_bound`."""
     return (alpha + 1) / alpha

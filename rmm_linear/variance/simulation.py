@@ -175,9 +175,6 @@ def draw_sketches(
         block: Tokens per block, or None.
         mask: The valid tokens, or None for all.
         p: Sampling probabilities of the rows, for kinds that sample them.
-
-    Returns:
-        Shape (M, K, D); all sketches are in memory at once.
     """
 
     def one(seed: Tensor) -> Tensor:

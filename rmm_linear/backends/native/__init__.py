@@ -92,9 +92,6 @@ def pack(
         first: The number of the first row, where they are a part of a matrix.
         index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
 
-    Returns:
-        Whether all qparams are finite.
-
     Raises:
         MemoryError: If a row cannot be allocated.
     """
@@ -155,9 +152,6 @@ def countsketch(
         end: The row after the last, at most K.
         index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
         dtype: Of the result; None is that of ``matrix``. Sums are made in float32.
-
-    Returns:
-        Shape (end − begin, D).
 
     Raises:
         MemoryError: If a row of the sketch cannot be allocated.

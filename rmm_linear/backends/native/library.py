@@ -79,14 +79,7 @@ def level() -> int:
 
 
 def function(name: str) -> Callable[..., int]:
-    """Return a function of the library.
-
-    Args:
-        name: One of :data:`SIGNATURES`.
-
-    Returns:
-        The function; it takes integers and floats, and :func:`pointer` of tensors.
-    """
+    """Return a function of the library."""
     return _function(name, level())
 
 
@@ -99,13 +92,6 @@ def _function(name: str, level: int) -> Callable[..., int]:
 
 def run(name: str, *arguments: float | None) -> bool:
     """Call a function of the library that returns a status.
-
-    Args:
-        name: One of :data:`SIGNATURES`.
-        *arguments: See :func:`function`.
-
-    Returns:
-        Whether a number that it made is not finite.
 
     Raises:
         MemoryError: If it had no memory for its buffers.
@@ -155,18 +141,12 @@ def pointer(tensor: Tensor | None) -> int:
 
     Args:
         tensor: The tensor, or None for a null pointer.
-
-    Returns:
-        The address; the tensor must outlive its use.
     """
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def threads(tensor: Tensor) -> int:
     """Return the number of threads for an operation.
-
-    Args:
-        tensor: What the operation reads or writes.
 
     Returns:
         The number of PyTorch's threads, or fewer if the tensor is small.

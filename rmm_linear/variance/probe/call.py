@@ -90,9 +90,6 @@ class ProbeCall:
             mask: Token mask, or None.
             config: How the layer saves its input, or would after a conversion.
             bits: The width chosen by ``bits="auto"``, or None.
-
-        Returns:
-            The call, without X.
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
@@ -103,11 +100,7 @@ class ProbeCall:
         return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected)
 
     def see(self, x: Tensor) -> None:
-        """Hold X until Y is available.
-
-        Args:
-            x: The layer's input.
-        """
+        """Hold X until Y is available."""
         self.x, self.version = x.detach(), _version(x)
 
     def is_overwritten(self) -> bool:
@@ -256,9 +249,6 @@ def _version(x: Tensor) -> int | None:
 def sample(x: Tensor) -> Tensor:
     """Copy a few elements of an input.
 
-    Args:
-        x: The input.
-
     Returns:
         Elements from the whole of it, about 64, or all if there are fewer.
     """
@@ -268,9 +258,6 @@ def sample(x: Tensor) -> Tensor:
 
 def is_trained(module: nn.Module) -> bool:
     """Say whether a call of a layer leads to a gradient with respect to its weight.
-
-    Args:
-        module: The layer.
 
     Returns:
         False for a frozen weight, and for a sketched layer in eval mode.

@@ -20,14 +20,6 @@ from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
     """Choose the layers that a probe looks at.
 
-    Args:
-        model: The model.
-        modules: As for GradientProbe.
-        config: Selects the layers of a model that is not converted.
-
-    Returns:
-        Name to layer.
-
     Raises:
         ValueError: If no linear layer matches.
     """
@@ -62,18 +54,7 @@ _POSITIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ON
 
 
 def measure_whole(model: nn.Module, args: Any, kwargs: Any, config: RMMConfig | None, draws: int) -> GradientNoise:
-    """Measure the noise of the whole gradient on the batch that a model is being called with.
-
-    Args:
-        model: The model, wrapped or not.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        config: As for :func:`gradient_noise`, if the model is not converted.
-        draws: As for :func:`gradient_noise`.
-
-    Returns:
-        The noise.
-    """
+    """Measure the noise of the whole gradient on the batch that a model is being called with."""
     model = unwrapped(model)
     batch = tree_map_only(Tensor, _own, _keywords(model, args, kwargs))
     # The innermost hooks alone are called: a ledger of what the step saves leaves these passes out.

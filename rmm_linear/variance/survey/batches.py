@@ -20,9 +20,6 @@ def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str,
         model_name: A folder written by save_pretrained, or a model of the hub.
         path: A mapping of the model's keyword arguments, labels among them, or a list of such.
 
-    Returns:
-        The model in training mode, and the batches.
-
     Raises:
         ValueError: If the file holds something else, or the model's class is not transformers'.
     """
@@ -36,9 +33,6 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
 
     Args:
         path: A mapping of a model's keyword arguments, labels among them, or a list of such.
-
-    Returns:
-        The batches, one at least.
 
     Raises:
         ValueError: If the file cannot be read, or holds something else.
@@ -67,12 +61,6 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
 
 def model_class(settings: Any) -> Any:
     """Return the class that a model was saved as.
-
-    Args:
-        settings: Its configuration.
-
-    Returns:
-        A class of transformers.
 
     Raises:
         ValueError: If it is none of them.
@@ -132,9 +120,6 @@ def make_batches(
         batch: Examples per batch.
         steps: Batches to train on; one more is returned.
         max_length: Tokens per example at most.
-
-    Returns:
-        The model's keyword arguments. All examples come once before any comes again.
     """
     count = (steps + 1) * batch
     places = torch.cat([torch.randperm(len(labels)) for _ in range(-(-count // len(labels)))])[:count]
@@ -183,9 +168,6 @@ def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
 
 def import_transformers() -> Any:
     """Import transformers, silent about what it does.
-
-    Returns:
-        The module.
 
     Raises:
         ImportError: If it is not installed.

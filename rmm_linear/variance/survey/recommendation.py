@@ -64,10 +64,6 @@ def quietest(noises: Sequence[MemoryNoise]) -> list[MemoryNoise]:
 def describe_layers(noises: Sequence[MemoryNoise], kinds: Sequence[str] = KINDS) -> str:
     """Lay out the quietest kind and width of every layer.
 
-    Args:
-        noises: See :func:`rmm_linear.variance.noise_at_memory`.
-        kinds: The kinds to choose from.
-
     Returns:
         A table with a row for every layer and a column for every memory, without a final line break.
     """

@@ -171,9 +171,6 @@ def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: floa
 def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
     """Return the median over layers by setting and memory.
 
-    Args:
-        noises: See :func:`noise_at_memory`.
-
     Returns:
         Title of the setting, with its bits, to memory to the median of D²_sketch / D²_SGD.
     """
