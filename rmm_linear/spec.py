@@ -36,12 +36,13 @@ class SaveSpec:
     def __post_init__(self) -> None:
         """Refuse a block for a kind without blocks."""
         check_block(self.kind, self.block)
-        values = self.kind, self.rows, self.block, self.bits, self.uniform_mix
-        object.__setattr__(self, "_values", (values, hash(values)))
 
     def __hash__(self) -> int:
-        """Return what was computed once: every layer looks its sketch up by it."""
-        return self._values[1]  # pyright: ignore[reportAttributeAccessIssue]
+        """Compute it once: every layer looks its sketch up by it."""
+        own = vars(self)
+        if "_hash" not in own:
+            object.__setattr__(self, "_hash", hash((self.kind, self.rows, self.block, self.bits, self.uniform_mix)))
+        return own["_hash"]
 
     def kept_rows(self, tokens: int) -> int:
         """Return how many rows are saved.

@@ -88,9 +88,9 @@ class SketchedLayer(ConvertedModule):
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output where nothing else looks, made with as little as possible; None for the general way."""
         own = vars(self)
-        if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
+        if not is_unwatched() or own["rmm_estimator"] is not None or torch.is_autocast_enabled(input.device.type):
             return None
-        if own["rmm_estimator"] is not None or not is_unwatched() or torch.is_autocast_enabled(input.device.type):
+        if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
             return None
         config, shape, bits = own["rmm_config"], input.shape, own["rmm_auto_bits"].bits
         if bits is None and config.bits == "auto" and config.memory is not None:

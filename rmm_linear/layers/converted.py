@@ -70,7 +70,7 @@ class ConvertedModule(nn.Module):
             found = draw_seed() if seeded else None, None, None
         else:
             masked, is_checked = own["rmm_config"].mask_padding, own["rmm_mask_checked"]
-            found = context.surroundings_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
+            found = context.unwatched_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
             if found is None:
                 return None
         own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes three us

@@ -283,6 +283,8 @@ def _dropped_samples(case: Case) -> Iterator[Call]:
     kept = torch.rand(*query.shape[:3], key.shape[2], generator=torch.Generator().manual_seed(6)) > 0.3
     for mask, is_causal in ((None, False), (None, True), (kept[:, :1], False)):
         yield call(query, key, value, mask, kept, 0.3, is_causal, 0.3)
+    whole = (one.repeat_interleave(2, 1) for one in (key, value))  # as many heads as queries have
+    yield call(query, *whole, None, kept, 0.3, False, 0.3)
 
 
 @operator(

@@ -212,7 +212,7 @@ def dropped_attention(
     together = max(1, step // heads)
     if together >= batch and step >= heads and group == 1:
         output = _dropped(query, key, value, bias, kept, spec).transpose(1, 2)
-        return output.to(query.dtype, memory_format=torch.contiguous_format)
+        return output.to(query.dtype).contiguous()
     output = query.new_empty(batch, queries, heads, value.shape[-1])
     for first in range(0, batch, together):
         some = slice(first, min(first + together, batch))

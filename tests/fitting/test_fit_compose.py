@@ -107,8 +107,11 @@ def test_adapters(share, allow):
         assert differing(found, expected) == []
     else:
         assert report.noise > 0
-        apart = [(found[name] - expected[name]).norm() / expected[name].norm() for name in trained]
-        assert max(apart) < 0.5
+        # Whichever options were the fastest here: the errors of some draws cancel.
+        draws = [(step(model, example, seed), step(twin, example, seed)) for seed in range(24)]
+        for name in trained:
+            errors = torch.stack([one[name] - other[name] for one, other in draws])
+            assert errors.mean(0).square().sum() <= 4 / 24 * errors.square().sum() / 24
 
 
 @pytest.mark.filterwarnings("ignore")
