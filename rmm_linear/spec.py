@@ -37,13 +37,6 @@ class SaveSpec:
         """Refuse a block for a kind without blocks."""
         check_block(self.kind, self.block)
 
-    def __hash__(self) -> int:
-        """Compute it once: every layer looks its sketch up by it."""
-        own = vars(self)
-        if "_hash" not in own:
-            object.__setattr__(self, "_hash", hash((self.kind, self.rows, self.block, self.bits, self.uniform_mix)))
-        return own["_hash"]
-
     def kept_rows(self, tokens: int) -> int:
         """Return how many rows are saved.
 

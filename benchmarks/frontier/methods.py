@@ -16,7 +16,7 @@ from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
 from benchmarks.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.context.sketch_cache import CacheEntry, SketchCache
+from rmm_linear.context.model_context import CacheEntry, SketchCache
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"

@@ -14,8 +14,7 @@ from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_form import Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.sketch_cache import CacheEntry
+from rmm_linear.context.model_context import CacheEntry, ModelContext
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm

@@ -10,15 +10,27 @@ original model, with or without gradients.
 
 Activation checkpointing recomputes parts of the model inside of the backward pass, when no step is running. The layers
 then use the seeds, masks and ids of their own forward pass (``recomputation.py``).
+
+Autograd saves an input once, however many layers read it, and :class:`SketchCache` does the same for sketches. A sketch
+is found by the identity of the input (the tensor or a view of the same memory, unchanged by its version counter), the
+spec and the mask. The cache has a weak reference to the input, and is empty after the forward pass; autograd frees a
+sketch after the last backward pass of the layers that saved it. Layers of different selective checkpoints do not share
+a sketch, nor do layers inside and outside of one: every checkpoint is recomputed by itself and must then run the same
+operators as before. Their dispatch modes tell them apart.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
@@ -26,8 +38,7 @@ from rmm_linear.context.auto_bits import AutoBits, choose_all
 from rmm_linear.context.call_inputs import CallInputs, TracedMasks, parameters, take_sample_index, takes_mask
 from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
-from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.context.surroundings import in_backward, is_called_inside_itself
+from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
@@ -289,3 +300,75 @@ class ModelContext:
         """Start with no forward pass running."""
         vars(self).update(state)
         self._reset()
+
+
+@dataclass
+class CacheEntry:
+    """The sketch of one tensor: what is saved, None until the first layer has made it, and the layers' indices."""
+
+    source: weakref.ref[Tensor]
+    version: int
+    layers: list[int]
+    saved: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class SketchCache:
+    """The sketches of the current forward pass.
+
+    Attributes:
+        groups: Groups of layers that have shared one sketch, as tuples of their indices.
+    """
+
+    groups: set[tuple[int, ...]] = field(default_factory=set)
+    _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
+    _task: int = -1
+
+    def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
+        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
+        task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
+        if task != self._task:
+            self.clear()
+            self._task = task
+        full_key = _full_key(source, key)
+        known, version = self._entries.get(full_key), source._version
+        if known is not None:
+            if known.saved is not None and known.source() is not None and known.version == version:
+                known.layers.append(index)
+                return known
+            self._forget(full_key)
+        made = self._entries[full_key] = CacheEntry(self._reference(source, full_key), version, [index])
+        return made
+
+    def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:
+        """Of a tensor; the sketch is dropped with it in a recomputation, and where hooks may drop what is saved."""
+        if self._task == -1 and not has_saving_hooks():
+            return weakref.ref(source)
+        this = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (owner := this()) is not None:
+                owner._forget(key)
+
+        return weakref.ref(source, forget)
+
+    def clear(self) -> None:
+        """Drop all sketches; autograd holds those that were saved."""
+        for key in list(self._entries):
+            self._forget(key)
+
+    def _forget(self, key: tuple[Hashable, ...]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and len(entry.layers) > 1:
+            self.groups.add(tuple(entry.layers))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles have the groups and no tensors."""
+        return {"groups": set(self.groups), "_entries": {}, "_task": -1}
+
+
+def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    # A fake tensor has no address, but the storage of the tensor that it stands for.
+    fake = type(source) is not Tensor and isinstance(source, FakeTensor)
+    address = (source.untyped_storage()._cdata, source.storage_offset()) if fake else source.data_ptr()
+    return address, source.shape, source.stride(), source.dtype, source.device, _get_current_dispatch_mode(), *key

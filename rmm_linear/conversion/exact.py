@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from rmm_linear.context.auto_bits import AutoBits
-from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.context.model_context import ModelContext, SketchCache
 from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.layers.linear import SketchedLayer
 
 _BITS = 4  # of a layer that has not chosen yet, as in its first steps
 

@@ -21,7 +21,7 @@ from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.names import own_name, unwrapped
 from rmm_linear.conversion.state_files import read_tensors, tensors_beside
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
 
 

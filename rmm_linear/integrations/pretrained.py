@@ -24,7 +24,7 @@ from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import remove_with_tensors, tensors_beside
 from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, read_plan, restore_plan
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 
 
 class RMMConv1D(SketchedLayer, Conv1D):

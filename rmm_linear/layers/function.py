@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import HostRead
+from rmm_linear.context.model_context import SketchCache
 from rmm_linear.context.recomputation import ForwardPass
-from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import TokenMask
@@ -393,7 +393,7 @@ def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
     """What is saved of X; a recomputation by activation checkpointing replaces all of these tensors."""
     entry = None
     if call.cache is not None:
-        entry = call.cache.entry(input, (call.spec, call.mask, call.dtype), call.index)
+        entry = call.cache.entry(input, (repr(call.spec), call.mask, call.dtype), call.index)
         if entry.saved is not None:
             return entry.saved
     with torch.no_grad(), autocast_off(x.device.type):

@@ -1,14 +1,215 @@
-"""RMMLinear: nn.Linear that saves a sketch of its input for the backward pass."""
+"""RMMLinear: nn.Linear that saves a sketch of its input for the backward pass, and the base class of such layers."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
+from rmm_linear._support.autocast import autocast_dtype
+from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.config import RMMConfig
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.context.auto_bits import AutoBits
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.surroundings import in_backward, is_unwatched
+from rmm_linear.layers.converted import ConvertedModule, is_reverted
+from rmm_linear.layers.function import LinearCall, UnwatchedLinearFunction, saved_linear, spec_for, unsaved_linear
+from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
+from rmm_linear.ops.save import is_view_of_more, save
+from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
+from rmm_linear.spec import SaveSpec
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
+class LinearPlan(NamedTuple):
+    """What shape, dtype, grad mode and configuration decide, once for calls that are alike.
+
+    Attributes:
+        decided_by: What it follows from.
+        spec: How the input is saved; None if the layer is exact.
+        is_whole: Whether the input is saved as it is, or by norms of its rows, which the general way does.
+        key: The spec, for the cache of sketches.
+    """
+
+    decided_by: tuple[Any, ...]
+    spec: SaveSpec | None
+    is_whole: bool
+    key: str
+
+
+class SketchedLayer(ConvertedModule):
+    """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
+
+    Attributes:
+        rmm_auto_bits: The width chosen for ``bits="auto"``.
+        rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
+    """
+
+    rmm_operation = "linear"
+    rmm_auto_bits: AutoBits
+    rmm_estimator: NormEstimator | None
+    rmm_plan: LinearPlan | None  # of the last call
+
+    def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+        super()._set_up(config, context, index)
+        self.rmm_plan = None
+        self.rmm_auto_bits = AutoBits() if context is None else context.auto_bits_of(index)
+        self._set_estimator(make_norm_estimator(self.rmm_config.norm_estimator))
+
+    def _set_estimator(self, estimator: NormEstimator | None) -> None:
+        self.rmm_estimator = estimator
+        if self.rmm_context is not None and estimator is not None:
+            self.rmm_context.estimators[self.rmm_index] = estimator  # for layers that share a sketch with this one
+
+    def _linear(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
+        output = self._unwatched_linear(input, weight, bias) if self.training else None
+        if output is not None:
+            return output
+        self._refuse_transforms()
+        if is_dtensor(weight):
+            raise RuntimeError(
+                "A sketched layer needs its whole weight in its forward pass, got a DTensor: tensor parallel layers "
+                "cannot be sketched. Name them in exclude_modules. (FSDP's fully_shard works; its layers run inside "
+                "of the modules it was called on.)"
+            )
+        if not self.training:
+            # Compilers trace all gradients in advance, and that of the unsaved layer's weight raises.
+            run = F.linear if torch.compiler.is_compiling() else unsaved_linear
+            return run(input, weight, bias)
+        dtype = autocast_dtype(input.device.type, input.dtype)
+        spec = self._spec(input.shape, (dtype or input.dtype).itemsize, weight, self._bits())
+        self._note_rows(input, spec)
+        if spec is None and not is_view_of_more(input):
+            return F.linear(input, weight, bias)
+        if spec is None:  # all rows as they are, but not the tensor that they are a part of
+            spec = SaveSpec("rows", input.shape[:-1].numel())
+            return saved_linear(input, weight, bias, LinearCall(spec, 0, dtype))
+        if self._stays_exact():
+            return F.linear(input, weight, bias)
+        if torch.compiler.is_compiling():
+            call = self._traced_call(input, spec, dtype)
+        else:
+            call = self._call(input, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
+        return saved_linear(input, weight, bias, call)
+
+    def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The output where nothing else looks, made with as little as possible; None for the general way."""
+        own = vars(self)
+        if not is_unwatched() or own["rmm_estimator"] is not None or torch.is_autocast_enabled(input.device.type):
+            return None
+        if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
+            return None
+        config, shape, bits = own["rmm_config"], input.shape, own["rmm_auto_bits"].bits
+        if bits is None and config.bits == "auto" and config.memory is not None:
+            return None
+        plan = self._plan(shape, input.itemsize, weight, bits)
+        call = None if plan.is_whole else self._unwatched_call(shape[:-1].numel(), input.device)
+        if call is None or call.seed is None or plan.spec is None:
+            return None
+        context, entry, saved = own["rmm_context"], None, None
+        if context is not None:
+            entry = context.sketch_cache.entry(input, (plan.key, call.mask, None), own["rmm_index"])
+            saved = entry.saved
+        if saved is None:
+            saved = save.run(input.detach().reshape(-1, shape[-1]), plan.spec, call.mask, call.seed)
+            if entry is not None:
+                entry.saved = saved
+        return UnwatchedLinearFunction.run(input, weight, bias, plan.spec, call, *saved)
+
+    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> SaveSpec | None:
+        """What :func:`spec_for` decides."""
+        if torch.compiler.is_compiling():
+            return spec_for(shape, itemsize, weight, self.rmm_config, bits)
+        return self._plan(shape, itemsize, weight, bits).spec
+
+    def _plan(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> LinearPlan:
+        own, config = vars(self), self.rmm_config
+        decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, bits, config), own["rmm_plan"]
+        if known is None or known.decided_by != decided_by:
+            spec, tokens = spec_for(shape, itemsize, weight, config, bits), shape[:-1].numel()
+            is_whole = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens)
+            known = own["rmm_plan"] = LinearPlan(decided_by, spec, is_whole, repr(spec))
+        return known
+
+    def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
+        """Tell the context whether the input has enough rows for a sketch."""
+        if self.rmm_context is None or torch.compiler.is_compiling():
+            return
+        tokens = input.shape[:-1].numel()
+        is_other = spec is not None or not torch.is_grad_enabled()  # as in the first pass of a reentrant checkpoint
+        if is_other or (self.weight.requires_grad and tokens <= self.rmm_config.min_rows):  # pyright: ignore[reportAttributeAccessIssue]
+            self.rmm_context.checks.note_rows(self.rmm_index, None if is_other else tokens)
+
+    def _bits(self) -> int | None:
+        """The width chosen for ``bits="auto"``, for this call."""
+        if torch.compiler.is_compiling():
+            return self.rmm_auto_bits.bits
+        if self.rmm_context is None and self.rmm_auto_bits.backward_seen and not in_backward():
+            self.rmm_auto_bits.backward_seen = False
+            self.rmm_auto_bits.choose()  # between steps: a checkpoint may hold several calls
+        return self.rmm_auto_bits.width()
+
+    def _call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None, shape: tuple[int, ...]) -> LinearCall:
+        """Return what this call saves, with a seed in every grad mode: both passes of a checkpoint must take one."""
+        config, context, index = self.rmm_config, self.rmm_context, self.rmm_index
+        if context is None:
+            call = LayerCall(shape, input.device)
+        else:
+            call = context.call_of(index, shape, input.device, config.mask_padding)
+        is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_auto_bits.bits is None
+        if is_choosing and not in_backward() and not is_capturing(input.device):
+            with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
+                x = input.detach().reshape(call.tokens, -1)
+                self.rmm_auto_bits.observe(x, config, (dtype or input.dtype).itemsize, call.mask)
+        # Set without an estimator too: layers that share the sketch may have one.
+        expected = functools.partial(self._expected, call) if spec.samples_rows(call.tokens) else None
+        held = None if context is None else context.current_pass  # by the node, for a recomputation
+        on_backward = functools.partial(self._on_backward, call, held=held)
+        if context is None:
+            return LinearCall(spec, draw_seed(), dtype, call.mask, expected=expected, on_backward=on_backward)
+        cache = context.sketch_cache if context.is_open() else None  # outside of a forward pass, nothing clears it
+        return LinearCall(spec, context.layer_seed(index), dtype, call.mask, cache, index, expected, on_backward)
+
+    def _traced_call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None) -> LinearCall:
+        mask = None
+        if self.rmm_context is not None and self.rmm_config.mask_padding:
+            mask = self.rmm_context.traced_masks.token_mask(input.shape[:-1].numel())
+        on_backward = None if mask is None else self._check_traced_padding
+        return LinearCall(spec, None, dtype, mask, on_backward=on_backward)
+
+    def _expected(self, call: LayerCall) -> Tensor | None:
+        if self.rmm_context is not None:
+            return self.rmm_context.expected(self.rmm_index, call)
+        return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
+
+    def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None, held: object = None) -> None:
+        if is_reverted(self):
+            return
+        if self.rmm_context is None:
+            self.rmm_auto_bits.backward_seen = True
+        self._note_backward(y, mask)
+        if self.rmm_estimator is not None:
+            norms = row_norms(y.detach()).float()
+            # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.
+            self.rmm_estimator.observe(call, torch.where(norms.isfinite().all(), norms, 0))
+
+    def _describe(self) -> str:
+        config = self.rmm_config
+        amount = (
+            f"ratio={config.ratio:g}" if config.ratio is not None else f"memory={config.memory:g}, bits={config.bits}"
+        )
+        block = "" if config.block is None else f", block={config.block}"
+        expected = f", norm_estimator={config.norm_estimator}" if self.rmm_estimator is not None else ""
+        return f"kind={config.kind}, {amount}{block}{expected}, min_rows={config.min_rows}"
 
 
 class RMMLinear(SketchedLayer, nn.Linear):

@@ -17,5 +17,5 @@ def no_graphs_left():
 def one_seed(monkeypatch):
     """All layers draw one seed, in eager and in compiled code, which take them from other places of the generator."""
     monkeypatch.setattr("rmm_linear.ops.save.draw_seed", lambda: SEED)
-    monkeypatch.setattr("rmm_linear.layers.base.draw_seed", lambda: SEED)
+    monkeypatch.setattr("rmm_linear.layers.linear.draw_seed", lambda: SEED)
     monkeypatch.setattr("rmm_linear.context.recomputation.StepSeeds.take", lambda self, index, salt: SEED)

@@ -9,7 +9,7 @@ from statistical import assert_unbiased
 from torch import nn
 
 from rmm_linear import RMMLinear, convert, revert
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.memory import track_saved
 
 architectures = pytest.mark.parametrize("architecture", list(TARGETS))

@@ -10,7 +10,7 @@ from statistical import assert_unbiased
 from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, RMMLinear, convert, sketched_linear
-from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.model_context import SketchCache
 from rmm_linear.layers.function import LinearCall, saved_linear
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.sketches import weight_gradient

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rmm_linear import convert
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import BlockPlan, PlannedBlock, simulate

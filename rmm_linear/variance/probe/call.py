@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.surroundings import in_checkpoint
-from rmm_linear.layers.base import SketchedLayer
 from rmm_linear.layers.function import spec_for
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.sketches import Moments, TokenMask, probabilities, row_norms
 from rmm_linear.spec import SaveSpec

@@ -18,7 +18,7 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, in_checkpoint
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.variance.passes import is_measuring
 from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
 from rmm_linear.variance.probe.results import ProbeResults, ProbeRow

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads, unwrapped
-from rmm_linear.layers.base import SketchedLayer
+from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 
 
