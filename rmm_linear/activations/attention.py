@@ -115,7 +115,7 @@ class AttendingModule(PackedModule):
     rmm_operation = "attention"
     rmm_exact: str | None
     rmm_attended: bool  # in the current call of the module
-    rmm_hides: dict[tuple[bool, bool], bool]  # see SavingCall.answers
+    rmm_hides: dict[tuple[bool, bool], tuple[bool, int | None]]  # see SavingCall.answers
     rmm_hook: RemovableHandle
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
@@ -155,7 +155,7 @@ class AttendingModule(PackedModule):
         self._note_exact(reason)
         if reason is not None:
             return None
-        call.answers = self.rmm_hides
+        call.answers = vars(self).setdefault("rmm_hides", {})  # which pickled models may not have
         return packed_attention(query, key, value, mask, attention, call, exact, bias)
 
     def _note_exact(self, reason: str | None) -> None:

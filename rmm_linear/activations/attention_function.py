@@ -93,7 +93,7 @@ class AttentionFunction(SavingFunction):
         SavingFunction.received(ctx, y, "a packed attention", (y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]))
         stored, mask, kept, index, kv_index, bias = ctx.saved_tensors
         if ctx.call.hidden is not None and not ctx.call.hidden.values[0]:
-            ctx.call.answers.clear()
+            ctx.call.answers.update({kind: (False, asked) for kind, (_, asked) in ctx.call.answers.items()})
             raise RuntimeError(_SEEN)
         grad_bias, needs_bias = None, bias is not None and ctx.needs_input_grad[7]
         with autocast_off(y.device.type):
@@ -140,12 +140,16 @@ def _kv_index(
             hidden = HostRead(hides.view(1).to(torch.int64))
         reference = (None, 0) if mask is None else (weakref.ref(mask), mask._version)
         call.mask.answers.append((*reference, is_causal, hidden))
-    kind = mask is None, is_causal
-    if waits(key.device) and call.answers.get(kind):
+    if not waits(key.device):
+        return index if hidden.values[0] else None
+    kind, now = (mask is None, is_causal), None if call.forward_pass is None else call.forward_pass.begin
+    was_hidden, asked = call.answers.get(kind, (True, now))
+    if was_hidden and now is not None and asked != now:  # asked in another forward pass
         call.hidden = hidden
         return index
-    call.answers[kind] = bool(hidden.values[0])
-    return index if call.answers[kind] else None
+    was_hidden = was_hidden and bool(hidden.values[0])
+    call.answers[kind] = was_hidden, now
+    return index if was_hidden else None
 
 
 def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float) -> str | None:

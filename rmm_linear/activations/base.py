@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
@@ -19,7 +20,7 @@ class PackedModule(ConvertedModule):
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
-        found = self._unwatched_call(math.prod(shape), device, seeded)
+        found = self._unwatched_call(math.prod(shape), device, seeded) if is_unwatched() else None
         if found is not None:
             return found
         self._refuse_transforms()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.config import RMMConfig
@@ -26,6 +27,7 @@ from rmm_linear.ops.sketches import PACK, SKETCH
 from rmm_linear.packing import WIDTHS, rounding_variance
 from rmm_linear.sketches import TokenMask, probabilities, row_norms, variance
 from rmm_linear.sketches.philox import signs
+from rmm_linear.sketches.seeds import is_capturing
 
 STEPS = 4
 _COLUMNS = 8
@@ -70,6 +72,8 @@ class AutoBits:
             itemsize: Bytes per element that is not packed.
             mask: The valid tokens, or None for all.
         """
+        if self.steps + len(self.unread) >= STEPS or isinstance(x, FakeTensor):
+            return  # enough are waiting for a backward pass; and a simulated step has no values
         self.unread.append(torch.stack([predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS]))
 
     def read(self) -> None:
@@ -90,6 +94,10 @@ class AutoBits:
         """Leave out ``since``: a copy has no graph yet, and other processes number their nodes independently."""
         self.read()
         return {**vars(self), "since": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Add what models had not that were pickled before."""
+        vars(self).update({"unread": [], **state})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON types."""
@@ -115,6 +123,8 @@ class AutoBits:
 def choose_all(choices: Iterable[AutoBits]) -> None:
     """Let all choose that have observed enough inputs."""
     due = [one for one in choices if one.bits is None and one.steps + len(one.unread) >= STEPS]
+    if any(is_capturing(each.device) for one in due for each in one.unread[:1]):
+        return  # nothing can be read while a graph is captured
     read_all(due)
     for one in due:
         if one.steps >= STEPS:
@@ -125,12 +135,12 @@ def choose_all(choices: Iterable[AutoBits]) -> None:
 def read_all(choices: Iterable[AutoBits]) -> None:
     """Add what all have observed; the host waits once."""
     found = [(one, predicted) for one in choices for predicted in one.unread]
-    if not found:
-        return
-    first = found[0][1]
-    for (one, _), values in zip(found, torch.stack([each.to(first.device) for _, each in found]).tolist(), strict=True):
-        one.add(values)
-        one.unread.clear()
+    for one, _ in found:
+        one.unread = []
+    if found:
+        together = torch.stack([each.to(found[0][1].device) for _, each in found])
+        for (one, _), values in zip(found, together.tolist(), strict=True):
+            one.add(values)
 
 
 @without_autocast

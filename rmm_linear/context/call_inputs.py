@@ -280,7 +280,7 @@ class HostRead:
         if values.is_cuda:
             place = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values, self._event = place.copy_(values, non_blocking=True), torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))  # of that device, whichever is the current one
 
     @functools.cached_property
     def values(self) -> list[int]:

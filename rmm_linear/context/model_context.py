@@ -312,6 +312,9 @@ class CacheEntry:
     saved: tuple[Tensor, ...] | None = None
 
 
+_FEW = 64  # sketches of inputs that may be gone, at least, before a search for them
+
+
 @dataclass
 class SketchCache:
     """The sketches of the current forward pass.
@@ -323,6 +326,7 @@ class SketchCache:
     groups: set[tuple[int, ...]] = field(default_factory=set)
     _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1
+    _most: int = _FEW
 
     def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
         """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
@@ -337,8 +341,16 @@ class SketchCache:
                 known.layers.append(index)
                 return known
             self._forget(full_key)
+        if len(self._entries) >= self._most:
+            self._sweep()
         made = self._entries[full_key] = CacheEntry(self._reference(source, full_key), version, [index])
         return made
+
+    def _sweep(self) -> None:
+        """Drop the sketches of inputs that are gone, as those of steps inside of a forward pass."""
+        for key in [key for key, entry in self._entries.items() if entry.source() is None]:
+            self._forget(key)
+        self._most = 2 * len(self._entries) + _FEW
 
     def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:
         """Of a tensor; the sketch is dropped with it in a recomputation, and where hooks may drop what is saved."""
@@ -364,7 +376,11 @@ class SketchCache:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have the groups and no tensors."""
-        return {"groups": set(self.groups), "_entries": {}, "_task": -1}
+        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Add what models had not that were pickled before."""
+        vars(self).update({"_most": _FEW, **state})
 
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.surroundings import in_backward, is_checkpointed, is_unwatched
+from rmm_linear.context.surroundings import in_backward, is_checkpointed
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
@@ -61,9 +61,9 @@ class ConvertedModule(nn.Module):
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
 
     def _unwatched_call(self, tokens: int, device: torch.device, seeded: bool = True) -> SavingCall | None:
-        """What a call of N tokens needs that nothing but autograd sees; None for a call that takes the general way."""
+        """What a call of N tokens needs where :func:`is_unwatched`; None for a call that takes the general way."""
         own = vars(self)
-        if not is_unwatched() or "_is_replica" in own:
+        if "_is_replica" in own:
             return None
         context = own["rmm_context"]
         if context is None:

@@ -75,7 +75,8 @@ class SavingCall:
             nothing is left to check.
         is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
         forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
-        answers: Of an attention, whether masks of a kind have hidden padding from all valid tokens until now.
+        answers: Of an attention, whether masks of a kind have hidden padding from all valid tokens until now, and the
+            forward pass in which that was asked.
         hidden: Whether this call's does, where it relied on such an answer.
     """
 
@@ -84,7 +85,7 @@ class SavingCall:
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
     is_exact: bool = False
     forward_pass: ForwardPass | None = None
-    answers: dict[tuple[bool, bool], bool] = field(default_factory=dict)
+    answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
     hidden: HostRead | None = None
 
     @property

@@ -134,10 +134,10 @@ class SketchedLayer(ConvertedModule):
     def _plan(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> LinearPlan:
         own, config = vars(self), self.rmm_config
         decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, bits, config), own["rmm_plan"]
-        if known is None or known.decided_by != decided_by:
+        if type(known) is not LinearPlan or known.decided_by != decided_by:  # pickled models may have another
             spec, tokens = spec_for(shape, itemsize, weight, config, bits), shape[:-1].numel()
             is_whole = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens)
-            known = own["rmm_plan"] = LinearPlan(decided_by, spec, is_whole, repr(spec))
+            own["rmm_plan"] = known = LinearPlan(decided_by, spec, is_whole, repr(spec))
         return known
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:

@@ -225,3 +225,25 @@ def test_a_trained_scale_above_an_input_without_gradient_is_packed():
         output = model(x)
     del output
     assert saved.total <= x.nbytes + 2 * 4 * len(x)  # with mean and rstd
+
+
+class Float32RMSNorm(nn.Module):
+    """Its output is float32, whatever its input is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def test_an_output_of_another_dtype_than_the_input():
+    model = nn.Sequential(Float32RMSNorm())
+    convert(model, RMMConfig(operations=["norm"], min_rows=1))
+    x = torch.randn(20, 64, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        model.train()(x).sum().backward()
+    assert x.grad.dtype == torch.float64
+    assert model[0].weight.grad.isfinite().all()

@@ -1,10 +1,13 @@
 """bits="auto" takes the quietest width, once, and a checkpoint keeps it."""
 
+import importlib
 import json
+import pickle
 
 import pytest
 import torch
 from helpers import Mlp, tiny_model, token_ids
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmm_linear import (
     RMMConfig,
@@ -16,6 +19,7 @@ from rmm_linear import (
     sketch_state,
 )
 from rmm_linear.context.auto_bits import STEPS, AutoBits, predicted_noise
+from rmm_linear.context.model_context import SketchCache
 from rmm_linear.memory import track_saved
 from rmm_linear.packing.pack import packed_bytes
 from rmm_linear.sketches import TokenMask
@@ -191,3 +195,58 @@ def test_the_state_of_another_model_is_refused():
 def test_a_choice_survives_its_dictionary():
     choice = AutoBits(4, 3, {8: 1.0, 4: 0.5, 2: 2.0})
     assert AutoBits.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
+
+
+def waiting(model):
+    return [len(module.rmm_auto_bits.unread) for module in model.modules() if hasattr(module, "rmm_auto_bits")]
+
+
+def test_passes_without_a_backward_pass_keep_no_more_predictions_than_are_needed():
+    model = tiny_model("roberta", dropout=0.0).train()
+    convert(model, config())
+    with torch.no_grad():
+        for _ in range(3 * STEPS):
+            model(input_ids=token_ids())
+    assert set(waiting(model)) == {STEPS}
+
+
+def test_a_simulated_step_leaves_no_predictions():
+    model = tiny_model("roberta", dropout=0.0).train()
+    convert(model, config())
+    ids = token_ids()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(input_ids=mode.from_tensor(ids))
+    assert set(waiting(model)) == {0}
+    steps(model, STEPS + 1, input_ids=ids)
+
+
+def test_nothing_is_read_while_a_graph_is_captured(monkeypatch):
+    model = tiny_model("roberta", dropout=0.0).train()
+    report = convert(model, config())
+    steps(model, STEPS, input_ids=token_ids())
+    with monkeypatch.context() as patch:
+        patch.setattr("rmm_linear.context.auto_bits.is_capturing", lambda device: True)
+        model(input_ids=token_ids()).logits.sum().backward()
+    assert report.bits == {}
+    steps(model, 1, input_ids=token_ids())
+    assert report.bits
+
+
+def test_a_model_that_an_earlier_version_has_pickled_trains(tmp_path):
+    """It has no list of predictions, another plan of a linear layer, and names a file that is no more."""
+    model = tiny_model("roberta", dropout=0.0).train()
+    convert(model, config())
+    steps(model, 1, input_ids=token_ids())
+    for module in model.modules():
+        own = vars(module)
+        own.pop("rmm_hides", None)
+        if "rmm_plan" in own:
+            own["rmm_plan"] = (("what", "decided"), None)
+    copied = pickle.loads(pickle.dumps(model))
+    for module in copied.modules():
+        if hasattr(module, "rmm_auto_bits"):
+            state = module.rmm_auto_bits.__getstate__()
+            del state["unread"]
+            module.rmm_auto_bits.__setstate__(state)
+    steps(copied, STEPS, input_ids=token_ids())
+    assert importlib.import_module("rmm_linear.context.sketch_cache").SketchCache is SketchCache

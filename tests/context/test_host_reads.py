@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import rmm_linear
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations import attention_function
-from rmm_linear.context.call_inputs import AttentionMask
+from rmm_linear.context.call_inputs import AttentionMask, HostRead
 
 ROOT = Path(rmm_linear.__file__).parent
 # The C library takes numbers, and is on no device; kernels in the interpreter are NumPy's.
@@ -105,9 +105,54 @@ def test_an_answer_that_is_wrong_later_is_an_error_and_the_next_step_is_right(mo
     step()
     with pytest.raises(RuntimeError, match="the mask of this step lets one"):
         step()
-    model.inner.step = 2  # such a mask again: now its keys are saved
-    found = step()
+    for _ in range(2):
+        model.inner.step = 2  # such a mask again: now its keys are saved, and stay so
+        found = step()
     model.inner.step = 2
     rmm_linear.revert(model)
     expected = step()
     assert (found - expected).norm() < 0.2 * expected.norm()
+
+
+class Twice(Model):
+    """One module that runs twice, with a mask that hides padding and with one that does not."""
+
+    def forward(self, x, attention_mask):
+        self.inner.step = 1
+        first = self.inner(x, attention_mask)
+        self.inner.step = 2
+        return first + self.inner(x, attention_mask)
+
+
+def test_two_masks_in_a_forward_pass(monkeypatch):
+    monkeypatch.setattr(attention_function, "waits", lambda device: True)
+    model = Twice().train()
+    convert(model, RMMConfig(operations=["attention"], min_rows=1))
+    mask = torch.ones(2, 10)
+    mask[1, 6:] = 0
+    for _ in range(3):
+        output = model(torch.randn(2, 10, 8), mask).flatten(2)
+        (output * mask.unsqueeze(-1)).square().sum().backward()
+
+
+def test_a_number_is_read_when_its_own_device_has_it(monkeypatch):
+    """And not when the current device is done, which may be another one."""
+    recorded = []
+
+    class Event:
+        def record(self, stream):
+            recorded.append(stream)
+
+        def synchronize(self):
+            recorded.append("waited")
+
+    class OnDevice:
+        is_cuda, shape, dtype, device = True, (1,), torch.int64, torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    place = torch.zeros(1, dtype=torch.int64)
+    place.copy_ = lambda values, non_blocking: place
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: place)
+    assert HostRead(OnDevice()).values == [0]
+    assert recorded == ["stream of cuda:1", "waited"]

@@ -151,3 +151,22 @@ def test_nothing_is_shared_outside_a_forward_pass(call):
         call(model, x).square().sum().backward()
         gradients.append(model[0].weight.grad.clone())
     assert not torch.equal(*gradients)
+
+
+def test_steps_inside_of_a_forward_pass_leave_no_sketches():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.most = nn.Linear(8, 8), 0
+
+        def forward(self, x):
+            for _ in range(300):
+                self.layer(torch.randn(40, 8)).sum().backward()
+                self.most = max(self.most, len(self.layer.rmm_context.sketch_cache._entries))
+            return self.layer(x)
+
+    model = Inner()
+    convert(model, **ROUGH)
+    for _ in range(2):  # the first step takes the general way
+        model(torch.randn(40, 8)).sum().backward()
+    assert model.most < 100

@@ -131,10 +131,12 @@ def write_derivative(
     """Write the same at an address."""
     x = x if x.stride(1) == 1 else x.contiguous()
     index = None if index is None else index.contiguous()
+    table, line = _table(pointwise, bits)
     run(
         "rmm_pack_derivative", x.data_ptr(), TYPES[x.dtype], x.stride(0), rows, x.shape[1], pointer(index),
-        _KINDS.get(pointwise.name, _TABLE), bits, *_table(pointwise, bits)[1], seed, codes, threads(x),
+        _KINDS.get(pointwise.name, _TABLE), bits, *line, seed, codes, threads(x),
     )  # fmt: skip
+    del table  # whose memory was read until now
 
 
 def apply_derivative(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,10 @@ def stored_norm_backward(
     centered: bool,
     dtype: torch.dtype,
     sums: bool,
-) -> NormGradients:
+) -> Any:
     """Compute what :func:`rmm_linear.ops.norms.norm_backward` does."""
+    if dtype not in TYPES:
+        return NotImplemented
     rows = y.shape[0] if index is None else index.shape[0]
     base, (_, *places) = stored.data_ptr(), _layout(rows, y.shape[1], bits)[0]
     at = [base + place for place in places]

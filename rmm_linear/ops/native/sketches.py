@@ -167,9 +167,11 @@ def unpacked_product(
         value, sketched = int(seed), y.to(wide)
         if is_hashed:
             sketched = native.countsketch(_contiguous_rows(y), value, spec.rows, 0, spec.rows, _valid_rows(mask), wide)
-        values = codes.new_empty(codes.shape[0], columns, dtype=wide)
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), spec.bits or 0, value, values)
-        return _unrotate(torch.mm(sketched.T, values), seed).to(dtype)
+        is_last = codes.shape[0] > y.shape[1]  # rotates the smaller one of Z and the product back
+        values = codes.new_empty(codes.shape[0], columns, dtype=wide if is_last else torch.float32)
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), spec.bits or 0, value, values, rotated=is_last)
+        product = torch.mm(sketched.T, values.to(wide))
+        return (_unrotate(product, seed) if is_last else product).to(dtype)
     if dtype != wide and not is_hashed:
         y = y.to(wide)
     sketched = _sketch_parts(
