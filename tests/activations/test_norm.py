@@ -232,11 +232,11 @@ class Float32RMSNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
 
     def forward(self, x):
-        x = x.float()
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        h = x.float()
+        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 def test_an_output_of_another_dtype_than_the_input():
