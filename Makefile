@@ -38,6 +38,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	@wc -l $$(git ls-files '*.py') | awk '$$1 > 500 && $$2 != "total" {print "warning: " $$2 " has " $$1 " lines"}'
 
 # Fails on broken links, and on names in the API pages that the library does not have.
 docs: $(VENV)/.docs

@@ -93,10 +93,3 @@ def test_a_circle_is_found(tmp_path, monkeypatch):
 def test_a_part_without_a_place_in_the_list_is_found(copied):
     (copied / "rmm_linear" / "misplaced.py").write_text("", encoding="utf-8")
     assert lint(copied).returncode == 1
-
-
-@pytest.mark.parametrize("folder", ["rmm_linear", "glue_finetune", "benchmarks", "kernels", "tests"])
-def test_files_stay_short(folder):
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
-    assert lengths
-    assert {path.name: length for path, length in lengths.items() if length > 500} == {}

@@ -147,7 +147,7 @@ class AttendingModule(PackedModule):
         if not self.training:
             return None
         if not torch.compiler.is_compiling():
-            vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes three us
+            vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
         if call.is_exact or not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None

@@ -124,8 +124,8 @@ def _kv_index(
     key: Tensor, mask: Tensor | None, scores: tuple[int, int], is_causal: bool, call: SavingCall
 ) -> Tensor | None:
     """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
-    # The host does not wait for the answer of a device but in a module's first call: later ones rely on it, and the
-    # backward pass looks whether that was right.
+    # Only a module's first forward pass with padding waits for the device. Later ones assume the same answer, and their
+    # backward passes check it.
     index, (batch, _, keys, _) = call.index, key.shape
     if index is None or call.mask is None or len(call.mask.order) != batch * keys:
         return None

@@ -1,4 +1,4 @@
-"""PackedModule, the base class of modules that save a packed stand-in, and the classes derived from it."""
+"""PackedModule, the base class of modules that save a packed stand-in, and packed_class, which joins two classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PackedModule(ConvertedModule):
             return SavingCall(is_exact=True)
         context, index = self.rmm_context, self.rmm_index
         if torch.compiler.is_compiling():
-            return SavingCall()  # padding has static shapes only, so it stays
+            return SavingCall()  # shapes are static in compiled code, so padding cannot be left out
         if context is None:
             return SavingCall(draw_seed() if seeded else None)
         mask = context.mask_of(index, math.prod(shape), self.rmm_config.mask_padding)

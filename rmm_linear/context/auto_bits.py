@@ -96,7 +96,7 @@ class AutoBits:
         return {**vars(self), "since": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Add what models had not that were pickled before."""
+        """Add fields that models lack which older versions have pickled."""
         vars(self).update({"unread": [], **state})
 
     def to_dict(self) -> dict[str, Any]:

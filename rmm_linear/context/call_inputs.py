@@ -46,15 +46,15 @@ class AttentionMask:
         flat: Shape (N,).
         tokens: N.
         sequences: The batch.
-        whole: The token mask; None in a step that is simulated without values. It is made here and not in the layers:
-            in a selective checkpoint, a recomputation must run the same operators as the forward pass.
+        tokens_mask: Which tokens are valid; None in a step that is simulated without values. It is made here and not in
+            the layers: in a selective checkpoint, a recomputation must run the same operators as the forward pass.
         count: The number of valid tokens, which the host begins to read when the model is called; None while a graph is
             captured.
     """
 
     flat: Tensor
     sequences: int
-    whole: TokenMask | None
+    tokens_mask: TokenMask | None
     count: HostRead | None = None
     tokens: int = field(init=False)
 
@@ -68,16 +68,19 @@ class AttentionMask:
         flat = mask.detach().reshape(-1)
         if isinstance(mask, FakeTensor):
             return cls(flat, mask.shape[0], None)
-        whole = TokenMask.of(flat)
-        return cls(flat, mask.shape[0], whole, None if is_capturing(flat.device) else HostRead(whole.count))
+        ranks = TokenMask.of(flat)
+        return cls(flat, mask.shape[0], ranks, None if is_capturing(flat.device) else HostRead(ranks.count))
 
     @functools.cached_property
     def ranks(self) -> TokenMask | None:
-        """The token mask; None if nothing is padded. The first use waits for the number of valid tokens."""
-        if self.whole is None or self.count is None:
-            return self.whole
-        self.whole.know_count(*self.count.values)
-        return self.whole if self.whole.valid_count < self.tokens else None
+        """The token mask; None if nothing is padded. The first use waits for the number of valid tokens.
+
+        While a graph is captured, which cannot know the number, it is the mask in any case.
+        """
+        if self.tokens_mask is None or self.count is None:
+            return self.tokens_mask
+        self.tokens_mask.know_count(*self.count.values)
+        return self.tokens_mask if self.tokens_mask.valid_count < self.tokens else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +281,10 @@ class HostRead:
         """Begin to copy ``values``, of one dimension."""
         self._values, self._event = values, None
         if values.is_cuda:
-            place = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            try:
+                place = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            except RuntimeError:  # no pinned memory is left, as in containers and WSL: the first use copies
+                return
             self._values, self._event = place.copy_(values, non_blocking=True), torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))  # of that device, whichever is the current one
 

@@ -158,7 +158,8 @@ class ModelContext:
             seeded: Whether it needs a seed; without, it is None.
 
         Returns:
-            None outside of a forward pass of the model, and in the first steps, which are checked.
+            None outside of a forward pass of the model, in its first step, which is looked at, and with padding that is
+            not checked yet, or while a graph is captured.
         """
         held, inputs = self._pending.current, self._inputs
         if held is None or not inputs or not self.checks.is_done:
@@ -353,7 +354,7 @@ class SketchCache:
         self._most = 2 * len(self._entries) + _FEW
 
     def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:
-        """Of a tensor; the sketch is dropped with it in a recomputation, and where hooks may drop what is saved."""
+        """A weak reference; in a recomputation, and where hooks may drop what is saved, the sketch goes with it."""
         if self._task == -1 and not has_saving_hooks():
             return weakref.ref(source)
         this = weakref.ref(self)
@@ -379,7 +380,7 @@ class SketchCache:
         return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Add what models had not that were pickled before."""
+        """Add fields that models lack which older versions have pickled."""
         vars(self).update({"_most": _FEW, **state})
 
 

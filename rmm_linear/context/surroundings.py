@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch.autograd import forward_ad
 
-_mode = torch.is_grad_enabled
-_modes = torch._C._len_torch_dispatch_stack
+_has_gradients = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _task = torch._C._current_graph_task_id
 _hooks = _autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _profiled = _autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,14 +35,15 @@ def is_unwatched() -> bool:
 
     Returns:
         False in a compiler, a dispatch mode, a transform, a trace, a profiler, forward-mode differentiation, hooks for
-        saved tensors (as those of activation checkpointing), a backward pass, and without gradients.
+        saved tensors (as those of activation checkpointing), a backward pass, and without gradients. It does not ask
+        for autocast.
     """
     if torch.compiler.is_compiling():
         return False
     return (
-        _mode()
+        _has_gradients()
         and _task() == -1
-        and not _modes()
+        and not _dispatch_modes()
         and _hooks(False) is None
         and _transforms() is None
         and not _profiled()

@@ -73,7 +73,7 @@ class ConvertedModule(nn.Module):
             found = context.unwatched_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
             if found is None:
                 return None
-        own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes three us
+        own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes 3 µs
         seed, mask, forward_pass = found
         return SavingCall(seed, mask, None, False, forward_pass)
 
@@ -97,7 +97,7 @@ class ConvertedModule(nn.Module):
             return False
         context, is_second, is_dropped = self.rmm_context, in_backward(), is_checkpointed()
         if not is_second:
-            vars(self)["rmm_took_seed"] = seeded and not is_dropped  # nn.Module's own assignment takes three us
+            vars(self)["rmm_took_seed"] = seeded and not is_dropped  # nn.Module's own assignment takes 3 µs
         if not is_second and not is_dropped:
             return False
         # The first pass of a reentrant checkpoint, without gradients, took a seed. Dropout must repeat its numbers.

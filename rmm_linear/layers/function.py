@@ -75,9 +75,9 @@ class SavingCall:
             nothing is left to check.
         is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
         forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
-        answers: Of an attention, whether masks of a kind have hidden padding from all valid tokens until now, and the
-            forward pass in which that was asked.
-        hidden: Whether this call's does, where it relied on such an answer.
+        answers: Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden
+            padding from every valid token so far, and the first node of the forward pass that found out.
+        hidden: What the device says of this call's mask, for the backward pass to check; None if nothing was assumed.
     """
 
     seed: int | None = None
@@ -106,7 +106,7 @@ class SavingFunction(torch.autograd.Function):
 
     @staticmethod
     def received(ctx: Any, y: Tensor, title: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Refuse double backward, and return dY as a matrix, of which ``ctx.call`` is told before it is used."""
+        """Refuse double backward, and return Y as a matrix, of which ``ctx.call`` is told before it is used."""
         refuse_double_backward(title)
         y = y.reshape((-1, y.shape[-1]) if shape is None else shape)
         call: SavingCall = ctx.call
@@ -174,7 +174,7 @@ class UnwatchedLinearFunction(SavingFunction):
         """Apply the layer exactly."""
         ctx.spec, ctx.call, ctx.input_shape = spec, call, input.shape
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
-        if input.dim() == 2 or not input.is_contiguous():
+        if input.dim() != 3 or not input.is_contiguous():
             return as_no_view(F.linear(input, weight, bias))
         output = F.linear(input.view(-1, input.shape[-1]), weight, bias)  # as PyTorch does it, in half of the time
         return _unsafe_view(output, (*input.shape[:-1], output.shape[1]))

@@ -28,18 +28,18 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class LinearPlan(NamedTuple):
-    """What shape, dtype, grad mode and configuration decide, once for calls that are alike.
+    """What shape, element size, weight and configuration decide, once for calls that are alike.
 
     Attributes:
-        decided_by: What it follows from.
+        decided_by: These.
         spec: How the input is saved; None if the layer is exact.
-        is_whole: Whether the input is saved as it is, or by norms of its rows, which the general way does.
-        key: The spec, for the cache of sketches.
+        is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
+        key: The spec as a string, for the cache of sketches.
     """
 
     decided_by: tuple[Any, ...]
     spec: SaveSpec | None
-    is_whole: bool
+    is_general: bool
     key: str
 
 
@@ -112,7 +112,7 @@ class SketchedLayer(ConvertedModule):
         if bits is None and config.bits == "auto" and config.memory is not None:
             return None
         plan = self._plan(shape, input.itemsize, weight, bits)
-        call = None if plan.is_whole else self._unwatched_call(shape[:-1].numel(), input.device)
+        call = None if plan.is_general else self._unwatched_call(shape[:-1].numel(), input.device)
         if call is None or call.seed is None or plan.spec is None:
             return None
         context, entry, saved = own["rmm_context"], None, None
@@ -136,8 +136,8 @@ class SketchedLayer(ConvertedModule):
         decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, bits, config), own["rmm_plan"]
         if type(known) is not LinearPlan or known.decided_by != decided_by:  # pickled models may have another
             spec, tokens = spec_for(shape, itemsize, weight, config, bits), shape[:-1].numel()
-            is_whole = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens)
-            own["rmm_plan"] = known = LinearPlan(decided_by, spec, is_whole, repr(spec))
+            is_general = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens)
+            own["rmm_plan"] = known = LinearPlan(decided_by, spec, is_general, repr(spec))
         return known
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:

@@ -1,6 +1,6 @@
 """The table of operations: their implementations, and the operators by which PyTorch knows them.
 
-An :class:`Operation` is a row: one function in plain PyTorch, which is the definition, and maybe in C and in Triton.
+An :class:`Operation` is a row: a definition in plain PyTorch, and maybe faster ones in C and in Triton.
 An :class:`Operator` is what a layer calls, and is composed of operations. PyTorch's dispatcher takes some fifty
 microseconds for an operator in Python, more than a small layer, so eager code calls the function itself where nothing
 would notice. What needs the operator is a compiler, a mode that sees every operator (fake tensors, selective
@@ -189,7 +189,7 @@ class Operator:
         samples: As for :class:`Operation`, arguments of the function.
         flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
-            tensors on CPU in float32 and half types; NotImplemented, or None in its place, runs ``function``.
+            tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
     """
 
     def __init__(

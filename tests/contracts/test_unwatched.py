@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations import base
@@ -116,14 +117,16 @@ def assert_same(found, expected):
 class _Input(nn.Module):
     """Makes the input a parameter, whose gradient is compared as well."""
 
-    def __init__(self, module, dtype):
+    def __init__(self, module, dtype, recomputes=False):
         super().__init__()
+        self.recomputes = recomputes
         generator = torch.Generator().manual_seed(1)
         self.x = nn.Parameter(torch.randn(2, TOKENS // 2, WIDTH, generator=generator, dtype=dtype))
         self.module = module
 
     def forward(self, attention_mask=None):
-        return self.module(self.x * 1)
+        x = self.x * 1
+        return checkpoint(self.module, x, use_reentrant=False) if self.recomputes else self.module(x)
 
 
 @pytest.mark.pairs
@@ -149,6 +152,26 @@ def test_every_module(name, padded, fields, dtype, surrounding, unwatched):
     expected = trained(made(), loss, SURROUNDINGS[surrounding])
     assert not any(unwatched)
     assert_same(trained(made(), loss, nullcontext), expected)
+    assert any(unwatched)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_recomputed(name, unwatched):
+    """A recomputation takes the seeds of its forward pass, and so makes the same sketches."""
+
+    def made(recomputes):
+        torch.manual_seed(0)
+        model = _Input(MODULES[name](), torch.float32, recomputes)
+        convert(model, RMMConfig(kind="countsketch", min_rows=1, bits=4, checkpointed="packed"))
+        return model.train()
+
+    def loss(model, step):
+        output = model()
+        return (output * (1 + step + torch.arange(output.shape[-1]))).square().mean()
+
+    expected = trained(made(True), loss, nullcontext)
+    assert not any(unwatched)
+    assert_same(trained(made(False), loss, nullcontext), expected)
     assert any(unwatched)
 
 
