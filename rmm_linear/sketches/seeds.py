@@ -7,6 +7,7 @@ averaging equal sketches over ranks would not lower the noise.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 
@@ -79,7 +80,12 @@ def fill_seeds(seeds: Tensor, seed: int | None) -> None:
 def seeds_of(seed: int | None, count: int) -> list[int]:
     """Return the seeds that follow from one; None draws it."""
     seed = draw_seed() if seed is None else seed
-    return [mix(seed, i) for i in range(count)]
+    return [seed ^ number for number in _numbers(count)]
+
+
+@functools.cache
+def _numbers(count: int) -> list[int]:
+    return [mix(-1, i) for i in range(count)]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -109,10 +109,15 @@ def write_seed(stored: Tensor, seed: int | None) -> int:
     return seed
 
 
+@functools.cache
+def _integers(count: int) -> type[ctypes.Array[ctypes.c_int64]]:
+    return ctypes.c_int64 * count  # a type is slow to make
+
+
 def write_seeds(stored: Tensor, seed: int | None, count: int) -> list[int]:
     """Write the seeds of several matrices at the beginning of stored bytes, and return them."""
     seeds = seeds_of(seed, count)
-    (ctypes.c_int64 * count).from_address(stored.data_ptr())[:] = seeds
+    _integers(count).from_address(stored.data_ptr())[:] = seeds
     return seeds
 
 
