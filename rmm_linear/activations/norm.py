@@ -117,6 +117,8 @@ class PackedNorm(PackedModule):
         context = self.rmm_context
         if norm.call.seed is None or context is None or not context.is_open():
             return None
+        if norm.call.on_backward is None and not context.sketch_cache.is_shared(self.rmm_index):  # on the short way
+            return None
         key = "norm", norm.bits, norm.form.eps_of(input.dtype), *norm.form.layout, norm.call.mask
         return context.sketch_cache.entry(input, key, self.rmm_index)
 

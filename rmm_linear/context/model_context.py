@@ -328,6 +328,15 @@ class SketchCache:
     _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1
     _most: int = _FEW
+    _sharing: tuple[int, set[int]] = field(
+        default_factory=lambda: (0, set())
+    )  # the number of groups, and the layers in them
+
+    def is_shared(self, index: int) -> bool:
+        """Say whether a layer has shared a sketch: after the first step, others need not look for one."""
+        if self._sharing[0] != len(self.groups):
+            self._sharing = len(self.groups), {member for group in self.groups for member in group}
+        return index in self._sharing[1]
 
     def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
         """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
@@ -377,11 +386,11 @@ class SketchCache:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have the groups and no tensors."""
-        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW}
+        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_sharing": (0, set())}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Add fields that models lack which older versions have pickled."""
-        vars(self).update({"_most": _FEW, **state})
+        vars(self).update({"_most": _FEW, "_sharing": (0, set()), **state})
 
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:

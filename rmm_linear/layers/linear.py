@@ -116,7 +116,7 @@ class SketchedLayer(ConvertedModule):
         if call is None or call.seed is None or plan.spec is None:
             return None
         context, entry, saved = own["rmm_context"], None, None
-        if context is not None:
+        if context is not None and context.sketch_cache.is_shared(own["rmm_index"]):
             entry = context.sketch_cache.entry(input, (plan.key, call.mask, None), own["rmm_index"])
             saved = entry.saved
         if saved is None:

@@ -9,6 +9,7 @@ from helpers import SEED_BYTES, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert
+from rmm_linear.layers import linear
 from rmm_linear.memory import track_saved
 from rmm_linear.packing.pack import packed_bytes
 
@@ -170,3 +171,15 @@ def test_steps_inside_of_a_forward_pass_leave_no_sketches():
     for _ in range(2):  # the first step takes the general way
         model(torch.randn(40, 8)).sum().backward()
     assert model.most < 100
+
+
+def test_siblings_share_in_later_steps_too(monkeypatch):
+    """After the first step, which has shown who shares, the others do not look."""
+    model = Siblings()
+    convert(model, **ROUGH)
+    made, run = [], linear.save.run
+    monkeypatch.setattr(linear.save, "run", lambda *args: made.append(1) or run(*args))
+    for _ in range(3):
+        made.clear()
+        model(torch.randn(40, 8)).sum().backward()
+        assert len(made) == 1
