@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -97,12 +97,19 @@ class SavingCall:
 class SavingFunction(torch.autograd.Function):
     """Base class of functions that save something else than their input."""
 
+    _plain_apply: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        """Look up once what ``apply`` calls after it has prepared for torch.func."""
+        super().__init_subclass__()
+        cls._plain_apply = super(torch.autograd.Function, cls).apply  # pyright: ignore[reportAttributeAccessIssue]
+
     @classmethod
     def run(cls, *arguments: Any) -> Any:
         """Do what ``apply`` does, which also prepares for torch.func, where nothing of that is running."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # pyright: ignore
             return cls.apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        return cls._plain_apply(*arguments)
 
     @staticmethod
     def received(ctx: Any, y: Tensor, title: str, shape: tuple[int, ...] | None = None) -> Tensor:
