@@ -14,6 +14,7 @@ from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
+from rmm_linear.packing import GROUP
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.philox import signs as random_signs
@@ -142,7 +143,9 @@ def save(x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected:
     x, seeds = _contiguous_rows(x), torch.full((1,), seed, dtype=torch.int64, device=x.device)
     if spec.bits is None:
         return native.countsketch(x, seed, spec.rows, 0, spec.rows, _valid_rows(mask)), seeds
-    codes, qparams = packing.empty_packed(min(spec.rows, x.shape[0]), x.shape[1], spec.bits, x)
+    rows, columns = min(spec.rows, x.shape[0]), x.shape[1]
+    codes = x.new_empty(rows, (columns * spec.bits + 7) // 8, dtype=torch.uint8)
+    qparams = x.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
     _pack(x, spec.bits, seed, codes, qparams, 0, _valid_rows(mask))
     return codes, qparams, seeds
 
