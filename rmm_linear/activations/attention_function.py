@@ -23,8 +23,8 @@ from rmm_linear.sketches.seeds import draw_seed
 
 _SEEN = (
     "Keys and values of padding were left out of what attention saved, because in earlier steps no valid token saw "
-    "them, but the mask of this step lets one. This step has no gradients; the next one saves them. Skip it, or "
-    "convert with mask_padding=False if such masks come often."
+    "them, but the mask of this step lets one. Its gradients are incomplete: drop them with zero_grad, and go on with "
+    "the next step, which saves such keys and values. Or convert with mask_padding=False."
 )
 Exact = Callable[..., Tensor]
 BITS = 4  # the default of attention_bits

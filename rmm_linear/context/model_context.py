@@ -328,15 +328,11 @@ class SketchCache:
     _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1
     _most: int = _FEW
-    _sharing: tuple[int, set[int]] = field(
-        default_factory=lambda: (0, set())
-    )  # the number of groups, and the layers in them
+    _alone: set[int] = field(default_factory=set)  # layers that were looked at in a forward pass, and share with none
 
     def is_shared(self, index: int) -> bool:
-        """Say whether a layer has shared a sketch: after the first step, others need not look for one."""
-        if self._sharing[0] != len(self.groups):
-            self._sharing = len(self.groups), {member for group in self.groups for member in group}
-        return index in self._sharing[1]
+        """Say whether a layer shares a sketch, or may: one that was alone in a forward pass need not look for it."""
+        return index not in self._alone
 
     def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
         """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
@@ -381,16 +377,21 @@ class SketchCache:
 
     def _forget(self, key: tuple[Hashable, ...]) -> None:
         entry = self._entries.pop(key, None)
-        if entry is not None and len(entry.layers) > 1:
+        if entry is None:
+            return
+        if len(entry.layers) > 1:
             self.groups.add(tuple(entry.layers))
+            self._alone.difference_update(entry.layers)
+        elif not any(entry.layers[0] in group for group in self.groups):
+            self._alone.update(entry.layers)
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have the groups and no tensors."""
-        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_sharing": (0, set())}
+        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_alone": set()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Add fields that models lack which older versions have pickled."""
-        vars(self).update({"_most": _FEW, "_sharing": (0, set()), **state})
+        vars(self).update({"_most": _FEW, "_alone": set(), **state})
 
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:

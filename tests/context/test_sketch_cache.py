@@ -183,3 +183,24 @@ def test_siblings_share_in_later_steps_too(monkeypatch):
         made.clear()
         model(torch.randn(40, 8)).sum().backward()
         assert len(made) == 1
+
+
+def test_siblings_that_are_called_in_a_later_step_first_share_too(monkeypatch):
+    """As in a model with branches, of which the first step has shown one."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Siblings(), Siblings()
+
+        def forward(self, x, branch):
+            return (self.first, self.second)[branch](x)
+
+    model = Branches()
+    convert(model, **ROUGH)
+    made, run = [], linear.save.run
+    monkeypatch.setattr(linear.save, "run", lambda *args: made.append(1) or run(*args))
+    for branch in (0, 0, 1, 1, 0):
+        made.clear()
+        model(torch.randn(40, 8), branch).sum().backward()
+        assert len(made) == 1
