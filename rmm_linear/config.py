@@ -106,7 +106,7 @@ class RMMConfig(SavedSettings):
     fused: bool = _field(
         False,
         "Where Triton kernels run, make outputs of activations, gated products and, without autocast, norms in the "
-        "pass that packs: fewer bytes move, but outputs differ from the exact model's in last bits. true or false.",
+        "pass that packs: fewer bytes move, but outputs differ from the exact model's in the last bits. true or false.",
     )
     target_modules: str | Sequence[str] = _field(
         "all-linear",

@@ -176,7 +176,7 @@ def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
         return "a mask and is_causal=True are given together"
     if is_causal and query.shape[2] != key.shape[2]:
         return "a causal attention has more keys than queries, as with a KV cache"
-    return None if p < 1 else "dropout keeps nothing"
+    return None if p < 1 else "dropout has probability 1"
 
 
 def packed_attention(

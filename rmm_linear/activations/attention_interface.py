@@ -92,7 +92,7 @@ def stays_exact(module: Any) -> str | None:
         remedy = "Use model.set_attn_implementation('sdpa')."
         return f"its attn_implementation is {name!r}, whose output is not that of 'sdpa' to the bit. {remedy}"
     if _asks_for_sdpa(type(module)):
-        return "its model's code treats attn_implementation='sdpa' in a way of its own"
+        return "its model's code treats attn_implementation='sdpa' specially"
     return None
 
 

@@ -1,4 +1,4 @@
-"""``rmm-linear fit``: how a model of transformers trains within a memory budget."""
+"""``rmm-linear fit``: plan how a model of transformers trains within a memory budget."""
 
 from __future__ import annotations
 

@@ -11,14 +11,17 @@ from contextlib import suppress
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.command import PROGRAM
 
-_EXPLAIN = """Run a model forward before and after a trial conversion, and print what it saves for the backward pass: in
-all, by operation, what is left and why, and by linear layer. Nothing is trained or written. The model has random
-weights, which change no byte."""
-_FIT = """Choose for every block of a model what it saves for the backward pass, recomputes or moves to other memory, so
-that a training process fits a budget, and print it, with bytes, time and noise. Nothing is trained. The model has
-random weights, which change no byte; noise is theirs."""
+_EXPLAIN = """Run a model forward before and after a trial conversion. Print the bytes that it saves for the backward
+pass: in total, by operation, what remains uncompressed and why, and by linear layer. Nothing is trained or written.
+The model has random weights, which do not change the bytes."""
+_FIT = """Choose for every block of a model whether it saves, compresses, recomputes or offloads its activations, so
+that a training process fits a budget. Print the plan with its bytes, time and variance ratio. Nothing is trained. The
+model has random weights: bytes do not depend on them, variances do."""
 _OTHERS = {  # commands with a parser, and a --help, of their own
-    "variance": ("rmm_linear.variance.__main__", "the noise of stand-ins beside the minibatch's, on your own data"),
+    "variance": (
+        "rmm_linear.variance.__main__",
+        "gradient variance of compression relative to the minibatch's, on your own data",
+    ),
     "glue": ("glue_finetune.start", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
 _COMMANDS = ("explain", "fit", *_OTHERS, "version")
@@ -78,7 +81,7 @@ def _help_all() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Train transformers that save a tenth of what their backward pass needs.",
+        description="Train transformers with a tenth of the activation memory.",
         epilog=f"{PROGRAM} COMMAND --help has a command's flags, {PROGRAM} --help-all those of all commands, and "
         f"{PROGRAM} glue --help-all those that transformers adds to the script of GLUE.",
     )
@@ -96,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time",
         type=float,
         metavar="X",
-        help="the longest step, by an exact one's; without --memory, in the least memory",
+        help="the longest step, relative to the exact one; without --memory: find the least memory",
     )
     fit.add_argument(
         "--optimizer",
@@ -105,10 +108,13 @@ def _parser() -> argparse.ArgumentParser:
         help="whose state is counted (default: %(default)s)",
     )
     fit.add_argument(
-        "--max-noise", "--max_noise", type=float, metavar="X", help="of stand-ins, by the minibatch's own (default: 1)"
+        "--max-noise", "--max_noise", type=float, metavar="X", help="largest variance ratio of a layer (default: 1)"
     )
     fit.add_argument(
-        "--allow", nargs="+", metavar="NAME", help="of keep, sketch, pack, recompute, offload (default: all)"
+        "--allow",
+        nargs="+",
+        metavar="NAME",
+        help="what blocks may do: keep, sketch, pack, recompute, offload (default: all)",
     )
     fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
     for name, (_, text) in _OTHERS.items():

@@ -1,4 +1,4 @@
-"""What commands that run a model of transformers share: the model, a batch, and the errors of both."""
+"""Make the model and the batch for commands that run a model of transformers, and word their errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def running(model: nn.Module, is_random: bool) -> Iterator[None]:
         got = f"{type(error).__name__}: {error}".strip().rstrip(".")
         if " out of " in str(error) and not isinstance(error, torch.OutOfMemoryError):
             remedy = "Give a smaller --length." if is_random else "Check the numbers in the batch."
-            raise ValueError(f"A position or token of the batch is none of the model's ({error}). {remedy}") from error
+            raise ValueError(
+                f"A position or token of the batch is out of the model's range ({error}). {remedy}"
+            ) from error
         names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.VAR_KEYWORD]
         takes = f"{type(model).__name__} takes {', '.join(names)}."
         remedy = (

@@ -1,4 +1,4 @@
-"""What a conversion saves: bytes before and after it by operation and by layer, and what is left and why."""
+"""Report what a conversion saves: bytes before and after, by operation and by layer; what remains and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rmm_linear._support.tables import table
 from rmm_linear.conversion.checkpointed import BlockMemory
 
-SHOWN = 0.02  # keepers of a smaller share are summed when an explanation is printed
+SHOWN = 0.02  # modules with a smaller share are summed when an explanation is printed
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Explanation:
         return asdict(self)
 
     def line(self) -> str:
-        """Return the totals, and the share that is left of each operation's bytes.
+        """Return the totals, and the share of each operation's bytes that remains.
 
         Returns:
             One line.
@@ -113,17 +113,17 @@ class Explanation:
         return text
 
     def __str__(self) -> str:
-        """Return lines with the totals, and tables of the operations, of what is left, and of the layers."""
+        """Return lines with the totals, and tables of the operations, of what remains, and of the layers."""
         share = self.after / max(self.before, 1)
-        head = f"rmm_linear: kept_before={self.before} kept_after={self.after} share={share:.3f}"
+        head = f"rmm_linear: saved_before={self.before} saved_after={self.after} share={share:.3f}"
         rows = [(n, f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
-        layers = table(("layer", "bytes now", "bytes after", "why nothing is saved"), rows)
+        layers = table(("layer", "bytes now", "bytes after", "why it does not shrink"), rows)
         line = f"{self.line()}\n\n" if self.before or self.after else ""
         hint = "" if self.unfused is None else f"\n\n{self.unfused}"
         return f"{line}{head}\n{self.tables()}\n\n{layers}{hint}"
 
     def tables(self) -> str:
-        """Return what each operation saves, and what is left without a stand-in.
+        """Return what each operation saves, and what is still saved uncompressed.
 
         Returns:
             Two tables, or why there are none.
@@ -132,7 +132,9 @@ class Explanation:
             return "Nothing is saved for the backward pass of this batch: no output of the model needs a gradient."
         sums = [(n, f"{m.before:,}", f"{m.after:,}") for n, m in self.operations.items()]
         parts = [table(("operation", "bytes now", "bytes after"), sums)]
-        parts += [table(("left, no stand-in", "bytes", "% of now", "why"), self._left())] if self.remaining else []
+        parts += (
+            [table(("still saved, not compressed", "bytes", "% of now", "why"), self._left())] if self.remaining else []
+        )
         return "\n\n".join(parts)
 
     def _left(self) -> list[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""What a model saves for the backward pass by operation, and what of it no stand-in replaces, with the reason."""
+"""Attribute what a model saves to operations, and say why some of it stays uncompressed after a conversion."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _LOSSES = r"LogSoftmax|Nll.*|BinaryCrossEntropy.*|_?ChunkedCrossEntropy"
 _WHY = {  # the first pattern that an operator's name matches says what it saves
     _LOSSES: _LOSS,
     r"Embedding.*": "the indices of an embedding",
-    r".*Convolution.*": "the input of a convolution, which has no stand-in",
+    r".*Convolution.*": "the input of a convolution, which is not compressed",
     r"B?mm|Badd.*mm|Add.*mm|Mv|Dot|Linear|Mkldnn.*": "a factor of a matrix product that is in no converted layer",
-    r"(Safe)?Softmax": "the probabilities of a softmax of its own",
-    r"Gather|Index.*|Take.*|Scatter.*": "what is looked up in, and the indices",
+    r"(Safe)?Softmax": "the probabilities of a softmax outside of an attention module",
+    r"Gather|Index.*|Take.*|Scatter.*": "the tensor that is indexed, and the indices",
     r"Gelu|Silu|Relu|Mish|Hardswish|Sigmoid|Tanh|Elu|LeakyRelu": (
         "an activation that is called as a function, not as a module"
     ),
     r"NativeDropout|.*Bernoulli.*": "the mask of a dropout that is called as a function",
-    r"scaled_dot_product_attention": "an attention that is not packed",
-    r".*Norm": "a norm that is none over the last dimensions, or is called as a function",
-    r"MaskedFill|Where|Max.*|Min.*|Clamp.*": "which elements it passes",
+    r"scaled_dot_product_attention": "an attention that is not converted",
+    r".*Norm": "a norm that is not over the last dimensions, or is called as a function",
+    r"MaskedFill|Where|Max.*|Min.*|Clamp.*": "the mask of the elements that pass",
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
@@ -130,7 +130,7 @@ class Reasons:
         if not operators:
             return "no output of the model that needs a gradient depends on it"
         known = (text for one in operators for pattern, text in _WHY.items() if re.fullmatch(pattern, one))
-        why = next(known, "there is no stand-in for it")
+        why = next(known, "nothing compresses it")
         if why == _LOSS:
             return self._loss
         if name in self._exact:

@@ -75,7 +75,7 @@ def _not_convertible(module: nn.Module) -> str | None:
     if is_quantized(module):
         return f"{kind.__name__} {_QUANTIZED}"
     if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module)):
-        return f"{kind.__name__} is a class of its own; only nn.Linear itself and Conv1D are converted"
+        return f"{kind.__name__} is a subclass; only nn.Linear itself and Conv1D are converted"
     if _is_tensor_parallel(module):
         return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
     return replaced_reason(module)

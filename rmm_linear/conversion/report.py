@@ -17,7 +17,7 @@ from rmm_linear.norm_estimators.registry import NONE
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
-_NOT_MEASURED = "What the whole model saves is measured on a batch: convert(model, example=batch)."
+_NOT_MEASURED = "To measure what the whole model saves, pass a batch: convert(model, example=batch)."
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _saved(layer: ConvertedLayer) -> str:
     config = layer.config
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
-    return f"{config.kind}{expected}, {_amount(config, ' ')}, {config.min_rows} rows at least{block}"
+    return f"{config.kind}{expected}, {_amount(config, ' ')}, at least {config.min_rows} rows{block}"
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:

@@ -89,7 +89,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
     if different or not {name for group in groups for name in group} <= set(layers):
         raise ValueError(
             "The sketch state must be of a model with the same sketched layers, "
-            f"got other ones: {', '.join(different[:3]) or 'groups of others'}. "
+            f"got other ones: {', '.join(different[:3]) or 'other groups'}. "
             "Convert the model with the configuration that the state was saved under."
         )
     estimators = _read_estimators(layers, names, tensors or {})
@@ -119,7 +119,7 @@ def _read_estimators(
         name, _, part = key.rpartition(":")
         if name not in parts:
             raise ValueError(
-                f"The tensors must be of the model's norm estimators, got {key!r}. Use the file of its own."
+                f"The tensors must be of the model's norm estimators, got {key!r}. Use the file saved with this model."
             )
         parts[name][part] = tensor
     estimators: dict[str, NormEstimator] = {}

@@ -77,7 +77,7 @@ def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
         raise ValueError(f"{_DIGEST} must be a SHA-256 digest, got {expected!r}.")
     beside = _beside(path, expected)
     if not beside.is_file() or digest(beside) != expected:
-        raise ValueError(f"{beside.name} must lie beside it as it was written, and is missing or another one.")
+        raise ValueError(f"{beside.name} must lie next to it as it was written, and is missing or another file.")
     return _safetensors().load_file(beside)
 
 

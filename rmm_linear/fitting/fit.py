@@ -143,6 +143,6 @@ def check_arguments(
     if memory is not None:
         read_budget(memory, 1)
     if time is not None and not time > 0:
-        raise ValueError(f"time must be positive, by the time of an exact step, got {time!r}. 1.2 allows a fifth more.")
+        raise ValueError(f"time must be positive, relative to the exact step, got {time!r}. 1.2 allows a fifth more.")
     if max_noise is None or not max_noise > 0:
-        raise ValueError(f"max_noise must be positive, got {max_noise!r}. 1 is as much as the minibatch's own noise.")
+        raise ValueError(f"max_noise must be positive, got {max_noise!r}. 1 is as much variance as the minibatch has.")

@@ -22,6 +22,7 @@ from rmm_linear.planning.blocks.plan import (
     SELECTIVE,
     BlockPlan,
     PlannedBlock,
+    label_of,
 )
 from rmm_linear.planning.blocks.plan_blocks import Recomputations
 from rmm_linear.planning.blocks.proposals import Proposals
@@ -58,7 +59,7 @@ class Candidates:
         """Measure everything that is allowed.
 
         Args:
-            max_noise: The most noise that a layer may have, by the minibatch's.
+            max_noise: The largest variance ratio that a layer may have.
             sampled: The batch whose noise it is; None for the example.
         """
         if RECOMPUTE in self.allow:
@@ -95,7 +96,7 @@ class Candidates:
         on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
         if self.is_meta or (on_cpu and self.proposals.folder is None):
             self.needs_folder = not self.is_meta
-            where = "the memory of the CPU is where it would go; give folder=... to write files instead"
+            where = "the model is on the CPU, whose memory it would use; give folder=... to write files instead"
             self.notes.append(
                 f"{OFFLOAD} is left out: {'a model on the meta device has no copies' if self.is_meta else where}."
             )
@@ -120,7 +121,7 @@ class Candidates:
         try:
             self.proposals = self.proposals.adding(rows)
         except torch.OutOfMemoryError:
-            self.notes.append(f"{option} is left out: a step with it in all blocks ran out of memory.")
+            self.notes.append(f"{label_of(option)} is left out: a step with it in all blocks ran out of memory.")
 
     def _add_times(self) -> None:
         times = self._times()
@@ -139,7 +140,7 @@ class Candidates:
                 for name, found in rows.items()
                 for one in found
             }
-            self.notes.append("A model on the meta device has no times: operations stand for them.")
+            self.notes.append("A model on the meta device has no times: numbers of operations replace them.")
             return Times({name: 3 * count for name, count in operations.items()}, extra)
 
         def make(row: PlannedBlock) -> BlockPlan:
@@ -152,8 +153,8 @@ class Candidates:
         self.is_noise_unknown = bool(noise.unknown)
         if noise.unknown:
             self.notes.append(
-                f"Noise is not measured, so max_noise={max_noise:g} is not checked, and "
-                f'"{CONVERT} {NARROW}" is left out: {noise.unknown}.'
+                f"The variance ratio is not measured, so max_noise={max_noise:g} is not checked, and "
+                f'"{label_of(f"{CONVERT} {NARROW}")}" is left out: {noise.unknown}.'
             )
             self._add_nominal_noise()
         dropped: dict[str, list[str]] = {}
@@ -174,8 +175,8 @@ class Candidates:
         for setting, names in dropped.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(
-                f'"{CONVERT} {setting}" is left out where a layer\'s noise exceeds max_noise={max_noise:g}: '
-                f"{names[0]}{more}."
+                f'"{label_of(f"{CONVERT} {setting}")}" is left out where the variance ratio of one layer exceeds '
+                f"max_noise={max_noise:g}: {names[0]}{more}."
             )
 
     def _add_nominal_noise(self) -> None:

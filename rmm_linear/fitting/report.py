@@ -1,4 +1,4 @@
-"""What a fit did: the memory that was asked for, what is there, what every kind of block does, and what it costs."""
+"""Report a fit: the budget, the peak, what every kind of block does, and its cost in time and noise."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class FitReport:
     Attributes:
         plan: What every block does; the model trains by it.
         memory: The budget in bytes; None where time alone was bounded.
-        static: What a training process needs beside its steps.
+        static: Bytes that a training process needs in addition to its steps.
         exact_peak: Without a plan, simulated.
         predicted_peak: By the sum that was solved.
         simulated_peak: Of a step with the plan, followed tensor by tensor.
         measured_peak: Of a real step with the plan; None where the model has no values.
-        time: Seconds of a step by those of an exact one, as measured block by block; None where nothing could be timed.
-        noise: Variance that stand-ins add to the whole gradient, by the minibatch's own, D²_SGD; None if unknown.
+        time: Time of a step relative to the exact step, measured block by block; None where nothing could be timed.
+        noise: Variance ratio of the whole gradient: the variance that compression adds, divided by that of the
+            minibatch, D²_SGD. None if unknown. ``max_noise`` limits the ratio of single layers, which is larger.
         notes: What was left out or could not be measured, and why.
         before: Memory over an exact step.
         after: Memory over a step with the plan.
@@ -67,17 +68,17 @@ class FitReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every block keeps everything."""
+        """Whether no block is changed."""
         return all(block.choice == "keep" for block in self.plan.blocks)
 
     def summary(self) -> str:
         """Return the report in one line."""
         budget = "" if self.memory is None else f" budget={show_bytes(self.memory)}"
         cost = "" if self.time is None else f" time={self.time:.3f}"
-        cost += "" if self.noise is None else f" noise={self.noise:.3g}"
+        cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
         counts: dict[str, int] = {}
         for block in self.plan.blocks:
-            key = block.option.replace(" ", ":")
+            key = block.label.replace(", ", ":").replace(" %", "%").replace(" ", "_")
             counts[key] = counts.get(key, 0) + 1
         chosen = " ".join(f"{option}={count}" for option, count in counts.items())
         return (
@@ -90,6 +91,8 @@ class FitReport:
             parts.append("The exact model fits: nothing was changed, and nothing is saved.")
         if self.after.moment:
             parts.append(f"The peak is in the {self.after.moment}.")
+        if self.noise:
+            parts.append("Variance ratio: variance added to the whole gradient / its minibatch variance.")
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts)
 
@@ -100,13 +103,13 @@ class FitReport:
             rows.append((label, show_bytes(size), f"{100 * (size / by - 1):+.2f} %" if by else ""))
         if self.measured_peak is not None:
             rows.append(("measured", show_bytes(self.measured_peak), ""))
-        static = [(f"of it {name}", show_bytes(size), "") for name, size in self.static.to_dict().items() if size]
+        static = [(f"of which {name}", show_bytes(size), "") for name, size in self.static.to_dict().items() if size]
         return table(("peak", "bytes", "error"), [*rows, *static])
 
     def _blocks(self) -> str:
         groups: dict[tuple[str, str], list[Any]] = {}
         for block in self.plan.blocks:
-            groups.setdefault((pattern_of(block.name), block.option), []).append(block)
+            groups.setdefault((pattern_of(block.name), block.label), []).append(block)
         rows = []
         for (pattern, option), blocks in groups.items():
             name = blocks[0].name if len(blocks) == 1 else pattern
@@ -121,7 +124,7 @@ class FitReport:
                     "" if self.noise is None else f"{sum(block.noise for block in blocks):.2g}",
                 )
             )
-        return table(("block", "count", "option", "kept", "worst moment", "seconds added", "noise"), rows)
+        return table(("block", "count", "option", "saved", "peak in it", "seconds added", "variance ratio"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.

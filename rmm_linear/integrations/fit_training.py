@@ -120,7 +120,7 @@ class FitCallback(TrainerCallback):
             logger.warning("The model has a plan already: fit leaves it. Call rmm_linear.revert(model) for a new one.")
             self._largest = math.inf
         elif noted["settings"] != as_json(self.settings):
-            logger.warning("The checkpoint was planned with fit=%s: it is planned anew.", noted["settings"])
+            logger.warning("The checkpoint was planned with fit=%s, so it is planned again.", noted["settings"])
             plan.revert()
         else:
             self._plan, self._largest = plan, noted["elements"]
@@ -177,13 +177,13 @@ class FitCallback(TrainerCallback):
         self._plan = plan
         trainer.state.log_history.append({ENTRY: found["entry"], "step": trainer.state.global_step})
         if before:
-            self._warn("A batch of %d elements came after one of %d: planned anew. %s",
+            self._warn("A batch of %d elements came after one of %d: planned again. %s",
                        size, before, found["entry"]["summary"])  # fmt: skip
         elif report is not None:
             # Printed, not logged, as by the Trainer's own callbacks.
             print(report)
             if buckets := self._buckets():
-                print(f"Beside this, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
+                print(f"In addition, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
 
     def _warn(self, message: str, *values: object) -> None:
         if self._trainer.is_world_process_zero():

@@ -124,7 +124,7 @@ def convert_as_saved(
 def _planned_as_saved(model: nn.Module, path: Path, offload_folder: str | os.PathLike[str] | None) -> ConversionReport:
     config = RMMConfig.load(path) if path.is_file() else None
     if config != read_plan(path.parent / PLAN_FILE).config:
-        raise ValueError(f"{path} and {PLAN_FILE} beside it must be of one model. Save the conversion again.")
+        raise ValueError(f"{path} and {PLAN_FILE} next to it must be of one model. Save the conversion again.")
     state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     plan = restore_plan(model, path.parent / PLAN_FILE, offload_folder)
     _load_state(model, path, state)

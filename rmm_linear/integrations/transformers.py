@@ -169,8 +169,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             self._convert(model)
         elif model is not None and self._fitting is None and self.config is None and not is_converted(model):
             logger.warning(
-                "RMMCallback logs the noise of stand-ins, and the model is not converted: it logs what those of the "
-                "default would add. Pass convert=RMMConfig() to convert it, or config=... to choose what is looked at."
+                "RMMCallback logs the variance that compression adds, and the model is not converted: it logs what the "
+                "default would add. Pass convert=RMMConfig() to convert it, or config=... to choose what is measured."
             )
         if self._fitting is None:
             super().on_train_begin(args, state, control, model=model, **kwargs)
@@ -234,8 +234,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
-                "Step %d: the sketches' noise is %.3g times that of the minibatch (median over the layers), more than "
-                "the limit of %g. Store more: a larger ratio or memory, or fewer bits at the same memory.",
+                "Step %d: the variance ratio, sketch to minibatch, is %.3g (median over the layers), more than the "
+                "limit of %g. Store more: a larger ratio or memory, or fewer bits at the same memory.",
                 state.global_step, medians["noise"], self.limit,
             )  # fmt: skip
 
@@ -253,7 +253,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         if late := late_linears(model):
             logger.warning(
                 "The model trains %d linear layers that came after its conversion, as adapters do (%s): "
-                "RMMCallback(convert=...) reverts the model and converts it anew.",
+                "RMMCallback(convert=...) reverts the model and converts it again.",
                 len(late), shown(late),
             )  # fmt: skip
             rmm_linear.revert(model)

@@ -84,7 +84,7 @@ def check_attention_bits(bits: object) -> None:
     if type(bits) is not int or bits not in ATTENTION_WIDTHS:
         raise ValueError(
             f"attention_bits must be 8 or 4, got {bits!r}. Fewer bits bias the gradient: queries and keys pass through "
-            "softmax, and at 2 bits the bias is no longer small beside the noise. Leave attention exact instead."
+            "softmax, and at 2 bits the bias is no longer small compared with the noise. Leave attention exact instead."
         )
 
 

@@ -80,7 +80,7 @@ def _least_chance_per_row(tails: Tensor, rows: int) -> Tensor:
 
 
 NORM_ROWS = Sampler("norm_rows", "rows sampled by their expected share of the gradient", _none)
-WTA = Sampler("wta", "rows with the largest expected shares kept, the rest sampled", _least_chance_per_row)
+WTA = Sampler("wta", "rows with the largest expected shares saved exactly, the rest sampled", _least_chance_per_row)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
     """
     rows = keys.shape[-1]
     if not 1 <= rows < len(p):
-        raise ValueError(f"rows must be at least 1 and less than the {len(p)} tokens, got {rows}. Keep them all.")
+        raise ValueError(f"rows must be at least 1 and less than the {len(p)} tokens, got {rows}. Store them all.")
     order, tails, winners = _ranked(p, rows, kind)
     place, mass = torch.arange(rows, device=p.device), tails[winners]
     chance = (keys >> 10).double() * 2.0**-53 * mass

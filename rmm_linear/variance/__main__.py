@@ -1,10 +1,10 @@
-"""Sketch noise by minibatch noise of a model on your own data: ``python -m rmm_linear.variance MODEL BATCH``.
+"""Measure the gradient variance that sketches add, on your own data: ``python -m rmm_linear.variance MODEL BATCH``.
 
 MODEL is a folder written by save_pretrained, or a model of the hub. BATCH is a text file (one example per line: text,
 tab, label, or two texts and a label) for a sequence classifier, or a .pt file with the keyword arguments of one
 training batch, or a list of such, for any model that returns its loss. The model is trained exactly for a few steps (on
-all but the last batch of a .pt file), and the noise is measured on the next batch. --size, --steps and --max_seq_length
-are of text files.
+all but the last batch of a .pt file), and their variance relative to the
+minibatch's is measured on the next batch. --size, --steps and --max_seq_length apply to text files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m rmm_linear.varian
         source = f"{Path(arguments.model).name}, {arguments.batch.name}"
         print_survey(model, batches, arguments, arguments.plot, source=source)
     except IndexError as error:
-        return fail(f"a number of a token or a label is none of the model's: {error}")
+        return fail(f"a token or label is out of the model's range: {error}")
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         return fail(str(error))
     return 0
@@ -89,7 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
     parser.add_argument(
         "--kinds", nargs="+", default=list(kinds), choices=KINDS, help=_listed("kinds of sketches", kinds)
     )
-    parser.add_argument("--layers", action="store_true", help="print the quietest kind and width of every layer too")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also print the kind and width with the lowest variance ratio for every layer",
+    )
     memory = {"nargs": "+", "type": fraction, "default": list(MEMORIES)}
     parser.add_argument("--memory", **memory, help=_listed("fractions of the input's bytes", MEMORIES))
     help = f"regular expression for the layers' whole names{_DEFAULT}"
@@ -99,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
     parser.add_argument("--steps", type=count(0), default=25, help=f"exact training steps before{_DEFAULT}")
     parser.add_argument("--max_seq_length", type=count(1), default=128, help=f"tokens per text at most{_DEFAULT}")
     parser.add_argument("--learning_rate", type=float, default=1e-4, help=f"of the training steps{_DEFAULT}")
-    help = "gradients of the converted model by which the noise of all parameters is measured; 0 measures none"
+    help = "gradients of the converted model from which the variance ratio of all parameters is estimated; 0 skips it"
     parser.add_argument("--draws", type=count(0), default=2, help=f"{help}{_DEFAULT}")
 
 
@@ -139,7 +143,7 @@ def print_survey(
     if arguments.layers:
         print(f"\n{describe_layers(noises)}")
     if arguments.draws:
-        print(f"\n{title}whole gradient, converted as by default; D2 / D2_SGD by block and operation")
+        print(f"\n{title}whole gradient, converted as by default; variance ratio D2 / D2_SGD by block and operation")
         try:
             print(gradient_noise(model, batches[-1], draws=arguments.draws))
         except ValueError as error:  # one sequence
@@ -148,7 +152,7 @@ def print_survey(
     axes.set_title(f"{source}: median of {len(records)} layers, {describe_batch(records)}")
     with replacing(picture) as file:
         cast(Any, axes.figure).savefig(file, dpi=150)
-    print(f"\n{title}picture of noise against memory: {picture}", flush=True)
+    print(f"\n{title}picture of the variance ratio against memory: {picture}", flush=True)
     return noises
 
 
@@ -157,7 +161,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=usage)
     parser.add_argument("model", metavar="MODEL", help="model folder, or model of the hub")
     parser.add_argument("batch", metavar="BATCH", type=Path, help="text file, or .pt file")
-    file = "where to write the picture of noise against memory (default: %(default)s)"
+    file = "where to write the picture of the variance ratio against memory (default: %(default)s)"
     parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=file)
     parser.add_argument("--size", type=count(1), default=64, help=f"examples per batch of a text file{_DEFAULT}")
     parser.add_argument("--seed", type=int, default=0, help=f"seed of everything{_DEFAULT}")

@@ -1,4 +1,4 @@
-"""Plots of the noise: over training, by layer, against memory, and beside the published bound.
+"""Plot the variance ratio: over training, by layer, against memory, and with the published bound.
 
 Every function plots on the given Axes, or on new ones, and returns them; nothing is shown or saved, and the title is
 the caller's: ``plot_noise_over_training(table).set_title("RoBERTa-base, CoLA, batches of 64")``.
@@ -127,7 +127,7 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
         ValueError: If ``noises`` is empty.
     """
     if not noises:
-        raise ValueError("The plot needs the noise of at least one layer, got none. See noise_at_memory.")
+        raise ValueError("The plot needs the variance ratio of at least one layer, got none. See noise_at_memory.")
     found: dict[str, dict[tuple[float, int], list[float]]] = {}
     for entry in noises:
         if entry.setting != AUTO:  # it equals one of the other points at each memory
@@ -221,7 +221,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-NOISE = "sketch noise / minibatch noise"
+NOISE = "variance ratio, sketch / minibatch"
 FLOOR = 1e-3  # 0 cannot be shown on a logarithmic axis
 _MARKERS = dict(zip(KINDS, "osv^D<>P*", strict=True))
 # Nine hues that stay apart with any of the three colour blindnesses (Tol, "muted"); lightness differs too.
@@ -294,7 +294,7 @@ def noise_axis(ax: Axes) -> Axes:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(axis="y", which="minor", left=False)
-    ax.axhline(1, color="black", linewidth=1, linestyle="--", label="the minibatch's own")
+    ax.axhline(1, color="black", linewidth=1, linestyle="--", label="as much as the minibatch")
     low, high = ax.get_ylim()
     if high < 10 * low:  # at least a decade, for enough ticks and so that small differences look small
         middle = math.sqrt(low * high)

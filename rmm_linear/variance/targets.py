@@ -66,7 +66,7 @@ def required_ratio(
         tensor(0.5000, dtype=torch.float64)
     """
     if not target > 0:
-        raise ValueError(f"target must be positive, got {target}. 1 is as much noise as the minibatch has.")
+        raise ValueError(f"target must be positive, got {target}. 1 is as much variance as the minibatch has.")
 
     def smallest(a: Tensor, b: Tensor, p: Tensor | None = None) -> Tensor:
         limit = target * sgd_variance(a, b, samples=samples)

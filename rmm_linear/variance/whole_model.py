@@ -100,7 +100,7 @@ class GradientNoise:
         rows = [(block, *(f"{columns[one][block]:.4f}" for one in operations)) for block in columns[ALL]]
         rows += [("whole gradient", *(f"{self.whole(one):.4f}" for one in operations))]
         rows += [("median of weights", *(f"{self.median_of_weights(one):.4f}" for one in operations))]
-        return table(("noise by SGD's", *operations), rows)
+        return table(("variance ratio", *operations), rows)
 
 
 def gradient_noise(

@@ -184,7 +184,7 @@ def test_models_that_ask_for_the_name_stay_exact():
     module = object.__new__(GlmMoeDsaAttention)
     torch.nn.Module.__init__(module)
     module.config = transformers.LlamaConfig(attn_implementation="sdpa")
-    assert stays_exact(module) == "its model's code treats attn_implementation='sdpa' in a way of its own"
+    assert stays_exact(module) == "its model's code treats attn_implementation='sdpa' specially"
 
 
 def test_a_name_that_the_user_sets_later_stays():

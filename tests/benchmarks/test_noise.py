@@ -25,7 +25,7 @@ def test_the_glue_command_prints_a_table_and_draws_it(
     assert "cola, seed 0: 16 x " in out
     assert "12 layers, 16-bit input" in out
     assert all(f"{kind}, {bits} bits" in out for kind in ("countsketch", "rows") for bits in (16, 8, 4, 2))
-    assert f"cola, seed 1: picture of noise against memory: {tmp_path / 'noise-cola-1.png'}" in out
+    assert f"cola, seed 1: picture of the variance ratio against memory: {tmp_path / 'noise-cola-1.png'}" in out
     assert (tmp_path / "noise-cola-1.png").read_bytes().startswith(b"\x89PNG")
     pyplot = sys.modules["matplotlib.pyplot"]
     assert pyplot.gca().get_title().startswith(f"{model.name}, cola: median of 12 layers, 16 x ")

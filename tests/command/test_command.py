@@ -119,7 +119,7 @@ def test_explain_takes_a_batch_a_configuration_and_operations(folders, tmp_path,
     [
         (["/nowhere"], "MODEL must be a folder written by save_pretrained"),
         (["{}/vit"], "takes pixel_values. Save a batch"),
-        (["{}/roberta", "--length", "50"], "is none of the model's (index"),
+        (["{}/roberta", "--length", "50"], "is out of the model's range (index"),
         (["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
         (["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
         (["{}/roberta", "--batch", "{}/none.pt"], "No such file or directory"),

@@ -29,7 +29,7 @@ def test_the_report_is_printed_and_the_plan_saved(model, tmp_path, capsys):
     status, out, _ = run(capsys, model, *BATCH, "--memory", "0.8", *RECOMPUTED, "--save", str(path))
     assert status == 0
     assert out.startswith("rmm_linear fit: ")
-    assert "of it optimizer " in out
+    assert "of which optimizer " in out
     plan = load_plan(path)
     assert any(block.choice != "keep" for block in plan.blocks)
     trained = tiny_model("roberta")
@@ -54,7 +54,7 @@ def test_a_batch_of_a_file_and_an_optimizer_without_state(model, tmp_path, capsy
     )
     assert status == 0
     assert "The exact model fits" in out
-    assert "of it optimizer " not in out
+    assert "of which optimizer " not in out
 
 
 def test_time_bounds_alone(model, capsys):

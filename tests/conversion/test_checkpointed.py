@@ -116,7 +116,7 @@ def test_the_input_of_a_block_is_called_so(reentrant):
 
 def test_an_explanation_begins_with_its_line():
     found = explain(checkpointed_llama(), {"input_ids": token_ids()}, min_rows=1)
-    assert str(found).startswith(f"{found.line()}\n\nrmm_linear: kept_before=")
+    assert str(found).startswith(f"{found.line()}\n\nrmm_linear: saved_before=")
     assert "recomputes model.layers.0" in str(found)
 
 

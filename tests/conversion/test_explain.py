@@ -27,12 +27,12 @@ def test_explain_says_what_changes_and_why_not():
     assert found.layers["after"].after == sketch
     assert found.before == 5 * size
     assert found.after == 3 * size + 3 * sketch
-    assert f"kept_before={5 * size}" in str(found)
+    assert f"saved_before={5 * size}" in str(found)
     assert found.to_dict()["layers"]["after"]["reason"] == found.layers["after"].reason
 
 
 def test_bytes_by_operation_and_what_is_left():
-    """Root's Tanh and the exact layer are what no stand-in replaces; the linears' share is that of the layers."""
+    """Root's Tanh and the exact layer stay uncompressed; the linears' share is that of the layers."""
     model, x = Shapes(), torch.randn(100, 16)
     found = explain(model, x, **ROUGH)
     size, sketch = 100 * 16 * 4, 25 * 16 * 4 + 8
@@ -120,7 +120,7 @@ def test_nothing_large_is_left_without_a_reason_that_names_it(name):
     for keeper in large:
         kind, what = keeper.reason.split(": ", 1)
         assert kind in classes
-        assert "there is no stand-in for it" not in what
+        assert "nothing compresses it" not in what
         assert all(len(part.split(", ", 1)[1].split()) > 2 for part in what.split("; "))
     assert len(large) == {"DeBERTa": 1, "ViT": 1, "Whisper": 1}.get(name, 0)
     text = str(found)
@@ -141,7 +141,7 @@ def test_a_batch_on_which_nothing_is_saved_says_so():
     found = explain(model, torch.randn(100, 16))
     assert (found.before, found.after, found.remaining, found.stand_ins) == (0, 0, [], 0)
     assert str(found).splitlines()[:2] == [
-        "rmm_linear: kept_before=0 kept_after=0 share=0.000",
+        "rmm_linear: saved_before=0 saved_after=0 share=0.000",
         "Nothing is saved for the backward pass of this batch: no output of the model needs a gradient.",
     ]
 

@@ -115,7 +115,7 @@ def test_subclasses_are_skipped_with_their_reason():
     types = {name: type(module) for name, module in model.named_modules()}
     report = convert(model, operations="linear")
     assert list(report.converted) == ["plain"]
-    reason = "{} is a class of its own; only nn.Linear itself and Conv1D are converted"
+    reason = "{} is a subclass; only nn.Linear itself and Conv1D are converted"
     assert report.skipped["attention.out_proj"] == reason.format("NonDynamicallyQuantizableLinear")
     assert report.skipped["lazy"] == reason.format("LazyLinear")
     assert report.skipped["bilinear"] == reason.format("Bilinear")
@@ -138,7 +138,7 @@ class QuantLinear(nn.Module):
 def test_a_quantized_layer_without_a_weight_is_skipped_with_its_reason():
     model = nn.Sequential(nn.Linear(4, 4), QuantLinear(), nn.ReLU())
     report = convert(model)
-    assert report.skipped == {"1": "QuantLinear is a class of its own; only nn.Linear itself and Conv1D are converted"}
+    assert report.skipped == {"1": "QuantLinear is a subclass; only nn.Linear itself and Conv1D are converted"}
 
 
 def test_a_layer_that_transformers_split_is_skipped():

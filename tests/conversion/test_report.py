@@ -165,7 +165,7 @@ def test_checkpointing_that_is_turned_on_after_the_conversion_is_in_the_report()
 
 def test_the_report_says_how_the_whole_model_is_measured_or_what_it_saves():
     model = Mlp()
-    assert str(convert(model, dry_run=True)).endswith("measured on a batch: convert(model, example=batch).")
+    assert str(convert(model, dry_run=True)).endswith("saves, pass a batch: convert(model, example=batch).")
     with_example = str(convert(model, example=torch.ones(512, 12)))
     assert "\n\nsaved for backward: " in with_example
     assert "example=batch" not in with_example

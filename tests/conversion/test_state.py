@@ -115,7 +115,7 @@ def test_a_damaged_file_is_an_error_and_changes_nothing(tmp_path, damage):
     damage(tensors_of(tmp_path))
     other = trained("position", steps=3)
     before = {name: tensor.clone() for name, tensor in sketch_tensors(other).items()}
-    with pytest.raises(ValueError, match=r"state\.json: state\.json\.\w+\.safetensors must lie beside it"):
+    with pytest.raises(ValueError, match=r"state\.json: state\.json\.\w+\.safetensors must lie next to it"):
         read_sketch_state(other, tmp_path / "state.json")
     assert equal(before, sketch_tensors(other))
 
@@ -165,7 +165,7 @@ def test_other_estimators_and_other_layers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must be of the model's norm estimators, got 'head:unit'"):
         load_sketch_state(model, sketch_state(model), tensors)
     state = sketch_state(model) | {"groups": [["head", "query"]]}
-    with pytest.raises(ValueError, match="groups of others"):
+    with pytest.raises(ValueError, match="other groups"):
         load_sketch_state(model, state)
 
 
@@ -187,6 +187,6 @@ def test_the_digest_is_of_the_file_that_lies_there(tmp_path):
     save_sketch_state(model, tmp_path / "state.json")
     path = tensors_of(tmp_path)
     save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(ValueError, match="is missing or another one"):
+    with pytest.raises(ValueError, match="is missing or another file"):
         read_sketch_state(model, tmp_path / "state.json")
     assert len(json.loads((tmp_path / "state.json").read_text())["tensors_sha256"]) == 64

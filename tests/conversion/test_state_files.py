@@ -136,7 +136,7 @@ def test_a_configuration_by_itself_converts_and_one_whose_tensors_are_gone_is_re
     save_conversion(model, tmp_path)
     (tensors,) = tmp_path.glob("*.safetensors")
     tensors.unlink()
-    with pytest.raises(ValueError, match=rf"rmm_config\.json: {re.escape(tensors.name)} must lie beside it"):
+    with pytest.raises(ValueError, match=rf"rmm_config\.json: {re.escape(tensors.name)} must lie next to it"):
         convert_as_saved(Mlp(), tmp_path)
 
 

@@ -192,7 +192,7 @@ def check_chains(names, out, place):
     assert "| memory " in out
     assert (place / "plan.png").stat().st_size > 1000
     chain = names["chain_plan"]
-    assert f"keeps {len(chain.kept)} of 41 outputs" in out
+    assert f"saves {len(chain.kept)} of 41 outputs" in out
     assert names["measured"].bytes < 1.2 * chain.peak < 0.5 * sum(names["sizes"])
 
 

@@ -85,7 +85,7 @@ def test_converted_blocks_are_planned_by_noise_and_their_noise_is_logged(tmp_pat
     report = callback.fit_report
     assert report.plan.config is not None
     assert report.noise is not None
-    assert not any("Noise is not measured" in note for note in report.notes)
+    assert not any("The variance ratio is not measured" in note for note in report.notes)
     assert any("rmm/noise" in entry for entry in recorder.logs)
 
 
@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_the_models_own_is_a_function_as_example(tmp_path):
         label_smoothing_factor=0.1,
     )
     trainer.train()
-    assert any("Noise is not measured" in note for note in callback.fit_report.notes)
+    assert any("The variance ratio is not measured" in note for note in callback.fit_report.notes)
     assert callback.fit_report.fits
 
 
@@ -134,8 +134,8 @@ def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, ca
         trained.append(weights(trainer))
     assert same(*trained)
     assert elements(trainer) == [32, 80]
-    (said,) = [message for message in caplog.messages if "planned anew" in message]
-    assert said.startswith("A batch of 80 elements came after one of 32: planned anew. rmm_linear fit: ")
+    (said,) = [message for message in caplog.messages if "planned again" in message]
+    assert said.startswith("A batch of 80 elements came after one of 32: planned again. rmm_linear fit: ")
     assert trainer.model.rmm_plan is callback.fit_report.plan
 
 
@@ -231,7 +231,7 @@ def test_processes_train_by_one_plan_of_the_largest_batch(ranks):
     assert first["elements"] == [4 * 12, 4 * 20]
     assert first["weights"] == second["weights"]
     assert (first["has_report"], second["has_report"]) == (True, False)
-    assert printed.count("A batch of 80 elements came after one of 48: planned anew") == 1
+    assert printed.count("A batch of 80 elements came after one of 48: planned again") == 1
 
 
 def test_all_processes_end_where_nothing_fits(ranks):

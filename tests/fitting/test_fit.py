@@ -237,7 +237,7 @@ def test_noise_is_that_of_the_gradient():
 def test_options_that_are_too_noisy_are_left_out_by_name():
     report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12)
     assert all(block.choice != "convert" or not block.noise for block in report.plan.blocks)
-    assert any('"convert tenth" is left out where' in note and "layer.0" in note for note in report.notes)
+    assert any('"compress, 10 %" is left out where' in note and "layer.0" in note for note in report.notes)
 
 
 def test_the_report_can_be_read_saved_and_plotted(tmp_path):
@@ -278,7 +278,7 @@ def test_a_model_on_the_meta_device_is_planned_without_values():
     assert report.measured_peak is None
     assert report.noise is None
     assert report.fits
-    assert any("Noise is not measured" in note for note in report.notes)
+    assert any("The variance ratio is not measured" in note for note in report.notes)
     assert all(block.setting != "narrow" for block in report.plan.blocks)
     exact = fit(encoder(), batch_of(), memory="1GB")
     # Fake tensors keep the mask of scores that the real model drops, as it masks nothing.

@@ -187,7 +187,7 @@ def test_the_noise_of_one_sequence_is_not_known_and_not_infinite():
     """For the bytes of larger batches it is repeated; copies of a sequence have no variance."""
     model, example = llama()
     found = rmm_linear.max_batch(model, {name: tensor[:1] for name, tensor in example.items()}, "250KB")
-    assert any(note.startswith("Noise is not measured") for note in found.notes)
+    assert any(note.startswith("The variance ratio is not measured") for note in found.notes)
     assert not any("exceeds max_noise" in note for note in found.notes)
 
 

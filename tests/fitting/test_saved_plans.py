@@ -111,7 +111,7 @@ def test_files_of_two_models_are_refused(tmp_path, recomputing):
     save_conversion(model, tmp_path)
     (tmp_path / "rmm_plan.json").write_text(json.dumps(recomputing))
     fresh = tiny_model("roberta")
-    with pytest.raises(ValueError, match=r"rmm_config\.json and rmm_plan\.json beside it must be of one model"):
+    with pytest.raises(ValueError, match=r"rmm_config\.json and rmm_plan\.json next to it must be of one model"):
         convert_as_saved(fresh, tmp_path)
     assert "rmm_plan" not in vars(fresh)
 
@@ -161,7 +161,7 @@ def test_another_budget_plans_a_resumed_run_anew(tmp_path, caplog):
     whole.train()
     resumed, callback, _ = fitting(tmp_path, {**RECOMPUTED, "memory": 1.0}, **SAVING)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert any("it is planned anew" in message for message in caplog.messages)
+    assert any("it is planned again" in message for message in caplog.messages)
     assert resumed.model.rmm_plan is callback.fit_report.plan
     assert callback.fit_report.is_exact
 

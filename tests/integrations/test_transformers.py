@@ -198,7 +198,7 @@ def test_the_warning_comes_once_and_not_again_after_resuming(tmp_path, caplog):
         assert min(medians) > 1e-6
         _, found = run(1e-6)
         assert len(found) == 1
-        assert found[0].startswith(f"Step 2: the sketches' noise is {medians[0]:.3g} times that of the minibatch")
+        assert found[0].startswith(f"Step 2: the variance ratio, sketch to minibatch, is {medians[0]:.3g} (median")
         assert "more than the limit of 1e-06" in found[0]
         assert run(1e-6, str(tmp_path / "checkpoint-2"))[1] == []
 

@@ -56,10 +56,10 @@ def test_the_command_measures_saved_batches(
     torch.save([batch, batch], tmp_path / "batches.pt")
     argv = [str(tmp_path / "model"), str(tmp_path / "batches.pt"), "--memory", "0.5"]
     assert command([*argv, "--kinds", *KINDS, "--modules", ".*mlp.c_fc", "--layers"]) == 0
-    out, layers = capsys.readouterr().out.split("quietest of a layer")
+    out, layers = capsys.readouterr().out.split("lowest variance ratio")
     assert re.findall(r"transformer\.h\.(\d)\.mlp\.c_fc .*\w+, \d+ bits: \d+\.\d{3}", layers) == ["0", "1"]
     assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
-    assert layers.endswith("\npicture of noise against memory: noise.png\n")
+    assert layers.endswith("\npicture of the variance ratio against memory: noise.png\n")
     sys.modules["matplotlib.pyplot"].close("all")
     assert "8 x 16 tokens, 0 % padding, 2 layers" in out
     assert all(f"{kind}, 4 bits" in out for kind in KINDS)
@@ -96,8 +96,11 @@ def test_the_head_has_the_classes_of_the_model_or_the_file_whichever_are_more(mo
     ("content", "message"),
     [
         (b"", "ends before its first batch. Save one with torch.save"),
-        ({"input_ids": torch.full((4, 8), 10**6), "labels": torch.zeros(4, dtype=torch.int64)}, "none of the model's"),
-        ({"input_ids": token_ids(4, 8), "labels": torch.full((4,), 7)}, "none of the model's: Target 7 is out of"),
+        (
+            {"input_ids": torch.full((4, 8), 10**6), "labels": torch.zeros(4, dtype=torch.int64)},
+            "out of the model's range",
+        ),
+        ({"input_ids": token_ids(4, 8), "labels": torch.full((4,), 7)}, "out of the model's range: Target 7 is out of"),
     ],
     ids=["empty", "token", "label"],
 )

@@ -54,7 +54,7 @@ def test_noise_over_training_shows_the_median_layer():
     ax = plot_noise_over_training(probe_table())
     np.testing.assert_allclose(curve(ax, "median layer").get_xydata(), [[0, 0.4], [50, 0.8]])
     assert ax.get_yscale() == "log"
-    assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
+    assert curve(ax, "as much as the minibatch").get_ydata()[0] == 1
 
 
 def test_noise_that_hardly_changes_is_drawn_on_a_decade():
@@ -168,10 +168,10 @@ def test_noise_against_memory_has_every_kind_and_width_at_its_place(pictures):
         labels = [tick.get_text().strip() for tick in ax.get_xticklabels(minor=minor)]
         assert dict(zip(ax.get_xticks(minor=minor), labels, strict=True)) == expected
     assert ax.get_ylim()[0] < none < 1 < ax.get_ylim()[1]
-    assert curve(ax, "the minibatch's own").get_ydata()[0] == 1
+    assert curve(ax, "as much as the minibatch").get_ydata()[0] == 1
     own = plot_noise_against_memory(noises)
     assert own.figure is not given.figure
-    with pytest.raises(ValueError, match="needs the noise of at least one layer, got none"):
+    with pytest.raises(ValueError, match="needs the variance ratio of at least one layer"):
         plot_noise_against_memory([])
 
 

@@ -1,4 +1,4 @@
-"""What every block of a model costs in a training step: memory, operations, time."""
+"""Measure the memory, operations and time that every block of a model costs in a training step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class BlockCost:
 
     Attributes:
         name: The block.
-        kept: Bytes that live after its forward pass and did not before.
-        worst: Bytes at the worst moment of its own forward, recomputation or backward pass, without what the blocks
-            before it keep.
+        kept: Bytes that remain after its forward pass and were not there before.
+        worst: Peak in bytes of its own forward, recomputation or backward pass, without what the blocks before it save.
         storages: Bytes of the storages that it is the first to save, largest first.
         flops: Operations of its forward pass.
         seconds: Time of its forward pass; like blocks have the same. 0 for a model on the meta device.
@@ -50,7 +49,7 @@ class BlockCost:
 
     @property
     def transient(self) -> int:
-        """Bytes that its worst moment adds to what it keeps."""
+        """Bytes that its peak adds to what it saves."""
         return max(0, self.worst - self.kept)
 
 
@@ -71,7 +70,7 @@ class Costs:
     workspace: Workspace | None = None
 
     def __str__(self) -> str:
-        header = ("block", "kept", "saved", "transient", "GFLOP", "seconds", "random", "in place")
+        header = ("block", "remains", "saved first", "transient", "GFLOP", "seconds", "random", "in place")
         rows = [
             (
                 block.name,

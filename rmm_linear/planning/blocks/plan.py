@@ -23,6 +23,15 @@ from rmm_linear.planning.step.workspace import Workspace
 KEEP, RECOMPUTE, SELECTIVE, NESTED = "keep", "recompute", "selective", "nested"
 CONVERT, OFFLOAD = "convert", "offload"
 CHOICES = (KEEP, RECOMPUTE, SELECTIVE, NESTED, CONVERT, OFFLOAD)
+# How a report names what fit chooses; files, csv and arguments have the short names.
+_LABELS = {
+    CONVERT: "compress",
+    f"{CONVERT} linears": "compress linears only",
+    f"{CONVERT} others": "compress all but linears",
+    f"{CONVERT} wide": "compress, 8 bits",
+    f"{CONVERT} tenth": "compress, 10 %",
+    f"{CONVERT} narrow": "compress, 5 %",
+}
 APPLIED = "rmm_applied"  # attribute of a model with a plan: the handle by which rmm_linear.revert undoes it
 
 
@@ -33,14 +42,14 @@ class PlannedBlock:
     Attributes:
         name: The block.
         choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested":
-            recomputed, and its parts again one by one; "convert": it saves random stand-ins; "offload": what it saves
-            waits in host memory, or in files.
-        kept: Bytes that live after its forward pass, by the model that the plan was solved with.
-        worst: Bytes at its worst moment, without what blocks before it keep.
+            recomputed, and its parts again one by one; "convert": it saves compressed activations; "offload": what it
+            saves waits in host memory, or in files.
+        kept: Bytes that it saves for the backward pass, by the model that the plan was solved with.
+        worst: Peak in bytes while in the block, without what the blocks before it save.
         seconds: Time that is added to a step.
         inner: The parts of a nested block.
         setting: Name of a converted block's setting.
-        noise: Variance that its stand-ins add to the gradient of its parameters, by the whole gradient's D²_SGD.
+        noise: Variance that compression adds to the gradient of its parameters, divided by the whole gradient's D²_SGD.
     """
 
     name: str
@@ -56,6 +65,16 @@ class PlannedBlock:
     def option(self) -> str:
         """The choice, and the setting of a converted block."""
         return f"{self.choice} {self.setting}".rstrip()
+
+    @property
+    def label(self) -> str:
+        """The option as reports name it."""
+        return label_of(self.option)
+
+
+def label_of(option: str) -> str:
+    """Return the words for an option or a choice in a report."""
+    return _LABELS.get(option, option)
 
 
 @dataclass(frozen=True)
@@ -90,9 +109,9 @@ class BlockPlan(Plan):
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __str__(self) -> str:
-        header = ("block", "choice", "kept", "worst moment", "seconds")
+        header = ("block", "choice", "saved", "peak in the block", "seconds")
         rows = [
-            (block.name, block.option, show_bytes(block.kept), show_bytes(block.worst), f"{block.seconds:.2g}")
+            (block.name, block.label, show_bytes(block.kept), show_bytes(block.worst), f"{block.seconds:.2g}")
             for block in self.blocks
         ]
         return f"{self.summary()}\n{table(header, rows)}"
@@ -100,7 +119,7 @@ class BlockPlan(Plan):
     def summary(self) -> str:
         """Return the plan in one line."""
         counts = Counter(block.choice for block in self.blocks)
-        chosen = " ".join(f"{choice}={counts[choice]}" for choice in CHOICES if counts[choice])
+        chosen = " ".join(f"{label_of(choice)}={counts[choice]}" for choice in CHOICES if counts[choice])
         operations = "" if self.flops is None else f"operations × {self.flops:.3f}, "
         return (
             f"rmm_linear plan: {chosen} peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, "

@@ -121,7 +121,7 @@ def _checked(cost: Callable[[Option], float]) -> Callable[[Option], float]:
     def price(option: Option) -> float:
         found = float(cost(option))
         if not math.isfinite(found):
-            raise ValueError(f"cost must be finite, got {found} for {option.name!r}. Leave out what is not to be.")
+            raise ValueError(f"cost must be finite, got {found} for {option.name!r}. Leave the option out.")
         return found
 
     return price

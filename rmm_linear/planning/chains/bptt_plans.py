@@ -332,7 +332,7 @@ def plot_plan(actions: Iterable[Action], steps: int, title: str, ax: Axes | None
     for points, label, style in (
         (runs, "steps that run", {"color": "0.45", "linewidth": 0.8}),
         (stored, "state stored", {"linestyle": "", "marker": "o", "markersize": size, "color": "black"}),
-        (kept, "step recorded, its graph kept", {**marks, "marker": "s"}),
+        (kept, "step recorded, its graph saved", {**marks, "marker": "s"}),
         (recorded, "step recorded, its backward pass next", {**marks, "marker": "s", "markerfacecolor": "none"}),
     ):
         if points:

@@ -112,8 +112,8 @@ def _unwritten(segment: Sequence[nn.Module], replayed: Replayed) -> Iterator[Non
     except RuntimeError:
         names = ", ".join(type(module).__name__ for module in segment)
         raise ValueError(
-            f"Modules between two kept outputs must leave their input as it was, got {names}, which changed it in "
-            "place: they run on it once more. Use inplace=False, or plans that keep the changed output too."
+            f"Modules between two saved outputs must leave their input as it was, got {names}, which changed it in "
+            "place: they run on it once more. Use inplace=False, or plans that save the changed output too."
         ) from None
 
 

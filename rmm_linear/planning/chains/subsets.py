@@ -58,7 +58,7 @@ class ChainPlan(SavedSettings):
         if len(shown) > 12:
             shown = [*shown[:6], "…", *shown[-5:]]
         count, of = len(self.kept), self.kept[-1] + 1
-        return f"peak of {self.peak:,} bytes, keeps {count} of {of} outputs: {', '.join(shown)}"
+        return f"peak of {self.peak:,} bytes, saves {count} of {of} outputs: {', '.join(shown)}"
 
 
 def minimum_peak(sizes: Iterable[int]) -> ChainPlan:
@@ -80,7 +80,7 @@ def minimum_peak(sizes: Iterable[int]) -> ChainPlan:
 
     Example:
         >>> print(minimum_peak([1] * 16))
-        peak of 7 bytes, keeps 6 of 16 outputs: 0, 5, 9, 12, 14, 15
+        peak of 7 bytes, saves 6 of 16 outputs: 0, 5, 9, 12, 14, 15
 
     The objective is that of Hong et al. 2025; how it is solved is this module's own.
     """

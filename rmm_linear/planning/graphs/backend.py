@@ -69,7 +69,7 @@ class Backend:
         if found and not self.breaks:
             self.breaks = found
             _logger.warning(
-                "The model is no single graph, so its graphs share no budget and memory=%r is not kept: %s. Instead, "
+                "The model is no single graph, so its graphs share no budget and memory=%r is not met: %s. Instead, "
                 "every block of the module tree is recomputed. planning.plan_blocks(model, example, memory) plans the "
                 "whole model and needs no graph.",
                 self.memory,

@@ -180,7 +180,7 @@ class GradientProbe(ProbeResults):
         except Exception as error:  # whatever it is, training goes on
             if not self._warned_whole:
                 self._warned_whole = True
-                logger.warning("Step %d: the noise of the whole gradient is not measured: %s", step, error)
+                logger.warning("Step %d: the variance ratio of the whole gradient is not measured: %s", step, error)
 
     def _watch(self, args: Any, kwargs: Any) -> None:
         for name, module in self._modules.items():

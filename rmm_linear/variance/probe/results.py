@@ -196,7 +196,13 @@ class ProbeResults:
         if len(groups) != 1:
             for samples in sorted({row.samples for row in self.rows}) or [SEQUENCES]:
                 groups["all", samples] = [row for row in self.rows if row.samples == samples]
-        header = ("module", "looks", "samples", "noise, median (quartiles)", "alpha, median (quartiles)")
+        header = (
+            "module",
+            "measurements",
+            "minibatch of",
+            "variance ratio, median (quartiles)",
+            "alpha, median (quartiles)",
+        )
         lines = [
             (name, str(len(rows)), samples, _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
             for (name, samples), rows in groups.items()
@@ -204,7 +210,7 @@ class ProbeResults:
         text = table(header, lines)
         if self.whole:
             step, noise = list(self.whole.items())[-1]
-            text += f"\n\nwhole gradient at step {step}, D2 / D2_SGD by block and operation\n{noise}"
+            text += f"\n\nwhole gradient at step {step}, variance ratio D2 / D2_SGD by block and operation\n{noise}"
         return text
 
 

@@ -69,7 +69,7 @@ def describe_layers(noises: Sequence[MemoryNoise], kinds: Sequence[str] = KINDS)
     """
     best = {(e.layer, e.memory): e for e in quietest([entry for entry in noises if entry.setting in kinds])}
     layers, memories = dict.fromkeys(layer for layer, _ in best), dict.fromkeys(memory for _, memory in best)
-    header = ("quietest of a layer", *(f"{100 * memory:g} %" for memory in memories))
+    header = ("lowest variance ratio", *(f"{100 * memory:g} %" for memory in memories))
 
     def cell(entry: MemoryNoise) -> str:
         return f"{entry.setting}, {entry.bits} bits: {entry.noise:.3f}"

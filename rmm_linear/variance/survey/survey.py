@@ -78,7 +78,7 @@ def train_and_record(
     """
     batches = list(batches)
     if not batches:
-        raise ValueError("The noise is measured on a batch, got none. Give at least one.")
+        raise ValueError("The variance ratio is measured on a batch, got none. Give at least one.")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     choices: Choices = {}
     records: list[LayerRecord] = []
@@ -203,9 +203,9 @@ def describe(records: Sequence[LayerRecord], noises: Sequence[MemoryNoise], item
     alpha = median(float(correlation(record.x, record.grad_output)) for record in records)
     head = (
         f"{describe_batch(records)}, {len(records)} layers, {8 * itemsize}-bit input, "
-        f"median alpha {alpha:.2g}; median over layers of D2_sketch / D2_SGD"
+        f"median alpha {alpha:.2g}; median over layers of the variance ratio D2_sketch / D2_SGD"
     )
     found = medians(noises)
     memories = list(next(iter(found.values())))
-    header = ("kept", *(f"{100 * memory:g} %" for memory in memories))
+    header = ("saved", *(f"{100 * memory:g} %" for memory in memories))
     return f"{head}\n{table(header, [(title, *(f'{row[m]:.3f}' for m in memories)) for title, row in found.items()])}"

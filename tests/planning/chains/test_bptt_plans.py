@@ -120,7 +120,7 @@ def test_the_picture_shows_every_step_that_is_recorded_and_every_state_that_is_s
     recorded = [x for name, line in lines.items() if name.startswith("step recorded") for x in line.get_xdata()]
     assert sorted(math.floor(x) for x in recorded) == list(range(40))
     assert len(lines["state stored"].get_xdata()) == kinds.count("store") > 0
-    assert len(lines["step recorded, its graph kept"].get_xdata()) > 0
+    assert len(lines["step recorded, its graph saved"].get_xdata()) > 0
 
 
 @pytest.mark.parametrize(

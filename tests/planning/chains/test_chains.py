@@ -74,7 +74,7 @@ def test_a_plan_is_data(tmp_path):
     plan = minimum_peak(range(50))
     plan.save(tmp_path / "plan.json")
     assert ChainPlan.load(tmp_path / "plan.json") == plan
-    assert str(plan).startswith(f"peak of {plan.peak:,} bytes, keeps {len(plan.kept)} of 50 outputs: 0, ")
+    assert str(plan).startswith(f"peak of {plan.peak:,} bytes, saves {len(plan.kept)} of 50 outputs: 0, ")
 
 
 @pytest.mark.parametrize(

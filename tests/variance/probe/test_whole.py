@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_used_is_reported_once_and_training_goes_on(call,
         model(**batch)["loss"].backward()
     assert list(probe.whole) == [3]
     (record,) = caplog.records
-    assert record.getMessage().startswith("Step 1: the noise of the whole gradient is not measured: ")
+    assert record.getMessage().startswith("Step 1: the variance ratio of the whole gradient is not measured: ")
     assert reason in record.getMessage()
 
 
@@ -210,7 +210,9 @@ def test_rows_csv_and_summary_have_the_results(tmp_path):
     assert tuple(frame.columns) == WHOLE_COLUMNS
     pd.testing.assert_frame_equal(frame, pd.DataFrame(rows), check_exact=True)
     assert [WholeRow(**row) for row in frame.to_dict("records")] == rows
-    assert probe.summary().endswith(f"whole gradient at step 4, D2 / D2_SGD by block and operation\n{probe.whole[4]}")
+    assert probe.summary().endswith(
+        f"whole gradient at step 4, variance ratio D2 / D2_SGD by block and operation\n{probe.whole[4]}"
+    )
 
 
 @pytest.mark.parametrize("name", ["whole_every", "draws"])
