@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chains, compiled, fit, gpu, graphs, pages, roofline
+from benchmarks import chains, compiled, fit, gpu, graphs
 from benchmarks.fit_models import MODELS
 from benchmarks.fit_paper import LARGE
 from benchmarks.fit_paper_models import PLACES
 from benchmarks.frontier import command as frontier
+from benchmarks.pages import fill
+from benchmarks.pages import gpu as bounds
 from benchmarks.plots import plot_all
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, show
 from benchmarks.runner import run_suite
 from benchmarks.suites import SUITES
-from benchmarks.tables import measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for rows in run_suite(path, cases, commit=arguments.commit, seed=arguments.seed):
             count += len(rows)
             failed = failed or any(row.status != "ok" for row in rows)
-            print(measured(rows), flush=True)
+            print(show(rows), flush=True)
         print(f"{suite}: {count} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
     return 1 if failed else 0
 
@@ -136,7 +137,7 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    if pages.update(check=arguments.check):
+    if fill.update(check=arguments.check):
         return 0
     print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
     return 1
@@ -148,7 +149,9 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _roofline(arguments: argparse.Namespace) -> int:
-    print(roofline.tables())
+    for name, make in bounds.TABLES.items():
+        if name.startswith("roofline"):
+            print(make(RESULTS), end="\n\n")
     return 0
 
 
@@ -156,7 +159,7 @@ def _chains(arguments: argparse.Namespace) -> int:
     for text in chains.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
         print(text, end="\n\n", flush=True)
     if arguments.out == RESULTS:
-        pages.update()
+        fill.update()
     return 0
 
 
@@ -164,7 +167,7 @@ def _graphs(arguments: argparse.Namespace) -> int:
     for text in graphs.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
         print(text, end="\n\n", flush=True)
     if arguments.out == RESULTS:
-        pages.update()
+        fill.update()
     return 0
 
 
@@ -173,7 +176,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     for text in fit.run(arguments.out, arguments.parts, arguments.models, arguments.device, **options):
         print(text, end="\n\n", flush=True)
     if arguments.out == RESULTS:
-        pages.update()
+        fill.update()
     return 0
 
 
@@ -181,7 +184,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
     for text in frontier.run(arguments):
         print(text, flush=True)
     if arguments.out == RESULTS:
-        pages.update()
+        fill.update()
     return 0
 
 

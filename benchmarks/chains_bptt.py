@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.records import Origin, read_rows, write_rows
-from rmm_linear._support.tables import table
+from benchmarks.records import Origin, show, write_rows
 from rmm_linear.memory import peak
 from rmm_linear.planning import bptt, step_bytes
 from rmm_linear.planning.chains.cells import adapted
@@ -115,39 +114,7 @@ def run(out: Path, about: dict[str, Any], tiny: bool) -> str:
     ):
         rows += runs(name, make, (steps, batch, hidden), about)
     write_rows(out / CSV, rows)
-    return _table(rows)
-
-
-def page(results: Path) -> str:
-    """Return the table of the results in a folder, below where they come from.
-
-    Args:
-        results: Folder of the csv file.
-
-    Returns:
-        The text.
-    """
-    path = results / CSV
-    rows = read_rows(path, Run) if path.is_file() else []
-    if not rows:
-        return "Nothing is measured yet: run `python -m benchmarks chains`."
-    about = rows[0]
-    shape = f"{about.steps:,} steps of {about.batch} sequences, {about.hidden} wide"
-    return f"{shape}, PyTorch {about.torch}, commit `{about.commit[:12]}`:\n\n{_table(rows)}"
-
-
-def _table(rows: Sequence[Run]) -> str:
-    header = ("cell", "policy", "asked for", "steps: plan", "counted", "time", "recurrent", "of plain", "gradients")
-    return table(
-        header,
-        [
-            (
-                *(row.cell, row.policy, row.budget, f"{row.planned_steps:,}", f"{row.counted_steps:,}"),
-                *(f"{row.time_ratio:.3f}", f"{row.recurrent_bytes:,}", f"{100 * row.share:.1f} %", row.gradients),
-            )
-            for row in rows
-        ],
-    )
+    return show(rows)
 
 
 def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], about: dict[str, Any]) -> list[Run]:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import rmm_kernels_moved
 
-from benchmarks.records import ROOT, Origin, origin, read_rows, write_rows
-from rmm_linear._support.tables import table
+from benchmarks.records import ROOT, Origin, origin, write_rows
 
 NAME = "kernels-compiled.csv"
 NOT_RUN = "compiled, not run"
@@ -100,38 +99,6 @@ def split(name: str) -> tuple[str, str]:
     """
     kernel, _, variant = name.partition(" ")
     return kernel, variant.replace("*", "")
-
-
-def tables(results: Path) -> str:
-    """Return the table of a folder's csv file: variants down, targets across."""
-    path = results / NAME
-    if not path.is_file():
-        return "Nothing is compiled yet: run `python -m benchmarks compile`."
-    rows = read_rows(path, CompiledRow)
-    targets = list(dict.fromkeys(row.target for row in rows))
-    cells = {(row.kernel, row.variant, row.target): row for row in rows}
-    header = ("kernel", "variant", "bytes per element", *targets)
-    lines = []
-    for kernel, variant in dict.fromkeys((row.kernel, row.variant) for row in rows):
-        found = [cells.get((kernel, variant, target)) for target in targets]
-        first = next(row for row in found if row is not None)
-        lines.append((kernel, variant, f"{first.moved} = {first.moved_per_element:.3f}", *map(_cell, found)))
-    first = rows[0]
-    return (
-        f"{len(lines)} variants, {first.device}: Triton {first.triton}, PyTorch {first.torch}, "
-        f"commit `{first.commit[:12]}`, {first.date[:10]}, by\n`python -m benchmarks compile`:\n\n"
-        f"{table(header, lines)}"
-    )
-
-
-def _cell(row: CompiledRow | None) -> str:
-    """Registers and shared memory, as "40 r, 8 K"; on AMD with accumulators and scalars; spills where there are any."""
-    if row is None:
-        return ""
-    parts = [f"{row.registers}" if row.scalars is None else f"{row.registers} + {row.accumulators}, {row.scalars} s"]
-    parts += [f"{row.shared / 1024:.3g} K"] if row.shared else []
-    parts += [f"spills {count}" for count in (row.spilled_bytes, row.spilled_registers) if count]
-    return "; ".join(parts)
 
 
 def summary(rows: Sequence[CompiledRow]) -> str:

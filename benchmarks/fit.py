@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fit_frontier, fit_neighbours, fit_page, fit_paper, fit_paper_page, fit_plots, fit_solvers
+from benchmarks import fit_frontier, fit_neighbours, fit_paper, fit_plots, fit_solvers
 from benchmarks.fit_models import MODELS, SEED
 from benchmarks.fit_paper import LARGE, Paper
 from benchmarks.fit_paper_models import PLACES
 from benchmarks.fit_rows import Fitted, Neighbour, Solved
-from benchmarks.records import origin, read_rows, write_rows
+from benchmarks.records import origin, read_rows, show, write_rows
 
 PARTS = ("frontier", "neighbours", "solvers", "paper")
 _BESIDE_NEIGHBOURS = ("roberta", "llama")
@@ -68,7 +68,7 @@ def _frontier(run: _Run) -> Iterator[str]:
         rows = _in_order([row for row in rows if row.model != title] + found)
         write_rows(path, rows)
         fit_plots.plot_frontier(rows).savefig(run.out / "fit-frontier.png", dpi=150)
-        yield f"{fit_page.plans(found)}\n\n{fit_page.single_methods(found)}"
+        yield show(found)
 
 
 def _neighbours(run: _Run) -> Iterator[str]:
@@ -79,14 +79,14 @@ def _neighbours(run: _Run) -> Iterator[str]:
         found = fit_neighbours.neighbours(title, make(run.tiny), run.about, tiny=run.tiny)
         rows = _in_order([row for row in rows if row.model != title] + found)
         write_rows(path, rows)
-        yield fit_page.neighbours(found)
+        yield show(found)
 
 
 def _solvers(run: _Run) -> Iterator[str]:
     sizes = fit_solvers.SIZES[:1] if run.tiny else fit_solvers.SIZES
     rows = [Solved(**row, seed=SEED, **run.about) for row in fit_solvers.compare(SEED, sizes)]
     write_rows(run.out / "fit-solvers.csv", rows)
-    yield fit_page.solvers(rows)
+    yield show(rows)
 
 
 def _paper(run: _Run) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _paper(run: _Run) -> Iterator[str]:
             found = [Paper(**row, **run.about) for row in fit_paper.place(model, device)]
             rows = fit_paper.in_order([row for row in rows if (row.model, row.place) != (model, device)] + found)
             write_rows(path, rows)
-            yield fit_paper_page.section(found)
+            yield show(found)
 
 
 def _in_order(rows: Sequence[Any]) -> list[Any]:

@@ -28,10 +28,9 @@ from benchmarks.case import Case
 from benchmarks.largest import Largest, has_failed, largest_table, run_largest
 from benchmarks.parity import run_parity
 from benchmarks.processes import call
-from benchmarks.records import RATIO, Parity, Row, read_rows
+from benchmarks.records import RATIO, Parity, Row, read_rows, show
 from benchmarks.runner import has_memory, run_suite
 from benchmarks.suites import SUITES
-from benchmarks.tables import measured
 from rmm_linear._support.files import write_text
 
 SECONDS = 500.0  # and what the last processes need to end: under nine minutes
@@ -139,7 +138,7 @@ def _summary(out: Path, device: str, failures: Sequence[str]) -> str:
             rows += read_rows(path, Row)
     lines = [f"parity: {parity.count('ok')} of {len(parity)} within their limits"] if parity else []
     shown = [r for r in rows if r.ratio == RATIO and (r.suite != "kernels" or device == "cpu" or _MAIN in r.case)]
-    lines += [measured([row for row in shown if row.median is not None])] if shown else []
+    lines += [show([row for row in shown if row.median is not None])] if shown else []
     lines += [largest_table(batches)] if batches else []
     last = [*rows, *batches][-1] if rows or batches else None
     lines += [

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.graph_networks import PUBLISHED, large, small
+from benchmarks.graph_networks import large, small
 from benchmarks.plots import figure_of
-from benchmarks.records import Origin, origin, write_rows
-from rmm_linear._support.tables import table
+from benchmarks.records import Origin, origin, show, write_rows
 from rmm_linear.memory import peak
 from rmm_linear.planning import GraphPlan, order, plan_graph, plot_memory, simulate, workspace
 from rmm_linear.planning.graphs.capture import capture
@@ -26,7 +25,7 @@ from rmm_linear.planning.graphs.pieces import graph_step
 from rmm_linear.planning.step.step import run_step
 from rmm_linear.planning.step.workspace import Workspace, allocator_peak
 
-_METHODS = ("cuts", "chen", "kusumoto")
+METHODS = ("cuts", "chen", "kusumoto")
 _PICTURED = "U-Net"
 SEED = 0
 
@@ -115,7 +114,7 @@ def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) 
         allocated=allocated,
         **about,
     )
-    for method in _METHODS:
+    for method in METHODS:
         plan, seconds = _plan(model, batch, method, beyond)
         other = copy.deepcopy(model)
         found, live, allocated = _step(other, plan, batch)
@@ -146,9 +145,9 @@ def paper(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path)
     """
     del out
     model, batch = make()
-    for method in _METHODS:
+    for method in METHODS:
         plan, seconds = _plan(model, batch, method)
-        if method == _METHODS[0]:
+        if method == METHODS[0]:
             yield Planned(part="paper", network=title, method="plain", predicted=plan.plain, **about)
         yield _row("paper", title, method, plan, about, seconds=seconds)
 
@@ -180,38 +179,6 @@ def reorder(title: str, make: Callable[[], Any], about: dict[str, Any], out: Pat
 
 
 PARTS = {"real": real, "paper": paper, "order": reorder}
-
-
-def show(rows: Sequence[Planned]) -> str:
-    """Return a table of one network.
-
-    Args:
-        rows: The plain one first.
-
-    Returns:
-        The table, and the published figures where there are any.
-    """
-    plain = rows[0]
-    header = ("method", "found by", "recomputed", "predicted", "of plain", "live", "allocated", "with workspace")
-    lines = [
-        (
-            row.method,
-            row.found,
-            str(row.recomputed or ""),
-            f"{row.predicted / 1e6:,.1f} MB",
-            f"{row.predicted / plain.predicted - 1:+.1%}",
-            *(f"{size / 1e6:,.1f}" if size else "" for size in (row.live, row.allocated, row.with_workspace)),
-            row.is_equal,
-            f"{row.flops:.3f}",
-            f"{row.seconds:.1f}",
-        )
-        for row in rows
-    ]
-    text = f"{plain.network}\n{table((*header, 'gradients', 'operations', 'planned in, s'), lines)}"
-    if plain.part == "paper":
-        program, chen, before = PUBLISHED[plain.network]
-        text += f"\npublished: dynamic program {program / before - 1:+.0%}, Chen et al.'s {chen / before - 1:+.0%}"
-    return text
 
 
 def _plan(model: nn.Module, batch: Any, method: str, workspace: Workspace | None = None) -> tuple[GraphPlan, float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks import linear
 from benchmarks.case import Case, Setup
+from benchmarks.records import Row
 
 REFERENCE = linear.REFERENCE
 BASE = 4096  # tokens; time per token is by that of this case
@@ -36,3 +39,15 @@ def providers(case: Case) -> list[str]:
 def setup(case: Case, provider: str) -> Setup:
     """Make a provider ready to run forward and backward pass."""
     return linear.setup(case, provider)
+
+
+def tokens_of(row: Row) -> int:
+    """Return N of a case "N x I -> O"."""
+    return int(row.case.split(" x ")[0])
+
+
+def per_token(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Return the time per token relative to that of the base case, by provider and tokens."""
+    times = {(row.provider, tokens_of(row)): row.median / tokens_of(row) for row in rows if row.median is not None}
+    bases = {name: time for (name, tokens), time in times.items() if tokens == BASE}
+    return {(name, tokens): time / bases[name] for (name, tokens), time in times.items() if name in bases}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.case import Case, Outcome, Setup
+from benchmarks.records import Row
 from rmm_linear import RMMConfig, convert
 
 REFERENCE = "exact"
@@ -189,3 +190,8 @@ def _outcome(model: nn.Module, case: Case) -> Outcome:
     found = {"output": output.detach(), "dX": x_gradient}
     found["gradients with respect to biases"] = torch.cat([one for one in gradients if one.dim() == 1])
     return Outcome(found, [one for one in gradients if one.dim() == 2])
+
+
+def per_layer(row: Row) -> float:
+    """Return the median time of one layer in microseconds, of a case "n layers of ..."."""
+    return (row.median or 0.0) / int(row.case.split()[0]) * 1e6

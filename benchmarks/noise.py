@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks import pages
+from benchmarks.pages import fill
 from benchmarks.records import RESULTS, Surveyed, origin, write_rows
 from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(Surveyed(task=task, setting=setting, memory=memory, **found, **shape, **about))
     write_rows(arguments.csv, rows)
     if arguments.csv == CSV:
-        pages.update()
+        fill.update()
     return 0
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks import growth
 from benchmarks.records import RESULTS, Row, read_rows
-from benchmarks.tables import per_token
 from rmm_linear._support.installing import INSTALL_EXTRA
 
 _STYLES = (
@@ -142,7 +141,7 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
 def plot_growth(rows: Sequence[Row]) -> Any:
     """Plot the time per token against the number of tokens, by that of the base case, as a figure."""
     figure, (axis,) = figure_of(1, 1, width=6.4, height=4.2)
-    found = per_token(rows)
+    found = growth.per_token(rows)
     providers = list(dict.fromkeys(name for name, _ in found))
     styles = {provider: _style(number) for number, provider in enumerate(providers)}
     for provider in providers:

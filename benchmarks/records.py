@@ -17,27 +17,18 @@ import torch
 from rmm_linear import __version__
 from rmm_linear._support import provenance
 from rmm_linear._support.files import write_text
+from rmm_linear._support.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 RATIO = 0.1  # of the cases that the tables show
 
-# Written from results: they do not make a commit another one.
-_GENERATED = (
-    "README.md",
-    "benchmarks/results",
-    "docs/benchmarks.md",
-    "docs/comparison.md",
-    "docs/compiled.md",
-    "docs/estimators.md",
-    "docs/gpu.md",
-    "docs/noise.md",
-    "docs/training-noise.md",
-    "docs/planning/chains.md",
-    "docs/planning/fit.md",
-    "docs/planning/graphs.md",
-    "docs/planning/paper-sizes.md",
-)
+
+def _generated() -> list[str]:
+    """List what is written from results, so that it does not make a commit another one: pages with tables too."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = [page for page in pages if page.is_file() and "<!-- table: " in page.read_text(encoding="utf-8")]
+    return ["benchmarks/results", *(page.relative_to(ROOT).as_posix() for page in named)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +184,7 @@ def origin(device: str, commit: str = "") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **provenance.versions("torch", "triton", "transformers"),
         "rmm_linear": __version__,
-        "commit": commit or provenance.commit(__file__, ignored=_GENERATED) or "unknown",
+        "commit": commit or provenance.commit(__file__, ignored=_generated()) or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -262,6 +253,19 @@ def put_rows(path: Path, rows: Sequence[Record], is_replaced: Callable[[Record],
     """
     there = known_rows(path, type(rows[0]))
     write_rows(path, [*(row for row in there if not is_replaced(row)), *rows])
+
+
+def show(rows: Sequence[Origin]) -> str:
+    """Return a table for the terminal: all columns in which rows say something, but for those of :class:`Origin`."""
+    names = [name for name in _columns(type(rows[0])) if name not in Origin.__dataclass_fields__]
+    names = [name for name in names if any(getattr(row, name) not in (None, "") for row in rows)]
+    return table(names, [[_text(getattr(row, name)) for name in names] for row in rows])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _columns(kind: type[Origin]) -> dict[str, type]:

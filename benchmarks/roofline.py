@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from benchmarks import work
 from benchmarks.work import Work
-from rmm_linear._support.tables import table
 
 RATIO = 0.1  # K/N of 16-bit sketches, and bytes kept of packed ones
 
@@ -156,61 +155,6 @@ def linears(n: int, inner: int, outers: Sequence[int], way: Way, *, stored: int)
     return found
 
 
-def tables() -> str:
-    """Return the tables of all blocks: whole ones by what has stand-ins, and by operation."""
-    parts = [_machines()]
-    for block in BLOCKS:
-        parts += [f"### {block.name}", _ways(block), _operators(block)]
-    return "\n\n".join(parts)
-
-
-def _machines() -> str:
-    lines = [
-        (one.name, f"{one.bandwidth / 1e12:.2f}", f"{one.flops / 1e12:.0f}", f"{one.precise / 1e12:.0f}")
-        for one in MACHINES
-    ]
-    header = ("", "memory, TB/s", "bf16, TFLOP/s", "to float32's precision, TFLOP/s")
-    return f"{table(header, lines)}"
-
-
-def _ways(block: Block) -> str:
-    """Least times of forward and backward pass, by those of the exact block."""
-    header = ("least time of a block", "GB moved", "TFLOP", "saved, MiB", *(one.name for one in MACHINES))
-    lines = []
-    for way in WAYS:
-        found = works(block, way)
-        total = sum(one.flops + one.precise for one in found)
-        # Of a checkpointed block its input is saved; the rest is there while its backward pass runs.
-        saved = work.SIZE * block.tokens * block.width if way.is_checkpointed else sum(one.stored for one in found)
-        moved = sum(one.bytes for one in found)
-        cells = (_times(machine, found, works(block, EXACT)) for machine in MACHINES)
-        lines.append((way.name, f"{moved / 1e9:.2f}", f"{total / 1e12:.2f}", f"{saved / 2**20:,.0f}", *cells))
-    return table(header, lines)
-
-
-def _times(machine: Machine, found: Sequence[Work], exact: Sequence[Work]) -> str:
-    times = [sum(map(machine.seconds, which)) for which in (found, exact)]
-    return f"{times[0] * 1e3:.2f} ms ({times[0] / times[1]:.2f})"
-
-
-def _operators(block: Block) -> str:
-    """What each operation moves, and its share of the block's least time: exact, with all stand-ins, what is fused."""
-    header = ("operation", "pass", "MB moved", "GFLOP", *(f"{one.name}: share" for one in MACHINES))
-    lines = []
-    unfused = {one.operator for one in works(block, ALL)}
-    for title, way in (("exact", EXACT), ("all operations", ALL), ("fused", FUSED)):
-        found = works(block, way)
-        whole = [sum(map(machine.seconds, found)) for machine in MACHINES]
-        for key in dict.fromkeys((one.operator, one.is_forward) for one in found):
-            if way is FUSED and key[0] in unfused:
-                continue  # as above
-            same = [one for one in found if (one.operator, one.is_forward) == key]
-            shares = (
-                f"{sum(map(machine.seconds, same)) / time:.1%}" for machine, time in zip(MACHINES, whole, strict=True)
-            )
-            counts = (
-                f"{sum(one.bytes for one in same) / 1e6:,.0f}",
-                f"{sum(o.flops + o.precise for o in same) / 1e9:,.1f}",
-            )
-            lines.append((f"{title}: {key[0]}", "forward" if key[1] else "backward", *counts, *shares))
-    return table(header, lines)
+def saved(block: Block, way: Way) -> int:
+    """Return the bytes saved for the backward pass; of a checkpointed block that is its input."""
+    return work.SIZE * block.tokens * block.width if way.is_checkpointed else sum(o.stored for o in works(block, way))

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import pages
 from benchmarks.noise import load_glue, spread
+from benchmarks.pages import fill
 from benchmarks.records import RATIO, RESULTS, Sampled, origin, write_rows
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{task:6} {kind:12} {name:15} {row.noise:7.3f}  ({row.least:.3f} to {row.most:.3f})", flush=True)
     write_rows(arguments.csv, rows)
     if arguments.csv == CSV:
-        pages.update()
+        fill.update()
     return 0
 
 

@@ -45,9 +45,3 @@ def noisy(noise: float, step: int = 50, block: str = "layers.0", operation: str 
     """Return a measurement of noise."""
     here = {"study": "language", "method": "tenth", "seed": 0, "batch": 8, "step": step}
     return Noisy(**here, operation=operation, block=block, noise=noise, sgd=2.0)
-
-
-def cells(text: str, start: str) -> list[str]:
-    """Return the cells of the first line of a table that begins so."""
-    line = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
-    return [cell.strip() for cell in line.split("|")[1:-1]]

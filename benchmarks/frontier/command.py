@@ -93,13 +93,12 @@ def draw(out: Path) -> Iterator[str]:
         The paths of the pictures.
     """
     from benchmarks.frontier import plots
-    from benchmarks.frontier.long_tables import TASK
-    from benchmarks.frontier.predictions import BATCHES
     from benchmarks.frontier.rows import Cost, Epoch, Point
+    from benchmarks.frontier.study import BATCHES, LONG
 
     epochs = known_rows(out / "frontier-accuracy.csv", Epoch)
     costs, points = known_rows(out / "frontier-cost.csv", Cost), known_rows(out / "frontier-curves.csv", Point)
-    long = [row for row in epochs if row.task == TASK]
+    long = [row for row in epochs if row.task == LONG]
     figures = {
         "frontier": plots.plot_frontier(epochs, costs),
         "frontier-tasks": plots.plot_tasks(epochs, costs),

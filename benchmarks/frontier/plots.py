@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.frontier import compared
 from benchmarks.frontier.means import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.predictions import TITLES
 from benchmarks.frontier.rows import Cost, Epoch, Point
+from benchmarks.frontier.study import TITLES
 from benchmarks.plots import distinct, figure_of
 
 _TITLES = {"sst2": "SST-2, accuracy", "cola": "CoLA, Matthews", "stsb": "STS-B, Pearson", "rte": "RTE, accuracy"}

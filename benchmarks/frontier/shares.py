@@ -17,9 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.block_cases import inputs, llama, roberta
 from benchmarks.paper import use_paper
 from benchmarks.plots import distinct, figure_of
-from benchmarks.records import Origin, write_rows
+from benchmarks.records import Origin, show, write_rows
 from rmm_linear import RMMConfig, convert
-from rmm_linear._support.tables import table
 from rmm_linear.context.auto_bits import STEPS
 
 FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
@@ -27,7 +26,7 @@ _PREFIXES, _ROUNDS = ("rmm_linear::", "paper::"), 5
 _SKETCHING = ("sketch_x", "sketch_y")  # by matrix products that exact training does not have
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 # What operators do, in the words of the documentation.
-_WORDS = {
+WORDS = {
     "keep": "sketch and pack inputs of linear layers",
     "unpacked_product": "unpack sketches, dW",
     "stored_product": "sketch Y, dW",
@@ -126,7 +125,7 @@ def shares(out: Path, about: dict[str, Any], *, tiny: bool = False) -> Iterator[
         change(model)
         found = [dataclasses.replace(row, **about) for row in _profiled(title, model, inputs(model, *batch), tiny)]
         rows += found
-        yield share_table(found)
+        yield show(found)
     write_rows(path, rows)
     plot_shares(rows).savefig(out / "frontier-shares.png", dpi=150)
     yield str(out / "frontier-shares.png")
@@ -206,28 +205,6 @@ def _ours(event: Any) -> Any:
     return found
 
 
-def share_table(rows: Sequence[Share]) -> str:
-    """Make the table.
-
-    Args:
-        rows: Of one case or more.
-
-    Returns:
-        A line per operator, after one for all that are not the rest.
-    """
-    lines = list[tuple[str, ...]]()
-    for case in dict.fromkeys(row.case for row in rows):
-        here = [row for row in rows if row.case == case]
-        ours = [row for row in here if row.operator != REST]
-        share, bare = sum(row.share for row in ours), sum(row.share - row.products for row in ours)
-        lines.append((f"**{case}**", "", "together", "", f"{100 * share:.1f} %", f"**{100 * bare:.1f} %**"))
-        for row in here:
-            without = "" if row.operator == REST else f"{100 * (row.share - row.products):.1f} %"
-            what = _WORDS.get(row.operator, row.operator)
-            lines.append(("", row.phase, what, str(row.calls), f"{100 * row.share:.1f} %", without))
-    return table(("case", "phase", "operator", "calls", "of the step", "without exact's products"), lines)
-
-
 def plot_shares(rows: Sequence[Share]) -> Any:
     """Plot a bar per case: what operators take without matrix products that exact training has too.
 
@@ -241,7 +218,7 @@ def plot_shares(rows: Sequence[Share]) -> Any:
     figure, (axis,) = figure_of(1, 1, width=9.0, height=1.2 + 0.9 * len(cases))
     names = list(dict.fromkeys(row.operator for row in rows if row.operator != REST))
     for name, color in zip(names, distinct(len(names)), strict=True):
-        label = _WORDS.get(name, name)
+        label = WORDS.get(name, name)
         for case in cases:
             here = [row for row in rows if row.case == case and row.operator != REST]
             before = sum(row.share - row.products for row in here if names.index(row.operator) < names.index(name))

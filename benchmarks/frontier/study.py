@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
+TITLES = {"language": "LLaMA on glosses", "images": "ViT on digits"}  # as tables and pictures show studies
+BATCHES = {"language": 8, "images": 64}
+LONG = "cola-long"  # the task of ten epochs
 
 
 @dataclass(frozen=True)

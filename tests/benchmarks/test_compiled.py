@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ import rmm_kernels_moved
 from benchmarks import compiled
 from benchmarks.__main__ import main
 from benchmarks.compiled import CompiledRow
-from benchmarks.records import RESULTS, read_rows, write_rows
+from benchmarks.records import RESULTS, read_rows
 
 ROWS = read_rows(RESULTS / compiled.NAME, CompiledRow)
 NAMES = """
@@ -55,19 +54,6 @@ def test_every_row_says_that_nothing_ran_and_what_compiled_it() -> None:
         assert not row.spilled_bytes
         assert not row.spilled_registers
         assert row.moved_per_element == pytest.approx(rmm_kernels_moved.value(row.moved), abs=1e-6)
-
-
-def test_the_table_has_a_line_for_a_variant_and_names_what_spills(tmp_path: Path) -> None:
-    assert compiled.tables(tmp_path) == "Nothing is compiled yet: run `python -m benchmarks compile`."
-    rows = [row for row in ROWS if row.kernel == "pack_norm"]
-    worse = [dataclasses.replace(row, spilled_bytes=12) if row.target == "sm_80" else row for row in rows]
-    write_rows(tmp_path / compiled.NAME, worse)
-    lines = [line for line in compiled.tables(tmp_path).splitlines() if line.startswith("| pack_norm")]
-    assert len(lines) == 3
-    assert all(line.count("spills 12") == 1 for line in lines)
-    assert "2 + 2/8 + 1/16 + 4/4096 + 8/4096 = 2.315" in lines[0]
-    assert compiled.summary(rows).endswith("spilled: none")
-    assert compiled.summary(worse).count("(sm_80)") == 3
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_the_table(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_helpers import empty_pages
 
-from benchmarks import fit, fit_page, pages
 from benchmarks.__main__ import main
 from benchmarks.fit_models import MODELS, recompute_segments, twin
 from benchmarks.fit_rows import FIT, Fitted, Neighbour, Solved
@@ -29,10 +26,6 @@ def command(out: Path, part: str) -> list[str]:
     arguments = ["fit", "--parts", part, "--models", "roberta", "--tiny", "--out", str(out), "--commit", "abc"]
     assert main(arguments) == 0
     return arguments
-
-
-def fitted(**fields) -> Fitted:
-    return Fitted(**{"model": "A", "method": FIT, "share": 0.5, "memory": 100, "commit": "abc"} | fields)
 
 
 @pytest.mark.thorough
@@ -68,9 +61,7 @@ def test_plans_stand_beside_single_methods(tmp_path: Path, capsys: pytest.Captur
     assert met.rival == min(rivals, key=lambda row: row.time or 0).method
     assert met.rival_time == found[met.rival].time
     assert (tmp_path / "fit-frontier.png").stat().st_size > 20_000
-    printed = capsys.readouterr().out
-    assert met.plan in printed
-    assert f"{met.rival_time:.3f}" in printed
+    assert met.plan in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -94,15 +85,13 @@ def test_plans_stand_beside_what_pytorch_has(tmp_path: Path, capsys: pytest.Capt
     assert ours[selective.method].plan in capsys.readouterr().out
 
 
-def test_solvers_have_a_line_for_every_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solvers_have_a_line_for_every_budget(tmp_path: Path) -> None:
     command(tmp_path, "solvers")
     rows = read_rows(tmp_path / "fit-solvers.csv", Solved)
     assert [row.solver for row in rows[:2]] == ["milp", "rounded"]
     assert len(rows) == 4
     for row in rows:
         assert row.cost is None or row.cost >= 1
-        assert row.cost is None or f"{row.cost:.4f} ({row.seconds:.3g})" in fit_page.solvers(rows)
-    assert "rounded: cost (seconds)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -119,37 +108,6 @@ def test_segments_recompute_the_same_gradients_in_less_memory(name: str) -> None
     assert len(found[0]) == len(found[1]) > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert peaks[1] < 0.9 * peaks[0]
-
-
-def test_the_page_counts_what_plans_show(tmp_path: Path) -> None:
-    root = empty_pages(tmp_path)
-    rows = [
-        fitted(method="exact", share=None, memory=None, measured=200, time=1.0),
-        fitted(method="sketch all", share=None, memory=None, measured=80, time=1.1, within="no"),
-        fitted(predicted=99, measured=99, predicted_error=0.0, time=1.05, status="fits", rival="sketch all",
-               rival_time=1.1, plan="2 keep"),
-        fitted(predicted=104, measured=101, predicted_error=3.1, time=1.2, status="exceeds", rival="sketch all",
-               rival_time=1.1, plan="1 keep"),
-        fitted(share=0.1, memory=20, status="cannot fit: the least is 30 bytes"),
-    ]  # fmt: skip
-    write_rows(tmp_path / "fit-frontier.csv", rows)
-    assert not pages.update(check=True, root=root, results=tmp_path)
-    text = fit_page.page(tmp_path)
-    assert "1 of 2 plans are within their budget, 1 were predicted within 3 % (at most 3.1 %)" in text
-    assert (
-        "1 of the 2 for whose budget there is a single method are no slower than the fastest of these, 0 of 0 than"
-        in text
-    )
-    assert "1 budgets cannot be met; in 0 of them" in text
-    assert re.search(r"\| 0\.1 .*cannot fit: the least is 30 bytes", text)
-    assert text.count("sketch all †, 1.100") == 2
-    pages.update(root=root, results=tmp_path)
-    assert text in (root / "docs/planning/fit.md").read_text(encoding="utf-8")
-
-
-def test_nothing_is_on_the_page_before_it_is_measured(tmp_path: Path) -> None:
-    assert "python -m benchmarks fit" in fit_page.page(tmp_path)
-    assert set(fit.PARTS) == {"frontier", "neighbours", "solvers", "paper"}
 
 
 def test_plans_that_are_published_fit_and_were_predicted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks import fit_paper
 from benchmarks.fit_paper import METHODS, SEQUENCE, Paper, by_method, largest, paper, plans, rows
 from benchmarks.fit_paper_models import MODELS, llama, texts, with_adapters
-from benchmarks.fit_paper_page import claims, page
-from benchmarks.records import origin, write_rows
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory import peak
@@ -151,36 +148,6 @@ def test_a_secant_finds_the_largest_size(
             largest(counted, memory, guess)
     else:
         assert largest(counted, memory, guess) == expected
-
-
-def row(method: str, sequence: int, **more: Any) -> Paper:
-    return Paper(
-        **{"model": "8b", "trained": "all", "place": "1 x 80 GB", "method": method, "sequence": sequence} | more
-    )
-
-
-def test_the_page_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
-    assert page(tmp_path).startswith("Nothing is simulated yet")
-    sizes = {"exact": 256, "checkpointed": 1024, "chunked": 4096, "packed": 2048, "fitted": 8192}
-    about = origin("cpu", "abcdef0123456789")
-    there = [
-        row(method, size, sequence_peak=79_900_000_000, batch=2, batch_peak=70_000_000_000, plan="3 keep", **about)
-        for method, size in sizes.items()
-    ]
-    none = [row(method, 0, place="1 x 24 GB", status="does not fit", **about) for method in METHODS]
-    write_rows(tmp_path / "fit-paper.csv", there + none)
-    text = page(tmp_path)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    begin = ["1 x 80 GB", "all weights, AdamW"]
-    assert [*begin, *(f"{size:,} (79.9)" for size in sizes.values())] in cells
-    assert [*begin, *["2 (70.0)"] * len(METHODS)] in cells
-    assert text.count("does not fit") == 2 * len(METHODS)
-    assert 'python -m benchmarks fit --parts paper --models 8b --device "1 x 24 GB"' in text
-    assert "`abcdef012345`" in text
-    shown = claims(there + none)
-    assert "Of 2 cases, 1 do not fit" in shown
-    assert "reaches 2.00 times the sequence of recomputing every block: longer in 1 of 1 cases, shorter in 0" in shown
-    assert "packing reaches 0.50 times the sequence of that: longer in 0 of 1 cases, shorter in 1" in shown
 
 
 def test_rows_have_the_columns_of_the_csv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,8 @@ def test_the_command_writes_and_prints_its_tables(tmp_path: Path, capsys: pytest
     (plain, cuts, *_) = read_rows(tmp_path / "graphs-paper.csv", Planned)
     assert plain.part == "paper"
     assert cuts.predicted < 0.6 * plain.predicted  # without the workspace, which is the processor's
-    assert re.search(r"published: dynamic program -45%, Chen et al.'s -19%", printed)
     for row in rows:
-        assert f"{row.predicted / 1e6:,.1f} MB" in printed
+        assert f"{row.predicted:,}" in printed
 
 
 def test_networks_of_other_sizes_have_published_figures() -> None:

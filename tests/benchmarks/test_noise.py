@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import probe
 from benchmarks.noise import load_glue, main
-from benchmarks.records import Surveyed, read_rows, write_rows
-from benchmarks.tables import survey
+from benchmarks.records import Surveyed, read_rows
 from rmm_linear.variance.survey.survey import AUTO, PAPER
 
 
@@ -38,23 +37,6 @@ def test_the_glue_command_prints_a_table_and_draws_it(
     assert paper.least == pytest.approx(min(printed), abs=6e-4)
     assert paper.noise == pytest.approx(sum(printed) / 2, abs=6e-4)
     assert (paper.seeds, paper.seed, paper.layers, paper.memory, paper.task) == (2, "0 1", 12, 0.2, "cola")
-
-
-def test_the_table_has_settings_down_and_tasks_across(tmp_path: Path) -> None:
-    about = {"seeds": 2, "layers": 36, "padding": 0.5, "commit": "abc"}
-    rows = [
-        Surveyed(task=task, setting=setting, memory=memory, noise=noise, least=noise / 2, most=1.5 * noise, **about)
-        for task in ("cola", "sst2")
-        for memory, noise in ((0.05, 12.34), (0.1, 0.0012))
-        for setting in ("a", "b")
-    ]
-    write_rows(tmp_path / "noise.csv", rows)
-    lines = survey(tmp_path).splitlines()
-    assert lines[0].startswith("36 layers, mean of 2 seeds, commit `abc`; of the tokens, padding is 50 % on cola, 50 %")
-    assert "every seed is within a factor of 2.0:" in lines[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert cells[0] == ["kept of the bytes", "cola: 5 %", "cola: 10 %", "sst2: 5 %", "sst2: 10 %"]
-    assert cells[2:] == [[name, "12.3", "0.001", "12.3", "0.001"] for name in ("a", "b")]
 
 
 def test_a_short_file_is_read_again(cola: Path, model: Path) -> None:

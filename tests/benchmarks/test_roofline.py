@@ -11,8 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import roofline, work
-from benchmarks.__main__ import main
-from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Way, works
+from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, WAYS, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
@@ -188,15 +187,3 @@ def test_blocks_differ_by_what_has_stand_ins() -> None:
     roberta = BLOCKS[0]
     unit = work.SIZE * roberta.tokens * roberta.width
     assert sum(item.stored for item in works(roberta, EXACT)) / unit == 17
-
-
-def test_the_command_prints_what_the_page_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["roofline"]) == 0
-    out = capsys.readouterr().out
-    assert out.strip() == roofline.tables()
-    for block in BLOCKS:
-        assert f"### {block.name}" in out
-    machine, exact = MACHINES[2], works(BLOCKS[1], EXACT)
-    assert f"{sum(map(machine.seconds, exact)) * 1e3:.2f} ms (1.00)" in out
-    small = Block("small", 1, 64, 64, 128, is_gated=False)
-    assert f"{sum(item.bytes for item in works(small, Way('exact'))) / 1e9:.2f}" in roofline._ways(small)

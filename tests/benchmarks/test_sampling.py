@@ -7,8 +7,6 @@ import torch
 from helpers import tiny_model, token_ids
 
 from benchmarks import sampling
-from benchmarks.records import Sampled, write_rows
-from benchmarks.tables import sampling as table
 from rmm_linear.estimators import norm_estimators
 
 
@@ -37,17 +35,3 @@ def test_who_knows_the_norms_is_the_quietest_and_winners_help(found):
         assert middle["norm_rows", "oracle"] <= middle["norm_rows", name]
         assert all(w <= n * (1 + 1e-9) for w, n in zip(found["wta", name], found["norm_rows", name], strict=True))
     assert middle["wta", "position"] < middle["wta", "none"]
-
-
-@pytest.mark.parametrize(("seeds", "said"), [(3, "mean of 3 seeds"), (1, "one seed")])
-def test_a_file_and_a_table_for_a_small_run(tmp_path, seeds, said):
-    seed = {"least": 1.0, "most": 2.0, "seeds": seeds, "seed": "0 1 2"}
-    about = {"task": "cola", "noise": 1.5, "layers": 36, "padding": 0.5, "commit": "abc"}
-    noises = [
-        Sampled(kind=kind, norm_estimator=name, **about, **seed)
-        for kind, name in [("rows", ""), ("countsketch", ""), ("wta", "none"), ("norm_rows", "none")]
-    ]
-    write_rows(tmp_path / "sampling.csv", noises)
-    lines = table(tmp_path).splitlines()
-    assert lines[0] == f"36 layers, {said}, commit `abc`:"
-    assert [cell.strip() for cell in lines[-1].split("|")] == ["", "for comparison, `countsketch`", "1.50", "1.50", ""]

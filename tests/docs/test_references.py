@@ -1,6 +1,5 @@
 """What pages name is there: files, commands, flags, kinds, figures, objects of the API; and README stays short."""
 
-import csv
 import dataclasses
 import functools
 import importlib
@@ -15,14 +14,11 @@ from contextlib import redirect_stdout
 import pytest
 from doc_pages import PAGES, README, ROOT, RULES, blocks, commands, name, text
 
-from benchmarks.tables import digits
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE
 from glue_finetune.demo import _INTRODUCTION, SETTINGS
 from rmm_linear.sketches import KINDS
-from rmm_linear.variance.survey.survey import PAPER
 
 LONGEST_README = 250
-RESULTS = ROOT / "benchmarks" / "results"
 WITH_COMMANDS = [page for page in [*PAGES, *RULES] if commands(page)]
 API = "rmm_linear", "rmm_linear.memory", "rmm_linear.variance", "rmm_linear.estimators", "rmm_linear.planning"
 NO_OBJECTS = {"__version__", "MEMORIES"}  # values, which have no docstring
@@ -102,57 +98,6 @@ def test_the_demos_output_is_that_of_the_demo():
     assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
     seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
     assert seconds < 240
-
-
-def results(suite):
-    with (RESULTS / f"{suite}-cpu.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if float(row["ratio"]) == 0.1]
-
-
-def saved(row):
-    return int(row["kept_bytes"])
-
-
-def readme():
-    return " ".join(text(README).split())
-
-
-def test_figures_of_layers_in_readme_are_those_of_the_csv():
-    rows = [row for row in results("linear") if row["dtype"] == "float32"]
-    exact = {row["case"]: saved(row) for row in rows if row["provider"] == "nn.Linear"}
-    ours = [row for row in rows if row["provider"] == "default"]
-    assert len(ours) == len(exact) == 3
-    times = [float(row["relative"]) for row in ours]
-    (share,) = {f"{100 * saved(row) / exact[row['case']]:.0f} %" for row in ours}
-    assert f"a linear layer of 4096 tokens: {share} in {min(times):.2f} to {max(times):.2f}" in readme()
-
-
-def test_figures_of_models_in_readme_are_those_of_the_csv():
-    rows = {row["provider"]: row for row in results("model") if row["case"].startswith("roberta")}
-    exact = rows["exact"]
-
-    def figures(provider, words):
-        ours = rows[provider]
-        share = f"{saved(ours) / 2**20:.1f} MiB ({100 * saved(ours) / saved(exact):.0f} %)"
-        return f"{share}{words} in {float(ours['relative']):.2f}"
-
-    assert figures("default, example=", " kept") in readme()
-    assert figures("torch checkpoint 12 of 12", "") in readme()
-    time = float(rows["torch checkpoint 12 of 12"]["relative"])
-    assert f"gradients are exact, for {100 * (time - 1):.0f} % more time" in readme()
-
-
-def test_noise_in_readme_is_that_of_the_csv():
-    tasks = "cola", "sst2", "stsb"
-    with (RESULTS / "noise.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if float(row["memory"]) == 0.1]
-
-    def of(setting):
-        found = {row["task"]: float(row["noise"]) for row in rows if row["setting"] == setting}
-        return " / ".join(digits(found[task]) for task in tasks)
-
-    ours, published = of('countsketch, bits="auto"'), of(f"{PAPER}, 16 bits")
-    assert f"the ratio is {ours} on CoLA / SST-2 / STS-B by default, and {published} with the published" in readme()
 
 
 def api_names():

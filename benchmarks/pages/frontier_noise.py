@@ -1,0 +1,255 @@
+"""The tables of ``docs/training-noise.md``: long training, models trained from scratch, and what noise predicts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Epoch, Noisy, Point
+from benchmarks.frontier.study import BATCHES, LONG, TITLES
+from benchmarks.pages.render import Cell, Table, columns, from_csv
+from benchmarks.records import read_rows
+from rmm_linear._support.tables import table
+from rmm_linear.variance import effective_batch
+
+_SLOW, _RAISED = "cola-slow", "cola-raised"
+_WHOLE = "whole gradient"
+
+
+def _by_epoch(task: str, raised: str = "") -> Callable[[list[Epoch]], str]:
+    """Make the table of a line per epoch; of methods but exact, differences to the exact run of the same seed.
+
+    ``raised`` is another task whose runs are compared with the exact ones of ``task``.
+    """
+
+    def make(epochs: list[Epoch]) -> str:
+        here = {(row.method, row.seed, row.epoch): row for row in epochs if row.task == task}
+        if raised:
+            exact = {key: row for key, row in here.items() if key[0] == EXACT}
+            here = exact | {(row.method, row.seed, row.epoch): row for row in epochs if row.task == raised}
+        methods = [method for method in METHODS if any(key[0] == method for key in here)]
+
+        def cell(method: str, field: str, digits: int, factor: float) -> Cell:
+            def values(number: int) -> str:
+                found = [(seed, row) for (name, seed, epoch), row in here.items() if (name, epoch) == (method, number)]
+                base = {seed: here.get((EXACT, seed, number)) for seed, _ in found}
+                if method == EXACT:
+                    return mean_text([getattr(row, field) or 0.0 for _, row in found], digits, factor=factor)
+                apart = [
+                    (getattr(row, field) or 0.0) - (getattr(exact, field) or 0.0)
+                    for seed, row in found
+                    if (exact := base[seed]) is not None
+                ]
+                return mean_text(apart, digits, factor=factor, sign=True)
+
+            return values
+
+        fields = {"batches": ("train_loss", 4, 1), "training set": ("fitted_loss", 4, 1), "score": ("score", 1, 100)}
+        spec: dict[str, Cell] = {"epoch": str}
+        for method in methods:
+            for title, how in fields.items():
+                spec[f"{METHODS[method].title}: {title}"] = cell(method, *how)
+        return columns(sorted({epoch for _, _, epoch in here}), spec)
+
+    return make
+
+
+def _reached(points: Sequence[Point]) -> str:
+    """Lay out what models reach, a line per study and method."""
+
+    def last(study: str, method: str) -> dict[int, Point]:
+        here = (study, method, BATCHES[study])
+        found = (row for row in points if (row.study, row.method, row.batch) == here and row.step == row.steps)
+        return {row.seed: row for row in found}
+
+    def losses(name: str) -> Cell:
+        return lambda key: mean_text([getattr(row, name) for row in last(*key).values()], 4)
+
+    def difference(key: tuple[str, str]) -> str:
+        exact = last(key[0], EXACT)
+        apart = [row.dev_loss - exact[seed].dev_loss for seed, row in last(*key).items() if seed in exact]
+        return "" if key[1] == EXACT else mean_text(apart, 4, sign=True)
+
+    def score(study: str) -> Cell:
+        return lambda key: mean_text([100 * row.score for row in last(*key).values()], 2) if key[0] == study else ""
+
+    spec: dict[str, Cell] = {
+        "study": lambda key: TITLES[key[0]],
+        "method": lambda key: METHODS[key[1]].title,
+        "training loss": losses("train_loss"),
+        "held-out loss": losses("dev_loss"),
+        "difference to exact": difference,
+        "tokens right, %": score("language"),
+        "images wrong, %": score("images"),
+        "seeds": lambda key: str(len(last(*key))),
+    }
+    keys = [key for key in dict.fromkeys((row.study, row.method) for row in points) if last(*key)]
+    return columns(sorted(keys, key=lambda key: [*TITLES].index(key[0])), spec)
+
+
+def _through_training(noises: Sequence[Noisy]) -> str:
+    """Lay out a line per study, operation and block, and the minibatch's variance of every block.
+
+    In addition to the blocks that are numbered, the whole gradient.
+    """
+    lines, moments = list[tuple[str, ...]](), list[list[str]]()
+    for study in (name for name in TITLES if any(row.study == name for row in noises)):
+        here = [row for row in noises if row.study == study and row.method == "tenth"]
+        steps = sorted({row.step for row in here})
+        blocks = [block for block in dict.fromkeys(row.block for row in here) if block.rpartition(".")[2].isdigit()]
+        moments.append([str(step) for step in steps])
+
+        def sums(operation: str, block: str, step: int, here: Sequence[Noisy] = here) -> list[tuple[float, float]]:
+            return _by_seed(
+                row for row in here if (row.operation, row.step) == (operation, step) and block in (row.block, _WHOLE)
+            )
+
+        for operation in dict.fromkeys(row.operation for row in here):
+            some = blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]
+            for block in (*some, _WHOLE):
+                cells = [_ratio(sums(operation, block, step)) for step in steps]
+                lines.append((TITLES[study], operation, block, *cells))
+        for block in (*blocks, _WHOLE):
+            found = [[sgd for _, sgd in sums("all", block, step)] for step in steps]
+            cells = [f"{statistics.median(each):.2g}" if each else "" for each in found]
+            lines.append((TITLES[study], "minibatch variance", block, *cells))
+    names = [" / ".join(dict.fromkeys(each)) for each in itertools.zip_longest(*moments, fillvalue="")]
+    return table(["study", "operation", "block", *(f"step {name}" for name in names)], lines)
+
+
+def _ratio(sums: Sequence[tuple[float, float]]) -> str:
+    """Write the median over seeds, and where they differ by more than half of it, the least and the most."""
+    ratios = sorted(noise / sgd for noise, sgd in sums if sgd)
+    if not ratios:
+        return ""
+    middle = statistics.median(ratios)
+    far = ratios[-1] - ratios[0] > middle / 2
+    return f"{middle:.2g}" + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
+
+
+def _by_seed(rows: Iterator[Noisy]) -> list[tuple[float, float]]:
+    """Sum the noise and the minibatch's variance over blocks, for every seed."""
+    found: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        noise, sgd = found.get(row.seed, (0.0, 0.0))
+        found[row.seed] = noise + row.noise, sgd + row.sgd
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """The batches that the noise of one run predicts, and the one that exact training finds.
+
+    Noises are variance ratios, means over the moments before the losses are compared: of the whole gradient, and of the
+    median block. The batch found is the one with which exact training of the same seed has the same loss, between those
+    that were run on a logarithmic scale.
+    """
+
+    study: str
+    method: str
+    step: int
+    noises: tuple[float, float]
+    found: float | None
+    found_text: str
+    loss: float
+
+    @property
+    def predicted(self) -> list[float]:
+        return [effective_batch(BATCHES[self.study], noise) for noise in self.noises]
+
+
+def predictions(points: Sequence[Point], noises: Sequence[Noisy]) -> Iterator[_Prediction]:
+    """Compare the runs of noisy methods at the last evaluation before the first row comes again."""
+    for study, method, seed in dict.fromkeys((row.study, row.method, row.seed) for row in noises):
+        here = [row for row in points if (row.study, row.seed) == (study, seed)]
+        step = max((row.step for row in here if row.batch == BATCHES[study] and row.epoch <= 1), default=0)
+        exact = {row.batch: row.dev_loss for row in here if (row.method, row.step) == (EXACT, step)}
+        run = (method, BATCHES[study], step)
+        losses = [row.dev_loss for row in here if (row.method, row.batch, row.step) == run]
+        known: dict[int, list[Noisy]] = {}
+        for row in noises:
+            if (row.study, row.method, row.seed, row.operation) == (study, method, seed, "all") and row.step <= step:
+                known.setdefault(row.step, []).append(row)
+        whole = [sum(row.noise for row in rows) / sgd for rows in known.values() if (sgd := sum(r.sgd for r in rows))]
+        middle = [statistics.median(row.noise / row.sgd for row in rows if row.sgd) for rows in known.values()]
+        if losses and len(exact) > 1 and whole and middle:
+            batch, text = _batch_of(losses[0], exact)
+            ratios = (statistics.mean(whole), statistics.mean(middle))
+            yield _Prediction(study, method, step, ratios, batch, text, losses[0])
+
+
+def _batch_of(loss: float, exact: dict[int, float]) -> tuple[float | None, str]:
+    """Return the batch with which exact training has this loss."""
+    sizes = sorted(exact)
+    if loss <= exact[sizes[-1]]:
+        return None, f"≥ {sizes[-1]}"
+    for smaller, larger in itertools.pairwise(sizes):
+        if exact[larger] <= loss <= exact[smaller]:
+            part = (exact[smaller] - loss) / (exact[smaller] - exact[larger])
+            batch = math.exp(math.log(smaller) + part * math.log(larger / smaller))
+            return batch, f"{batch:.1f}"
+    return None, f"< {sizes[0]}"
+
+
+def _read(results: Path) -> tuple[list[Point], list[_Prediction]]:
+    points = read_rows(results / "frontier-curves.csv", Point)
+    return points, [*predictions(points, read_rows(results / "frontier-noise.csv", Noisy))]
+
+
+def _predicted(results: Path) -> str:
+    """Lay out predictions: pairs are of the whole gradient / of the median block, entries of a list of seeds."""
+    runs: dict[tuple[str, str], list[_Prediction]] = {}
+    for run in _read(results)[1]:
+        runs.setdefault((run.study, run.method), []).append(run)
+
+    def both(text: Callable[[Sequence[_Prediction], int], str]) -> Cell:
+        return lambda seeds: " / ".join(text(seeds, place) for place in (0, 1))
+
+    def by_found(seeds: Sequence[_Prediction], place: int) -> str:
+        ratios = [run.predicted[place] / run.found for run in seeds if run.found is not None]
+        return " to ".join(dict.fromkeys(f"{choose(ratios):.2g}" for choose in (min, max))) if ratios else "?"
+
+    spec: dict[str, Cell] = {
+        "study": lambda seeds: TITLES[seeds[0].study],
+        "method": lambda seeds: METHODS[seeds[0].method].title,
+        "variance ratio": both(lambda seeds, place: f"{statistics.median(run.noises[place] for run in seeds):.2g}"),
+        "batch predicted, by seed": both(
+            lambda seeds, place: ", ".join(f"{run.predicted[place]:.1f}" for run in seeds)
+        ),
+        "batch found": lambda seeds: ", ".join(run.found_text for run in seeds),
+        "predicted / found": both(by_found),
+        "loss": lambda seeds: mean_text([run.loss for run in seeds], 4),
+    }
+    return columns(runs.values(), spec)
+
+
+def _exact_batches(results: Path) -> str:
+    """Lay out the losses of exact training with which runs are compared."""
+    points, runs = _read(results)
+    steps = dict.fromkeys((run.study, run.step) for run in runs)
+    here = [row for row in points if row.method == EXACT and (row.study, row.step) in steps]
+    keys = sorted({(row.study, row.step, row.batch) for row in here})
+    spec: dict[str, Cell] = {
+        "study": lambda key: TITLES[key[0]],
+        "step": lambda key: str(key[1]),
+        "batch": lambda key: str(key[2]),
+        "loss": lambda key: mean_text([r.dev_loss for r in here if (r.study, r.step, r.batch) == key], 4),
+    }
+    return columns(keys, spec)
+
+
+TABLES: dict[str, Table] = {
+    "frontier-long": from_csv("frontier-accuracy", Epoch, _by_epoch(LONG)),
+    "frontier-slow": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW)),
+    "frontier-raised": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW, _RAISED)),
+    "frontier-curves": from_csv("frontier-curves", Point, _reached),
+    "frontier-noise": from_csv("frontier-noise", Noisy, _through_training),
+    "frontier-predictions": _predicted,
+    "frontier-exact": _exact_batches,
+}

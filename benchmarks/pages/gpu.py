@@ -1,0 +1,103 @@
+"""The tables of ``docs/gpu.md``, bounds that need no csv file, and of ``docs/compiled.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from benchmarks import roofline
+from benchmarks.compiled import NAME, CompiledRow
+from benchmarks.pages.render import Table, columns, from_csv
+from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Machine, Way
+from benchmarks.work import Work
+from rmm_linear._support.tables import table
+
+
+def _compiled(rows: Sequence[CompiledRow]) -> str:
+    """Lay out variants down, targets across."""
+    targets = dict.fromkeys(row.target for row in rows)
+    found: dict[tuple[str, str], dict[str, CompiledRow]] = {}
+    for row in rows:
+        found.setdefault((row.kernel, row.variant), {})[row.target] = row
+    lines = []
+    for (kernel, variant), here in found.items():
+        first = next(iter(here.values()))
+        bytes_of = f"{first.moved} = {first.moved_per_element:.3f}"
+        lines.append((kernel, variant, bytes_of, *(_registers(here.get(target)) for target in targets)))
+    return table(("kernel", "variant", "bytes per element", *targets), lines)
+
+
+def _registers(row: CompiledRow | None) -> str:
+    """Write registers and shared memory, on AMD with accumulators and scalars; spills where there are any."""
+    if row is None:
+        return ""
+    parts = [f"{row.registers}" if row.scalars is None else f"{row.registers} + {row.accumulators}, {row.scalars} s"]
+    parts += [f"{row.shared / 1024:.3g} K"] if row.shared else []
+    parts += [f"spills {count}" for count in (row.spilled_bytes, row.spilled_registers) if count]
+    return "; ".join(parts)
+
+
+def _machines() -> str:
+    spec = {
+        "": lambda one: one.name,
+        "memory, TB/s": lambda one: f"{one.bandwidth / 1e12:.2f}",
+        "bf16, TFLOP/s": lambda one: f"{one.flops / 1e12:.0f}",
+        "to float32's precision, TFLOP/s": lambda one: f"{one.precise / 1e12:.0f}",
+    }
+    return columns(MACHINES, spec)
+
+
+def _ways(block: Block) -> str:
+    """Lay out least times of forward and backward pass, in parentheses relative to the exact block."""
+    exact = roofline.works(block, EXACT)
+
+    def time_on(machine: Machine, way: Way) -> str:
+        times = [sum(map(machine.seconds, which)) for which in (roofline.works(block, way), exact)]
+        return f"{times[0] * 1e3:.2f} ms ({times[0] / times[1]:.2f})"
+
+    def total(way: Way, count: str) -> float:
+        return sum(getattr(one, count) for one in roofline.works(block, way))
+
+    spec = {
+        "least time of a block": lambda way: way.name,
+        "GB moved": lambda way: f"{total(way, 'bytes') / 1e9:.2f}",
+        "TFLOP": lambda way: f"{(total(way, 'flops') + total(way, 'precise')) / 1e12:.2f}",
+        "saved, MiB": lambda way: f"{roofline.saved(block, way) / 2**20:,.0f}",
+        **{machine.name: partial(time_on, machine) for machine in MACHINES},
+    }
+    return columns(WAYS, spec)
+
+
+def _operators(block: Block) -> str:
+    """Lay out what each operation moves, and its share of the block's least time; of the fused only what differs."""
+    unfused = {one.operator for one in roofline.works(block, ALL)}
+    lines = list[tuple[str, str, list[Work], list[Work]]]()
+    for title, way in (("exact", EXACT), ("all operations", ALL), ("fused", FUSED)):
+        found = roofline.works(block, way)
+        for name, is_forward in dict.fromkeys((one.operator, one.is_forward) for one in found):
+            if way is not FUSED or name not in unfused:
+                same = [one for one in found if (one.operator, one.is_forward) == (name, is_forward)]
+                lines.append((f"{title}: {name}", "forward" if is_forward else "backward", same, found))
+
+    def share_on(machine: Machine, line: tuple[str, str, list[Work], list[Work]]) -> str:
+        return f"{sum(map(machine.seconds, line[2])) / sum(map(machine.seconds, line[3])):.1%}"
+
+    spec = {
+        "operation": lambda line: line[0],
+        "pass": lambda line: line[1],
+        "MB moved": lambda line: f"{sum(one.bytes for one in line[2]) / 1e6:,.0f}",
+        "GFLOP": lambda line: f"{sum(one.flops + one.precise for one in line[2]) / 1e9:,.1f}",
+        **{f"{machine.name}: share": partial(share_on, machine) for machine in MACHINES},
+    }
+    return columns(lines, spec)
+
+
+TABLES: dict[str, Table] = {
+    "kernels-compiled": from_csv(NAME.removesuffix(".csv"), CompiledRow, _compiled),
+    "roofline-machines": lambda results: _machines(),
+    **{
+        f"roofline-{block.name.split('-')[0].lower()}{part}": lambda results, make=make, block=block: make(block)
+        for block in BLOCKS
+        for part, make in (("", _ways), ("-operators", _operators))
+    },
+}

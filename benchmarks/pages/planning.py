@@ -1,0 +1,297 @@
+"""The tables of the pages about planning: chains, graphs, fit, and sizes on paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+from benchmarks.chains_bptt import Run
+from benchmarks.fit_paper import METHODS, Paper
+from benchmarks.fit_rows import EXACT, FIT, Fitted, Neighbour, Solved
+from benchmarks.graph_networks import PUBLISHED
+from benchmarks.graphs import METHODS as GRAPH_METHODS
+from benchmarks.graphs import Planned
+from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
+from rmm_linear._support.tables import table
+
+_ERROR = 3.0  # %, that a predicted peak may be from the measured one
+_CHAINS = {
+    "cell": of("cell"),
+    "policy": of("policy"),
+    "budget": of("budget"),
+    "forward steps, planned": of("planned_steps", ","),
+    "run": of("counted_steps", ","),
+    "time": of("time_ratio", ".3f"),
+    "bytes without outputs": of("recurrent_bytes", ","),
+    "relative to plain": of("share", ".1%"),
+    "gradients": of("gradients"),
+}
+
+
+def _chains(rows: Sequence[Run]) -> str:
+    return columns(rows, _CHAINS)
+
+
+def _networks(rows: Sequence[Planned]) -> list[dict[str, Planned]]:
+    return [{row.method: row for row in group} for _, group in groupby(rows, key=lambda row: row.network)]
+
+
+def _less(row: Planned, plain: Planned) -> str:
+    return number(100 * (row.predicted / plain.predicted - 1), ".1f") + " %"
+
+
+def _graph_plans(cell: Callable[[Planned, Planned], str]) -> dict[str, Cell]:
+    titles = dict(zip(GRAPH_METHODS, ("ours (operations)", "Chen et al.", "Kusumoto et al."), strict=True))
+    return {title: lambda rows, method=method: cell(rows[method], rows["plain"]) for method, title in titles.items()}
+
+
+def _with_operations(row: Planned, plain: Planned) -> str:
+    return f"{_less(row, plain)} (× {row.flops:.2f})"
+
+
+def _graphs_real(rows: Sequence[Planned]) -> str:
+    spec: dict[str, Cell] = {
+        "network": lambda rows: rows["plain"].network,
+        "plain": lambda rows: f"{rows['plain'].predicted / 1e6:,.1f}",
+        **_graph_plans(lambda row, plain: f"{row.predicted / 1e6:,.1f}, {_with_operations(row, plain)}"),
+        "allocated": lambda rows: megabytes("allocated")(rows["cuts"]),
+        "predicted": lambda rows: megabytes("with_workspace")(rows["cuts"]),
+    }
+    return columns(_networks(rows), spec)
+
+
+def _graphs_paper(rows: Sequence[Planned]) -> str:
+    def published(rows: Mapping[str, Planned]) -> str:
+        program, chen, before = PUBLISHED[rows["plain"].network]
+        return ", ".join(f"{number(100 * (one / before - 1), '.0f')} %" for one in (program, chen))
+
+    spec: dict[str, Cell] = {
+        "network, batch": lambda rows: rows["plain"].network,
+        "plain": lambda rows: f"{rows['plain'].predicted / 1e9:.2f}",
+        **_graph_plans(_with_operations),
+        "published: theirs, Chen": published,
+    }
+    return columns(_networks(rows), spec)
+
+
+def _graphs_order(rows: Sequence[Planned]) -> str:
+    spec: dict[str, Cell] = {
+        "network": lambda rows: rows["plain"].network,
+        "alone": lambda rows: _less(rows["order"], rows["plain"]),
+        "after recomputation": lambda rows: _less(rows["cuts and order"], rows["cuts"]),
+    }
+    return columns(_networks(rows), spec)
+
+
+def _with_error(peak: str) -> Cell:
+    """Return the cell of a predicted peak and its error."""
+    error = of(f"{peak}_error", "+.1f")
+    return lambda row: "" if getattr(row, peak) is None else f"{megabytes(peak)(row)} ({error(row) or '+0.0'} %)"
+
+
+def _plans(rows: Sequence[Fitted]) -> str:
+    """Lay out a line per budget; † marks rivals with more noise than plans may have."""
+
+    def rival(row: Fitted) -> str:
+        mark = "" if _limit(row, rows) == "yes" else " †"
+        return f"{row.rival}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
+
+    spec: dict[str, Cell] = {
+        "model": of("model"),
+        "budget": of("share", "g"),
+        "MB": megabytes("memory"),
+        "predicted": _with_error("predicted"),
+        "simulated": _with_error("simulated"),
+        "measured": lambda row: (
+            megabytes("measured")(row) + f" {row.status}" * (row.status != "fits" and bool(row.measured))
+        ),
+        "time": of("time", ".3f"),
+        "predicted time": of("predicted_time", ".3f"),
+        "variance ratio": of("noise", ".2g"),
+        "best single method": rival,
+        "plan": lambda row: row.plan or _least(row.status),
+    }
+    return columns((row for row in rows if row.method == FIT), spec)
+
+
+def _least(status: str) -> str:
+    """Write which budget the error of a plan says is the least."""
+    found = re.search(r"the least is (\d+) bytes", status)
+    return f"cannot fit below {number(int(found[1]), ',.1f', 1e-6)} MB" if found else status
+
+
+def _methods(rows: Sequence[Fitted]) -> str:
+    spec: dict[str, Cell] = {
+        "model": of("model"),
+        "method": of("method"),
+        "measured, MB": megabytes("measured"),
+        "time": of("time", ".3f"),
+        "variance ratio": of("noise", ".2g"),
+        "within the limit": lambda row: "" if row.method == EXACT else row.within,
+    }
+    return columns((row for row in rows if row.method != FIT), spec)
+
+
+def _limit(row: Fitted, rows: Sequence[Fitted]) -> str:
+    return next((one.within for one in rows if (one.model, one.method) == (row.model, row.rival)), "")
+
+
+def _fit_claims(rows: Sequence[Fitted]) -> str:
+    """Count what the plans show."""
+    found = [row for row in rows if row.method == FIT]
+    made = [row for row in found if row.measured is not None]
+    least = [row for row in found if row.measured is None]
+    errors = [abs(row.predicted_error or 0.0) for row in made]
+    rivals = [(row, row.rival_time) for row in made if row.rival_time is not None]
+    allowed = [(row, best) for row in made if (best := _allowed(row, rows)) is not None]
+
+    def no_slower(compared: Sequence[tuple[Fitted, float]]) -> str:
+        return f"{sum((row.time or 0.0) <= time for row, time in compared)} of {len(compared)}"
+
+    missed = sum(bool(row.rival) and _limit(row, rows) == "yes" for row in least)
+    lines = {
+        "within their budget": f"{sum(row.status == 'fits' for row in made)} of {len(made)}",
+        f"peak predicted within {_ERROR:g} % (largest error: {max(errors, default=0.0):.1f} %)": (
+            f"{sum(error <= _ERROR for error in errors)} of {len(made)}"
+        ),
+        "no slower than the fastest single method within the budget": no_slower(rivals),
+        "no slower than the fastest of those within the limit of the noise": no_slower(allowed),
+        "budgets that no plan meets": str(len(least)),
+        "of these, met by a single method within the limit of the noise": str(missed),
+    }
+    return table(("plans", "count"), list(lines.items()))
+
+
+def _allowed(plan: Fitted, rows: Sequence[Fitted]) -> float | None:
+    """Return the least time of a single method within a plan's budget and within the limit of the noise."""
+    methods = [row for row in rows if row.model == plan.model and row.method not in (EXACT, FIT)]
+    times = [row.time for row in methods if row.within == "yes" and (row.measured or 0) <= (plan.memory or 0)]
+    return min((time for time in times if time is not None), default=None)
+
+
+def _neighbours(rows: Sequence[Neighbour]) -> str:
+    """Lay out each of PyTorch's methods with the plan for its peak."""
+    plans = {(row.model, row.beside): row for row in rows if row.method == FIT}
+
+    def plan(cell: Cell) -> Cell:
+        return lambda row: cell(plans[row.model, row.method]) if (row.model, row.method) in plans else ""
+
+    spec: dict[str, Cell] = {
+        "model": of("model"),
+        "method": lambda row: row.method if row.status == "ok" else f"{row.method}: {row.status}",
+        "live, MB": megabytes("live"),
+        "allocated, MB": megabytes("allocated"),
+        "time": of("time", ".3f"),
+        "fit: live": plan(megabytes("live")),
+        "fit: allocated": plan(megabytes("allocated")),
+        "fit: time": plan(of("time", ".3f")),
+        "fit: variance ratio": plan(of("noise", ".2g")),
+        "fit: plan": plan(lambda row: row.plan if row.live else row.status),
+    }
+    return columns((row for row in rows if row.method != FIT), spec)
+
+
+def _solvers(rows: Sequence[Solved]) -> str:
+    def cell(row: Solved) -> str:
+        return "nothing fits" if row.cost is None else f"{row.cost:.4f} ({row.seconds:.3g})"
+
+    return pivot(
+        rows,
+        lambda row: f"{row.blocks} blocks, {row.budget:g}",
+        lambda row: f"{row.solver}: cost (seconds)",
+        cell,
+        corner="budget",
+    )
+
+
+def _cases(rows: Sequence[Paper]) -> list[dict[str, Paper]]:
+    found: dict[tuple[str, str, str], dict[str, Paper]] = {}
+    for row in rows:
+        found.setdefault((row.model, row.place, row.trained), {})[row.method] = row
+    return list(found.values())
+
+
+_CASE: dict[str, Cell] = {
+    "devices": lambda case: case["exact"].place,
+    "trained": lambda case: {"all": "all weights, AdamW", "LoRA": "LoRA"}[case["exact"].trained],
+}
+
+
+def _needed(cases: Sequence[Mapping[str, Paper]]) -> str:
+    fields = {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "gathered": "gathered",
+        "together": "needed",
+        "without `fused=True`, more": "transient",
+    }
+
+    def size(name: str) -> Cell:
+        return lambda case: number(getattr(case["exact"], name) or None, ".1f", 1e-9)
+
+    return columns(cases, _CASE | {title: size(name) for title, name in fields.items()})
+
+
+def _largest(what: str) -> Callable[[Sequence[Mapping[str, Paper]]], str]:
+    """Make the table of the longest sequence or the largest batch of every method, with the simulated peak in GB."""
+
+    def of_method(method: str) -> Cell:
+        def cell(case: Mapping[str, Paper]) -> str:
+            row = case[method]
+            peak = getattr(row, f"{what}_peak")
+            return (
+                row.status if row.status != "ok" else f"{getattr(row, what):,} ({peak / 1e9:.1f})" if peak else "none"
+            )
+
+        return cell
+
+    titles = {method: "checkpointed, loss in chunks" if method == "chunked" else method for method in METHODS}
+    return lambda cases: columns(cases, _CASE | {title: of_method(method) for method, title in titles.items()})
+
+
+def _paper_plans(cases: Sequence[Mapping[str, Paper]]) -> str:
+    return columns([case for case in cases if case["fitted"].plan], _CASE | {"blocks": lambda c: c["fitted"].plan})
+
+
+def _paper_claims(rows: Sequence[Paper]) -> str:
+    """Compare the longest sequences of the cases that fit at all."""
+    fitting = [case for case in _cases(rows) if case["exact"].status == "ok"]
+    titles = {"packed": "packing all blocks", "fitted": "the fitted plan"}
+    lines = []
+    for ours, title in titles.items():
+        for theirs, other in (("checkpointed", "recomputing all blocks"), ("chunked", "the same, loss in chunks")):
+            ratios = [case[ours].sequence / case[theirs].sequence for case in fitting if case[theirs].sequence]
+            longer, shorter = sum(one > 1 for one in ratios), sum(one < 1 for one in ratios)
+            span = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+            lines.append((title, other, span, str(longer), str(shorter), str(len(ratios))))
+    return table(("longest sequence of", "relative to that of", "ratio", "longer", "shorter", "cases"), lines)
+
+
+def _of_model(model: str, make: Callable[[Sequence[Mapping[str, Paper]]], str]) -> Table:
+    return from_csv("fit-paper", Paper, lambda rows: make(_cases([row for row in rows if row.model == model])))
+
+
+TABLES: dict[str, Table] = {
+    "chains-bptt": from_csv("chains-bptt", Run, _chains),
+    "graphs-real": from_csv("graphs-real", Planned, _graphs_real),
+    "graphs-paper": from_csv("graphs-paper", Planned, _graphs_paper),
+    "graphs-order": from_csv("graphs-order", Planned, _graphs_order),
+    "fit-frontier": from_csv("fit-frontier", Fitted, _plans),
+    "fit-methods": from_csv("fit-frontier", Fitted, _methods),
+    "fit-claims": from_csv("fit-frontier", Fitted, _fit_claims),
+    "fit-neighbours": from_csv("fit-neighbours", Neighbour, _neighbours),
+    "fit-solvers": from_csv("fit-solvers", Solved, _solvers),
+    "fit-paper-claims": from_csv("fit-paper", Paper, _paper_claims),
+    **{
+        f"fit-paper-{model}-{part}": _of_model(model, make)
+        for model in ("8b", "70b")
+        for part, make in {
+            "needed": _needed,
+            "sequences": _largest("sequence"),
+            "batches": _largest("batch"),
+            "plans": _paper_plans,
+        }.items()
+    },
+}

@@ -1,0 +1,136 @@
+"""The tables of ``docs/benchmarks.md``: suites of ``python -m benchmarks run``, of cases with a tenth of the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks import growth, host, linear, models, operators
+from benchmarks.pages.render import Table, columns, pivot
+from benchmarks.records import RATIO, Row, read_rows
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+_TITLES = {"paper": "the published dense Gaussian"}
+
+
+def _suite(suite: str, device: str, make: Callable[[list[Row]], str], results: Path) -> str:
+    return make([row for row in read_rows(results / f"{suite}-{device}.csv", Row) if row.ratio == RATIO])
+
+
+def _case(row: Row) -> str:
+    return f"{row.case}, {_SHORT.get(row.dtype, row.dtype)}"
+
+
+def _by_case(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """Lay out providers down, cases across."""
+    return pivot(
+        rows, lambda row: _TITLES.get(row.provider) or row.provider, _case, lambda row: _or_failed(row, cell(row))
+    )
+
+
+def _or_failed(row: Row, text: str) -> str:
+    return "failed" if row.median is None else text
+
+
+def _milliseconds(row: Row) -> str:
+    return f"{(row.median or 0) * 1e3:.3g} ms"
+
+
+def _share(count: int | None, base: int | None) -> str:
+    return f" ({count / base:.0%})" if count and base else ""
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def _bases(rows: Sequence[Row], reference: str) -> dict[str, Row]:
+    return {_case(row): row for row in rows if row.provider == reference}
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    bases = _bases(rows, linear.REFERENCE)
+
+    def cell(row: Row) -> str:
+        if row.provider == linear.REFERENCE:
+            return _milliseconds(row)
+        return f"{row.relative or 0:.2f}{_share(row.kept_bytes, bases[_case(row)].kept_bytes)}"
+
+    return _by_case(rows, cell)
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    bases = _bases(rows, models.REFERENCE)
+    spec = {
+        "": lambda row: f"{_case(row)}: {row.provider}{', all linear layers' * (row.provider == models.SKETCHED)}",
+        "step time": lambda row: _or_failed(row, f"{row.median or 0:.3g} s"),
+        "relative to exact": lambda row: f"{row.relative or 0:.2f}",
+        "activation memory": lambda row: _mib(row.kept_bytes) + _share(row.kept_bytes, bases[_case(row)].kept_bytes),
+        "peak": lambda row: _mib(row.peak_bytes),
+    }
+    if rows[0].device == "cpu":  # where a peak leaves out what lives inside of an operator
+        del spec["peak"]
+    return columns(rows, spec)
+
+
+def _kernels(rows: Sequence[Row]) -> str:
+    def cell(row: Row) -> str:
+        if row.provider == "copy":
+            return f"{(row.moved_bytes or 0) / (row.median or 1) / 1e9:.3g} GB/s"
+        return f"{row.copy_share or 0:.0%}"
+
+    return _by_case(rows, cell)
+
+
+def _operators(rows: Sequence[Row]) -> str:
+    def cell(row: Row) -> str:
+        if row.provider in (operators.REFERENCE, operators.COPY):
+            return _milliseconds(row)
+        return f"{row.relative or 0:.2f}" + ("" if row.copy_share is None else f" ({row.copy_share:.0%})")
+
+    return _by_case(rows, cell)
+
+
+def _growth(rows: Sequence[Row]) -> str:
+    found = growth.per_token(rows)
+    return pivot(
+        rows,
+        lambda row: f"{growth.tokens_of(row):,}",
+        lambda row: row.provider,
+        lambda row: _or_failed(row, f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}"),
+        corner="tokens",
+    )
+
+
+def _host(rows: Sequence[Row]) -> str:
+    bases = _bases(rows, host.REFERENCE)
+
+    def over(row: Row) -> str:
+        return (
+            "" if row.provider == host.REFERENCE else f"{host.per_layer(row) - host.per_layer(bases[_case(row)]):.1f}"
+        )
+
+    spec = {
+        "": lambda row: f"{_case(row)}: {row.provider}",
+        "one module, µs": lambda row: _or_failed(row, f"{host.per_layer(row):.1f}"),
+        "relative to exact": lambda row: f"{row.relative or 0:.2f}",
+        "difference to exact, µs": over,
+    }
+    return columns(rows, spec)
+
+
+_MAKERS = {
+    "linear": _layers,
+    "model": _steps,
+    "blocks": _steps,
+    "operators": _operators,
+    "kernels": _kernels,
+    "growth": _growth,
+    "host": _host,
+}
+TABLES: dict[str, Table] = {
+    f"{suite}-{device}": partial(_suite, suite, device, make)
+    for suite, make in _MAKERS.items()
+    for device in ("cpu", "cuda")
+}
