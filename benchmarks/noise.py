@@ -22,9 +22,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.pages import fill
 from benchmarks.records import RESULTS, Surveyed, origin, write_rows
-from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
-from glue_finetune.tasks import get_task
+from glue_finetune.tasks import get_task, load_task
 from rmm_linear.variance.__main__ import add_arguments, count, print_survey
 from rmm_linear.variance.survey.batches import make_batches
 from rmm_linear.variance.survey.survey import medians

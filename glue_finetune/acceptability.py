@@ -3,7 +3,7 @@
 Sentences come from a small grammar of the English present tense. Half are grammatical; each of the others breaks one
 rule, a quarter of them each:
 
-agreement    the verb does not agree with the noun beside it: "the dog bark"
+agreement    the verb does not agree with the noun next to it: "the dog bark"
 distance     the same across a phrase or a clause whose own noun has the other number: "the keys near the door is old"
 determiner   the determiner does not fit its noun: "these dog", "an teacher", "the her garden"
 order        one word stands on the wrong side of its neighbour: "the dog old barks"

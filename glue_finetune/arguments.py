@@ -1,23 +1,23 @@
-"""The command line: transformers' TrainingArguments, the script's own flags, and one flag per field of RMMConfig."""
+"""Parse and check the command line: the flags of this script, of RMMConfig, and of transformers' TrainingArguments."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import json
 import math
 import os
 import sys
-import typing
 from collections.abc import Callable
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from glue_finetune import flags
 from glue_finetune.errors import UserError, one_line
-from glue_finetune.own_flags import DESCRIPTION, PROGRAM, GlueArguments, HelpFormatter, flag
-from glue_finetune.sketch_flags import add_sketch_flags, build_config, has_estimators, sketch_flags
+from glue_finetune.flags import GlueArguments, flag, flags_parser
 from glue_finetune.tasks import TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
 from rmm_linear.integrations.fit_settings import read_fit, share_or_size
@@ -46,33 +46,18 @@ class Arguments:
     given: frozenset[str]  # names of the flags that the user gave
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
-def flags_parser(*names: str, **options: Any) -> argparse.ArgumentParser:
-    """Make a parser that picks a few flags, given as ``add_argument`` takes them, out of a command line."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **options)
-    return parser
+class _Parser(flags.Parser, HfArgumentParser):
+    pass
 
 
 def make_parser() -> HfArgumentParser:
     """Build the parser with the defaults that hold for every task; :func:`parse` adds the task's own."""
-    parser = _Parser(
-        prog=f"python -m {PROGRAM}",
-        usage=f"python -m {PROGRAM} --task_name TASK --output_dir DIR [flags]",
-        description=DESCRIPTION,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(**flags.TEXTS, formatter_class=flags.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--help-all", action="help", help="show this message, which --help is the short form of")
     # HfArgumentParser's own method, so that the short groups stand before transformers' hundred flags.
     add_group: Callable[[type], None] = parser._add_dataclass_arguments  # pyright: ignore[reportAssignmentType]
     add_group(GlueArguments)
-    add_sketch_flags(parser)
+    flags.add_sketch_flags(parser)
     add_group(GlueTrainingArguments)
     parser.set_defaults(
         output_dir="",
@@ -96,7 +81,7 @@ def parse(argv: list[str]) -> Arguments:
         parser.set_defaults(**training_defaults(get_task(task_name)))
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse(parser, unknown[0])
+        flags.refuse_flag(unknown[0], (option for action in parser._actions for option in action.option_strings))
     values = vars(namespace)
     if values["task_name"] is None and not values["demo"]:
         raise UserError(f"task_name is required, one of {', '.join(TASKS)}. Or start with --demo.")
@@ -106,8 +91,8 @@ def parse(argv: list[str]) -> Arguments:
     given = _given(parser, argv)
     if values["max_memory"] is not None:
         _check_max_memory(values, given)
-    config, is_exact = build_config(values, given)
-    if has_estimators(config):
+    config, is_exact = flags.build_config(values, given)
+    if flags.has_estimators(config):
         values["remove_unused_columns"] = False  # the examples' numbers are no argument of a model's forward
     try:
         training = GlueTrainingArguments(**_pick(values, GlueTrainingArguments))
@@ -125,8 +110,8 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def _check_max_memory(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Check the budget, and that nothing else chooses or looks at a sketch."""
-    excluded = [*sketch_flags(given), *(name for name in ("probe_every", "compare", "demo") if name in given)]
+    """Check the budget, and that no other flag chooses or measures a sketch."""
+    excluded = [*flags.sketch_flags(given), *(name for name in ("probe_every", "compare", "demo") if name in given)]
     if excluded:
         raise UserError(
             f"--max_memory chooses what is sketched, so other flags must not, got --{excluded[0]} too. Leave out one "
@@ -172,8 +157,35 @@ def _given(parser: argparse.ArgumentParser, argv: list[str]) -> frozenset[str]:
     return frozenset(vars(parser.parse_known_args(argv)[0]))
 
 
-def _refuse(parser: argparse.ArgumentParser, flag: str) -> NoReturn:
-    known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(flag.split("=")[0], typing.cast("list[str]", known), n=1)
-    remedy = f"Did you mean {near[0]}?" if near else "See --help for all flags."
-    raise UserError(f"Every argument must be a known flag or its value, got {flag!r}. {remedy}")
+# Arguments that say where and how loudly a run works, not what comes out of it.
+_INCIDENTAL = frozenset(
+    {
+        *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name", "project"),
+        *("disable_tqdm", "report_to", "log_level", "log_level_replica", "log_on_each_node", "local_rank", "hub_token"),
+        *("save_strategy", "save_steps", "save_total_limit", "save_on_each_node", "dataloader_pin_memory"),
+        *("compare", "seeds", "demo"),
+    }
+)
+
+
+def run_settings(arguments: Arguments) -> dict[str, Any]:
+    """Return, as JSON types, what determines the outcome of a run: equal settings, equal weights."""
+    values = {**vars(arguments.glue), **arguments.training.to_dict()}
+    settings: dict[str, Any] = {name: value for name, value in values.items() if name not in _INCIDENTAL}
+    for name in ("model_name_or_path", "data_dir"):
+        path = Path(settings[name] or "").expanduser()
+        if settings[name] and path.is_dir():
+            settings[name] = str(path.resolve())
+    settings["sketch"] = "exact" if arguments.config is None else arguments.config.to_dict()
+    # JSON has no infinity; the flags that take one are as well told apart by its name.
+    settings = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in settings.items()
+    }
+    return json.loads(json.dumps(settings, default=str))
+
+
+def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Name the first settings of two runs that differ, with both values; empty where none does."""
+    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    return ", ".join(f"{name} was {saved.get(name)!r}, now {wanted.get(name)!r}" for name in names[:3])

@@ -8,16 +8,14 @@ from pathlib import Path
 import pandas as pd
 
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE, write_corpus
-from glue_finetune.arguments import Arguments, flags_parser, parse
-from glue_finetune.compare import plan_comparison, run_comparison
+from glue_finetune.arguments import Arguments, parse
+from glue_finetune.checkpoints import has_files, make_folder, replacing_folder, write_json
+from glue_finetune.compare import COLUMNS, format_table, plan_comparison, run_comparison
 from glue_finetune.errors import UserError
-from glue_finetune.files import has_files, make_folder, replacing_folder, write_json
-from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm
-from glue_finetune.own_flags import DEMO_OUTPUT
-from glue_finetune.scratch import save_scratch
-from glue_finetune.summary import COLUMNS, format_table
+from glue_finetune.flags import DEMO_OUTPUT, flags_parser
+from glue_finetune.minilm import PACKAGE, find_minilm, save_minilm, save_scratch
 
-MARKER = "demo.json"  # tells the demo's folder from somebody's files
+MARKER = "demo.json"  # tells the demo's folder from other files
 SETTINGS = ("exact", "gaussian:0.1@linear", "countsketch")
 # Not the paper's: they are for 10 epochs of a larger model, and this has to end within minutes on two cores. Batches of
 # 64 short sentences have about a thousand rows, so a tenth of them is more than RMMConfig's min_rows.
@@ -28,28 +26,28 @@ TRAINING = {
     "per_device_eval_batch_size": "250",
     "max_seq_length": "48",
 }
-_INTRODUCTION = """Demo: what does training lose if a model keeps a tenth of what its backward pass needs?
+INTRODUCTION = """Demo: what does a model lose if it saves a tenth of what its backward pass needs?
 
 1. Task: is a sentence grammatical? {train} training and {dev} test sentences, generated here, half of them right.
 2. Model: {model}.
 3. It is fine-tuned three times, each in a process of its own:
-     exact                everything is kept, as always
-     gaussian:0.1@linear  linear layers keep dense random mixtures of their input's rows, a tenth as many: the
-                          published method
-     countsketch          what rmm_linear.convert(model) does: linear layers keep a tenth of the bytes, more rows in
-                          fewer bits; activations, norms, attention and dropout keep a few bits per element
+     exact                saves everything: the baseline
+     gaussian:0.1@linear  the published method: linear layers save dense random mixtures of their input's rows, a tenth
+                          as many rows
+     countsketch          the default of rmm_linear.convert(model): linear layers save a tenth of the bytes, as more
+                          rows in fewer bits; activations, norms, attention and dropout save a few bits per element
    Both leave padding out, which the published method does not.
 """
 _NOTES = """
-Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect); the next two columns are what the
-linear layers, and the whole model, keep in memory for the backward pass of one training step, and how much of that is
-saved; time is that of a training step, divided by exact's.
+Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect). Saved is activation memory: the
+bytes saved for the backward pass of one training step by the linear layers and by the whole model, with the change
+relative to exact. Time is that of a training step, relative to exact.
 """
 
 
 def run_demo(arguments: Arguments) -> int:
     """Write the corpus and the model, then compare, with flags that override the demo's; return the exit status."""
-    # Refused before anything is written is all but what needs the model, as target_modules without a match.
+    # All is checked before anything is written, except what needs the model, as target_modules without a match.
     began = time.perf_counter()
     folder = Path(arguments.training.output_dir or DEMO_OUTPUT)
     pretrained = find_minilm() is not None
@@ -65,7 +63,7 @@ def run_demo(arguments: Arguments) -> int:
     write_json(folder / MARKER, {"compare": comparison.glue.compare})
     name = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
     name = name if pretrained else "a small RoBERTa WITHOUT PRETRAINING"
-    print(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=name), flush=True)
+    print(INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=name), flush=True)
     write_corpus(data)
     if not pretrained:
         print(
@@ -93,5 +91,5 @@ def demo_argv(arguments: Arguments, data: Path, model: Path, output: Path) -> li
 
 
 def _describe(table: pd.DataFrame) -> str:
-    shown = {name: COLUMNS[name] for name in ("layers keep", "whole model keeps", "time")}
+    shown = {name: COLUMNS[name] for name in ("saved by layers", "saved by model", "time")}
     return f"{format_table(table, {'score': COLUMNS['last score'], **shown})}\n{_NOTES}"

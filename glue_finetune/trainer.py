@@ -1,16 +1,27 @@
-"""transformers' Trainer, measuring what a training step keeps and how long it takes."""
+"""transformers' Trainer, which measures a training step's activation memory and time, and its callbacks.
+
+SIGINT and SIGTERM become a checkpoint from which a run goes on as if nothing had happened. The first signal lets the
+current step finish, saves, and ends training. Where the step is the last of its epoch, the epoch's evaluation and
+saving still take place, so that the resumed run finds the random generators where an uninterrupted one has them. The
+second signal ends the process at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import resource
 import shutil
+import signal
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,9 +30,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from typing_extensions import override
 
-from glue_finetune.complete import complete_checkpoints, mark_complete, remove_checkpoint
-from glue_finetune.errors import UserError, one_line
-from glue_finetune.files import saving
+from glue_finetune.checkpoints import complete_checkpoints, mark_complete, remove_checkpoint, saving
+from glue_finetune.errors import Interrupted, UserError, one_line
 from rmm_linear import ConversionReport
 from rmm_linear.conversion.explained import explained
 from rmm_linear.integrations.transformers import SketchStateCallback
@@ -33,7 +43,7 @@ MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a 
 
 
 class GlueTrainer(Trainer):
-    """The Trainer; on one step of a run it also counts the bytes kept for the backward pass.
+    """The Trainer; on one step of a run it also counts the bytes saved for the backward pass.
 
     The count is put in the state's log_history, which checkpoints carry, so a resumed run still has it.
     """
@@ -82,7 +92,7 @@ class GlueTrainer(Trainer):
         try:  # after the step's own forward pass, which is the one that is probed
             found = explained(model, report, lambda: super(GlueTrainer, self).compute_loss(model, dict(inputs)))
         except torch.OutOfMemoryError:
-            tqdm.write("What the exact model would save is not known: it runs out of memory on this batch.")
+            tqdm.write("Activation memory of the exact model is unknown: it runs out of memory on this batch.")
             return {}
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the exact model's is none of this run's
@@ -101,7 +111,7 @@ class GlueTrainer(Trainer):
             with saving(folder):
                 super()._save_checkpoint(model, trial)
         except UserError:
-            shutil.rmtree(folder, ignore_errors=True)  # room, and nobody takes it for a checkpoint
+            shutil.rmtree(folder, ignore_errors=True)  # makes room, and is not taken for a checkpoint
             raise
         finally:
             self.args.save_total_limit = limit
@@ -170,8 +180,74 @@ class CheckpointFiles(TrainerCallback):
                 remove_checkpoint(path)
 
 
+class InterruptCallback(TrainerCallback):
+    """Saves a checkpoint and stops the Trainer after a signal."""
+
+    signum: int | None = None  # of the signal that came
+    started: bool = False  # training has begun, so that there is something to save
+
+    @contextmanager
+    def installed(self) -> Iterator[InterruptCallback]:
+        """Handle the signals inside the block; outside the main thread, where Python has no signals, do nothing.
+
+        Yields:
+            The callback itself.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = {signum: signal.signal(signum, self._handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None:
+            os._exit(128 + signum)
+        self.signum = signum
+        if not self.started:
+            raise Interrupted(signum)
+        # os.write, as the signal may have come in the middle of a print.
+        name = signal.Signals(signum).name
+        text = f"\n{name}: finishing the step, then saving a checkpoint. Once more stops at once.\n"
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, text.encode())
+
+    @override
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started = True
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.signum is not None and not _at_end(state):
+            control.should_save = control.should_training_stop = True
+
+    @override
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.signum is not None:
+            control.should_save = control.should_training_stop = True
+
+    @override
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.signum is None:
+            return
+        control.should_training_stop = True
+        control.should_save = _at_end(state)
+        if not _at_end(state):  # a loop left half way is saved already and not evaluated
+            control.should_evaluate = control.should_log = False
+
+
+def _at_end(state: TrainerState) -> bool:
+    """Whether the step just made is the last of its epoch or of the run."""
+    return state.global_step >= state.max_steps or (state.epoch is not None and float(state.epoch).is_integer())
+
+
 class EpochLines(TrainerCallback):
-    """Prints one short line for each evaluation, whole dictionaries for nothing."""
+    """Prints one short line for each evaluation."""
 
     @override
     def on_log(

@@ -9,7 +9,7 @@ from glue_helpers import write_cola
 from benchmarks.__main__ import main
 from benchmarks.frontier.rows import Epoch, Noisy, Point
 from glue_finetune.acceptability import make_corpus
-from glue_finetune.scratch import save_scratch
+from glue_finetune.minilm import save_scratch
 
 
 def places_in(root: Path) -> list[str]:

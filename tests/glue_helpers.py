@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from glue_finetune.__main__ import main
 from glue_finetune.acceptability import make_corpus
-from glue_finetune.cli import main
-from glue_finetune.scratch import save_scratch
+from glue_finetune.minilm import save_scratch
 from glue_finetune.trainer import StepTimer
 
 HEADERS = {

@@ -13,10 +13,9 @@ import torch
 import transformers
 from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
 
-from glue_finetune.data import load_task
 from glue_finetune.minilm import save_minilm
 from glue_finetune.modeling import limit_length, load_config, load_model, load_tokenizer, take_columns, tokenize
-from glue_finetune.tasks import Task, get_task
+from glue_finetune.tasks import Task, get_task, load_task
 from rmm_linear.estimators import IndexedDataset, with_sample_index
 
 BATCH, _TOKENS, _MAX_LENGTH, _TINY_ROWS = 32, 2048, 128, 96

@@ -22,7 +22,7 @@ _OTHERS = {  # commands with a parser, and a --help, of their own
         "rmm_linear.variance.__main__",
         "gradient variance of compression relative to the minibatch's, on your own data",
     ),
-    "glue": ("glue_finetune.start", "fine-tune on a GLUE task, compare settings, or run the demo"),
+    "glue": ("glue_finetune.__main__", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
 _COMMANDS = ("explain", "fit", *_OTHERS, "version")
 

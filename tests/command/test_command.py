@@ -15,7 +15,7 @@ import torch
 from helpers import tiny_model, token_ids
 from transformers import RobertaForMultipleChoice, T5Config, T5ForConditionalGeneration
 
-from glue_finetune import start
+from glue_finetune import __main__ as start
 from rmm_linear import RMMConfig, __version__
 from rmm_linear.backends.native import library
 from rmm_linear.command.main import main

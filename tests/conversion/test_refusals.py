@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from glue_finetune.errors import UserError
-from glue_finetune.sketch_flags import build_config
+from glue_finetune.flags import build_config
 from glue_finetune.tasks import get_task
 from rmm_linear import RMMConfig, convert, revert
 

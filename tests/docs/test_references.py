@@ -15,7 +15,7 @@ import pytest
 from doc_pages import PAGES, README, ROOT, RULES, blocks, commands, name, text
 
 from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE
-from glue_finetune.demo import _INTRODUCTION, SETTINGS
+from glue_finetune.demo import INTRODUCTION, SETTINGS
 from rmm_linear.sketches import KINDS
 
 LONGEST_README = 250
@@ -94,7 +94,7 @@ def test_modules_of_the_design_page_exist():
 def test_the_demos_output_is_that_of_the_demo():
     (block,) = blocks(README, "text")
     model = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
-    assert block.startswith(_INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
+    assert block.startswith(INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
     assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
     seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
     assert seconds < 240

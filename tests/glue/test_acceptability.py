@@ -12,8 +12,7 @@ import pytest
 
 from glue_finetune import acceptability
 from glue_finetune.acceptability import VIOLATIONS, Example, make_corpus, write_corpus
-from glue_finetune.data import load_task
-from glue_finetune.tasks import TASKS
+from glue_finetune.tasks import TASKS, load_task
 
 
 @pytest.fixture(scope="module")

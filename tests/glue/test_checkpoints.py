@@ -17,10 +17,17 @@ from glue_helpers import fails, flags, write_cola
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glue_finetune import training
-from glue_finetune.cli import main
-from glue_finetune.complete import SETTINGS_FILE, check_files, complete_checkpoints, mark_complete, remove_checkpoint
+from glue_finetune.__main__ import main
+from glue_finetune.checkpoints import (
+    LOCK,
+    SETTINGS_FILE,
+    check_files,
+    claimed,
+    complete_checkpoints,
+    mark_complete,
+    remove_checkpoint,
+)
 from glue_finetune.errors import UserError
-from glue_finetune.files import LOCK, claimed
 from glue_finetune.trainer import CheckpointFiles, StepTimer
 
 STEPS = 3  # per epoch: 24 rows in batches of 8

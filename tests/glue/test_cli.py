@@ -14,8 +14,9 @@ from glue_helpers import fails, flags, results_of, write_cola
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from glue_finetune import compare, demo, modeling
-from glue_finetune.arguments import parse
-from glue_finetune.cli import main
+from glue_finetune.__main__ import main
+from glue_finetune.arguments import make_parser, parse
+from glue_finetune.flags import check_flags
 from rmm_linear import RMMConfig
 
 
@@ -176,23 +177,40 @@ def test_results_say_what_stayed_exact(
     assert out.count("while activation checkpointing recomputes") == 1
 
 
-def test_help_and_a_bad_flag_in_a_process_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--task_name", "imdb", r"task_name must be one of .*, got 'imdb'\."),
+        (
+            "--learning-rat",
+            "1",
+            r"Every argument must be a known flag .*, got '--learning-rat'. Did you mean --lea.*",
+        ),
+    ],
+)
+def test_a_typo_is_told_before_transformers_is_imported(flag: str, value: str, message: str) -> None:
     root = Path(modeling.__file__).parents[1]
-    command = [sys.executable, "-m", "glue_finetune"]
-    run = subprocess.run([*command, "--task_name", "imdb"], cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    *others, last = run.stderr.splitlines()  # bitsandbytes says when it loads without a kernel from the network
-    assert re.fullmatch(r"glue_finetune: error: task_name must be one of .*, got 'imdb'\.", last)
-    assert not [line for line in others if "kernel" not in line]
-    assert run.stdout == ""
+    code = (
+        "import sys; from glue_finetune.__main__ import main; status = main()\n"
+        "assert 'transformers' not in sys.modules; sys.exit(status)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, flag, value], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(f"glue_finetune: error: {message}\n", run.stderr)
+
+
+def test_flags_of_transformers_are_known_before_it_is_imported() -> None:
+    known = {option for action in make_parser()._actions for option in action.option_strings if option[:2] == "--"}
+    check_flags([f"{option}=cola" for option in known])
+    assert len(known) > 200
 
 
 def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
+    assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("--task_name", "--compare", "--demo", "--rmm_config", "--kind", "--ratio", "--overwrite_output_dir"):
+    for words in ("--task_name", "--compare", "--demo", "--rmm_config", "--kind", "--ratio", "--output_dir"):
         assert words in text
     assert "Saved rows as a fraction of the rows seen, in (0, 1]." in text
 

@@ -18,10 +18,9 @@ import torch
 from glue_helpers import fails, flags, results_of, same_weights
 
 from glue_finetune import compare
-from glue_finetune.cli import main
-from glue_finetune.compare import parse_setting, plan_runs
+from glue_finetune.__main__ import main
+from glue_finetune.compare import collect_runs, format_table, parse_setting, plan_runs, summarize
 from glue_finetune.errors import UserError
-from glue_finetune.summary import collect_runs, format_table, summarize
 
 
 def test_entries() -> None:
@@ -89,8 +88,8 @@ def test_a_comparison_from_end_to_end(
     markdown = (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8")
     for text in (first, markdown):
         assert "| countsketch:0.2@linear |" in text
-        assert f", {1 - share:.1%} saved |" in text
-        assert f", {1 - layers:.1%} saved |" in text
+        assert f"(−{1 - share:.1%}) |" in text
+        assert f"(−{1 - layers:.1%}) |" in text
     image = matplotlib.image.imread(tmp_path / "all" / "comparison.png")
     assert image.shape[:2] == (630, 960)
     assert np.ptp(image[..., :3].mean(axis=-1)) > 0.8
@@ -218,7 +217,7 @@ def test_the_numbers_of_the_table() -> None:
     text = format_table(summarize(collect_runs(results)))
     exact, rows = ([cell.strip() for cell in line.split("|")[2:8]] for line in text.splitlines()[2:])
     assert exact == [*["0.6000 ± 0.1414 (2)"] * 2, "80.0 MiB", "100.0 MiB", "1.00", "900 MiB"]
-    assert rows[2:] == ["10.0 MiB, 87.5% saved", "30.0 MiB, 70.0% saved", "0.60", "810 MiB"]
+    assert rows[2:] == ["10.0 MiB (−87.5%)", "30.0 MiB (−70.0%)", "0.60", "810 MiB"]
 
 
 def test_without_a_baseline_or_a_score_the_table_has_gaps_instead_of_numbers() -> None:

@@ -9,9 +9,8 @@ import datasets
 import pytest
 from glue_helpers import HEADERS, write_cola, write_pairs, write_rows
 
-from glue_finetune.data import load_task, read_file
 from glue_finetune.errors import UserError
-from glue_finetune.tasks import TASKS
+from glue_finetune.tasks import TASKS, load_task, read_file
 
 
 def test_cola_has_no_header(tmp_path: Path) -> None:

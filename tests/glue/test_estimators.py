@@ -10,7 +10,7 @@ import pytest
 from glue_helpers import fails, flags, results_of, same_weights, write_cola
 
 from glue_finetune import training
-from glue_finetune.cli import main
+from glue_finetune.__main__ import main
 from glue_finetune.compare import parse_setting
 from glue_finetune.trainer import StepTimer
 

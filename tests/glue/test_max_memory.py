@@ -10,8 +10,8 @@ from glue_helpers import SignalTimer, fails, flags, results_of, same_weights
 from transformers import AutoModelForSequenceClassification
 
 from glue_finetune import training
-from glue_finetune.cli import main
-from glue_finetune.own_flags import short_help
+from glue_finetune.__main__ import main
+from glue_finetune.flags import short_help
 from rmm_linear.integrations.pretrained import convert_as_saved
 
 FIT = {"max_memory": "0.9", "min_rows": None, "num_train_epochs": 2, "seed": 7}

@@ -7,7 +7,7 @@ import pytest
 from glue_helpers import SignalTimer, fails, flags, results_of, same_weights
 
 from glue_finetune import compare, training
-from glue_finetune.cli import main
+from glue_finetune.__main__ import main
 from rmm_linear import RMMConfig
 from rmm_linear.variance.probe.results import COLUMNS
 

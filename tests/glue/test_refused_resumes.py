@@ -11,8 +11,8 @@ import pytest
 from glue_helpers import SignalTimer, fails, flags, results_of, write_cola
 
 from glue_finetune import training
-from glue_finetune.cli import main
-from glue_finetune.complete import SETTINGS_FILE
+from glue_finetune.__main__ import main
+from glue_finetune.checkpoints import SETTINGS_FILE
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
 EPOCHS = 3

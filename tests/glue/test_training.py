@@ -15,10 +15,9 @@ import pytest
 import torch
 from glue_helpers import SignalTimer, flags, results_of, same_weights, write_cola, write_pairs
 
-from glue_finetune import interrupt, training
-from glue_finetune.cli import main
-from glue_finetune.interrupt import InterruptCallback
-from glue_finetune.trainer import GlueTrainer
+from glue_finetune import trainer, training
+from glue_finetune.__main__ import main
+from glue_finetune.trainer import GlueTrainer, InterruptCallback
 from rmm_linear import RMMConfig, RMMLinear
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
@@ -240,7 +239,7 @@ def test_a_signal_before_training_leaves_nothing_behind(
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(interrupt.os, "_exit", exits.append)
+    monkeypatch.setattr(trainer.os, "_exit", exits.append)
     with InterruptCallback().installed() as callback:
         callback.on_train_begin()
         signal.raise_signal(signal.SIGINT)

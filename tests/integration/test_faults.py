@@ -17,9 +17,8 @@ from glue_helpers import fails, flags, results_of, same_weights, write_cola
 
 from glue_finetune import compare, training
 from glue_finetune import trainer as trainers
-from glue_finetune.cli import main
-from glue_finetune.complete import complete_checkpoints, mark_complete, read_settings
-from glue_finetune.files import claimed, write_json
+from glue_finetune.__main__ import main
+from glue_finetune.checkpoints import claimed, complete_checkpoints, mark_complete, read_settings, write_json
 from glue_finetune.trainer import CheckpointFiles, GlueTrainer, StepTimer
 from rmm_linear import RMMConfig
 from rmm_linear.integrations.checkpoints import STATE_FILE
