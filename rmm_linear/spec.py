@@ -16,15 +16,10 @@ class SaveSpec:
     """How one input is saved.
 
     Attributes:
-        kind: Kind of the sketch.
-        rows: K.
         block: Tokens per block, or None.
         bits: Bits per stored element; None stores the dtype itself.
         uniform_mix: Share of the uniform distribution in the probabilities of the tokens, for kinds that sample rows by
             them; 0 for others.
-
-    Raises:
-        ValueError: If ``block`` is given to a kind without blocks.
     """
 
     kind: str
@@ -40,36 +35,19 @@ class SaveSpec:
     def kept_rows(self, tokens: int) -> int:
         """Return how many rows are saved.
 
-        Args:
-            tokens: N.
-
-        Returns:
-            K; with ``block``, rounded up to a multiple of the number of blocks. At most N.
+        Returns K; with ``block``, rounded up to a multiple of the number of blocks. At most N.
         """
         return kept_rows(tokens, self.rows, self.block)
 
     def samples_rows(self, tokens: int) -> bool:
-        """Say whether rows are sampled by the norms of the input, so that their indices must be saved too.
-
-        Args:
-            tokens: N.
-
-        Returns:
-            True for the kinds of :data:`rmm_linear.sketches.SAMPLERS`, unless all rows are saved.
-        """
+        """Say whether rows are sampled by the norms of the input, so that their indices must be saved too."""
         return self.kind in SAMPLERS and self.rows < tokens
 
     def bytes(self, tokens: int, features: int, itemsize: int) -> int:
         """Return the bytes saved for an input: the sketch, and the seed or the indices and scales of the sampled rows.
 
-        Args:
-            tokens: N.
-            features: I.
-            itemsize: Bytes per element of the input.
-
-        Returns:
-            K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and
-            the 8 bytes of the seed only when they are packed.
+        itemsize: Bytes per element of the input. Returns K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when
+        packed. Sampled rows add 8·K, and the 8 bytes of the seed only when they are packed.
         """
         rows = self.kept_rows(tokens)
         stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)

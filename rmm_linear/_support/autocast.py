@@ -21,11 +21,7 @@ def autocast_off(device: str) -> AbstractContextManager[Any]:
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap a function so that it runs with autocast disabled.
-
-    Args:
-        function: Takes at least one tensor. Autocast is disabled for the device of the first one.
-    """
+    """Wrap a function so that it runs with autocast disabled for the device of its first tensor."""
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -37,30 +33,14 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which autocast runs a linear layer.
-
-    Args:
-        device: Type of the input's device.
-        dtype: The input's dtype.
-
-    Returns:
-        The dtype, or None while autocast is off.
-    """
+    """Return the dtype in which autocast runs a linear layer; None while autocast is off."""
     if dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast a tensor as autocast does: only floating point, and not float64.
-
-    Args:
-        tensor: Any tensor.
-        dtype: The dtype, or None while autocast is off.
-
-    Returns:
-        The tensor in that dtype.
-    """
+    """Cast a tensor as autocast does: only floating point, and not float64."""
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -81,12 +61,10 @@ def autocast_now(devices: Iterable[str]) -> list[dict[str, Any]]:
 
 @contextmanager
 def autocast_as(states: Iterable[dict[str, Any]], *, cached: bool = True) -> Iterator[None]:
-    """Enter autocast as it was.
+    """Enter autocast as it was: off where it was off.
 
-    Args:
-        states: See :func:`autocast_now`. Where autocast was off, it is off inside the block.
-        cached: False casts parameters anew for each use. What is cast without gradients must not stay in the cache:
-            some versions of PyTorch take it later where gradients are needed, and there would be none.
+    ``cached=False`` casts parameters again for each use. What is cast without gradients must not stay in the cache:
+    some versions of PyTorch take it later where gradients are needed, and there would be none.
     """
     with ExitStack() as stack:
         for state in states:

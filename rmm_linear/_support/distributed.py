@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 
 def is_dtensor(tensor: Tensor | None) -> bool:
-    """Say whether a tensor is distributed over several processes.
-
-    Args:
-        tensor: Any tensor or parameter, or None.
-    """
+    """Say whether a tensor is distributed over several processes."""
     module = None if type(tensor) in (Tensor, nn.Parameter) else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -25,11 +21,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 def running_ddp() -> Any:
-    """Return the ``DistributedDataParallel`` whose forward pass is running.
-
-    Returns:
-        The module, or None.
-    """
+    """Return the ``DistributedDataParallel`` whose forward pass is running."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if parallel is None else parallel.DistributedDataParallel
     return getattr(ddp, "_active_ddp_module", None)

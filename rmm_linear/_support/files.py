@@ -31,11 +31,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """Compute the SHA-256 digest of a file.
-
-    Returns:
-        Its 64 hexadecimal digits.
-    """
+    """Compute the SHA-256 digest of a file."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -11,11 +11,7 @@ from pathlib import Path
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed versions of packages.
-
-    Returns:
-        "python" and every package that is installed, in this order, to its version.
-    """
+    """Return "python" and the packages that are installed, each with its version."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -26,15 +22,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
-    """Return the git commit that a source file belongs to.
+    """Return the git commit of a tracked source file: 40 digits, and "-dirty" where tracked files differ from it.
 
-    Args:
-        file: A tracked file of the checkout, as ``__file__`` of the caller.
-        ignored: Paths from the root of the checkout whose changes do not count.
-
-    Returns:
-        The commit's 40 digits, with "-dirty" where tracked files differ from it; None if ``file`` is not tracked, as an
-        installed copy inside somebody else's checkout is not, or git is not installed.
+    None if ``file`` is not tracked, as in an installed copy, or git is not installed. Changes of ``ignored`` paths,
+    from the root of the checkout, do not count.
     """
     file, program = Path(file), shutil.which("git")
     if program is None:

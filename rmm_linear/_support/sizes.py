@@ -9,16 +9,7 @@ _HINT = 'Use bytes as an integer, or a text such as "64MB" (10⁶ bytes) or "1.5
 
 
 def read_bytes(name: str, value: object) -> int:
-    """Read a number of bytes.
-
-    Args:
-        name: Of the argument, for errors.
-        value: A number of bytes, or a text: a number and a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB,
-            TiB (powers of 1024).
-
-    Raises:
-        TypeError: If it is neither an integer nor a text.
-        ValueError: If it is not positive, or the text is no size.
+    """Read a number of bytes: an integer, or a text with B, KB … TB (powers of 1000) or KiB … TiB (powers of 1024).
 
     Example:
         >>> read_bytes("memory", "64MB"), read_bytes("memory", "1.5 GiB")
@@ -38,9 +29,6 @@ def read_bytes(name: str, value: object) -> int:
 
 def show_bytes(count: int) -> str:
     """Write a number of bytes with a unit, to three digits.
-
-    Args:
-        count: The bytes.
 
     Example:
         >>> show_bytes(28672), show_bytes(64_000_000)

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a table in Markdown.
-
-    Args:
-        header: Title of every column.
-        rows: Cells, as many in each row as there are columns. A cell holds no line break and no vertical bar.
-
-    Returns:
-        The table, one line per row whatever its width, without a final line break.
+    """Lay out a table in Markdown, one line per row whatever its width; a cell holds no line break and no vertical bar.
 
     Example:
         >>> print(table(("layer", "bytes"), [("query", "12"), ("key", "3")]))
@@ -46,10 +39,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """Return what numbered siblings have in common.
-
-    Returns:
-        The name with * for numbers, but for one at its beginning or end.
+    """Return the name that numbered siblings share, with * for numbers, except for one at its beginning or end.
 
     Example:
         >>> pattern_of("layer.0.query")

@@ -59,21 +59,13 @@ def scaled_dot_product_attention(
     """``F.scaled_dot_product_attention`` that saves packed queries, keys and values instead of these and its output.
 
     The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU: the
-    seed of the rounding is drawn after them. The gradients have the noise of packing, and a bias that is small beside
-    it, see :mod:`rmm_linear.packing.attention`; take 8 bits where scores are large. If a call cannot be packed, as with
-    a mask that needs a gradient, all is exact; so it is where there are no sequences or no tokens.
+    seed of the rounding is drawn after them. The gradients have the noise of packing, and a bias that is small compared
+    with it, see :mod:`rmm_linear.packing.attention`; take 8 bits where scores are large. If a call cannot be packed, as
+    with a mask that needs a gradient, all is exact; so it is where there are no sequences or no tokens.
 
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        attn_mask: Bool (true where a query sees a key) or additive, of a shape that (B, h, Tq, Tk) broadcasts with.
-        dropout_p: Probability of dropout.
-        is_causal: Whether query i sees the keys 0 … i only.
-        scale: Factor of the scores; None is 1 / √d.
-        enable_gqa: Whether keys may have fewer heads than queries.
-        bits: Bits of queries, keys and values: 8 or 4.
-        attend: Packs a call, or returns None; None packs it with a seed of its own, and padding too.
+    query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). attn_mask: Bool (true where a query sees a key)
+    or additive, broadcasts with (B, h, Tq, Tk). bits: 8 or 4. attend: Packs a call, or returns None; without it, the
+    call is packed with a new seed, padding included.
     """
     check_attention_bits(bits)
     named = {"scale": scale, "enable_gqa": enable_gqa}
@@ -229,11 +221,7 @@ def _rebound(function: FunctionType, **names: Any) -> FunctionType:
 
 
 def calls_attention(module: nn.Module) -> bool:
-    """Say whether a module's own forward calls ``F.scaled_dot_product_attention``.
-
-    Returns:
-        True if it does, or if it is ``nn.MultiheadAttention`` itself.
-    """
+    """Say whether a module's own forward calls ``F.scaled_dot_product_attention``."""
     return type(module) is nn.MultiheadAttention or "scaled_dot_product_attention" in names_in_forward(module)
 
 

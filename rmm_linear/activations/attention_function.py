@@ -32,14 +32,7 @@ BITS = 4  # the default of attention_bits
 
 @dataclass(eq=False)  # frozen, it would take a microsecond more
 class Attention:
-    """The arguments of one call that are no tensors.
-
-    Attributes:
-        scale: Factor of the scores.
-        is_causal: Whether query i sees the keys 0 … i only.
-        p: Probability of dropout.
-        bits: Bits of queries, keys and values.
-    """
+    """The arguments of one call that are not tensors."""
 
     scale: float
     is_causal: bool = False
@@ -153,19 +146,7 @@ def _kv_index(
 
 
 def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float) -> str | None:
-    """Return why a call of attention cannot be packed.
-
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        mask: Bool or additive, or None.
-        is_causal: Whether query i sees the keys 0 … i only.
-        p: Probability of dropout.
-
-    Returns:
-        The reason, or None if it can be packed.
-    """
+    """Return why a call of attention cannot be packed, or None. Shapes as of :func:`packed_attention`."""
     if query.is_nested or not all(tensor.dim() == 4 for tensor in (query, key, value)):
         return "queries, keys and values are not of the shape (batch, heads, tokens, features)"
     if not query.shape[0] == key.shape[0] == value.shape[0] or query.shape[1] % key.shape[1]:
@@ -191,15 +172,10 @@ def packed_attention(
 ) -> Tensor:
     """Apply attention and save it packed. The caller has asked :func:`why_exact` before.
 
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        mask: Bool or additive, of a shape that (B, h, Tq, Tk) broadcasts with, or None.
-        attention: The other arguments.
-        call: Seed and padding; without a seed, one is drawn after the mask of dropout.
-        exact: A function of queries, keys and values that returns the output without dropout, shape (B, Tq, h, dv).
-        bias: Added to the scores where a bool mask is true, shape (B or 1, h or 1, Tq, Tk), or None.
+    query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). mask: Bool or additive, broadcasts with (B, h,
+    Tq, Tk), or None. call: Seed and padding; without a seed, one is drawn after the mask of dropout. exact: Computes
+    the output without dropout, (B, Tq, h, dv), from queries, keys and values. bias: Added to the scores where a bool
+    mask is true, (B or 1, h or 1, Tq, Tk), or None.
     """
     scores = query.shape[2], key.shape[2]
     kv_index = _kv_index(key, mask, scores, attention.is_causal, call)

@@ -73,20 +73,12 @@ _PACKED: WeakSet[PackedAttention] = WeakSet()  # all there are: they need the na
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Say whether a module looks its attention function up in transformers' ``AttentionInterface``.
-
-    Returns:
-        True if its forward does.
-    """
+    """Say whether a module looks its attention function up in transformers' ``AttentionInterface``."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module) and hasattr(module, "config")
 
 
 def stays_exact(module: Any) -> str | None:
-    """Return why an attention of transformers cannot be packed, before it is converted.
-
-    Returns:
-        The reason, or None if it can be packed.
-    """
+    """Return why an attention of transformers cannot be packed, before it is converted."""
     name = getattr(module.config, "_attn_implementation", None)
     if name not in (_SDPA, NAME):
         remedy = "Use model.set_attn_implementation('sdpa')."
@@ -121,22 +113,11 @@ def packed_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply attention as the function of "sdpa" does, and save it packed.
+    """Apply attention as the function of "sdpa" does, and save it packed; return the output, (B, Tq, h, dv), and None.
 
-    Args:
-        module: The module that calls it; one that is not converted gets the function of "sdpa".
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        attention_mask: Bool or additive, or None.
-        dropout: Probability of dropout.
-        scaling: Factor of the scores; None is 1 / √d.
-        is_causal: Whether query i sees the keys 0 … i only, without a mask; None asks the module.
-        **kwargs: Other arguments of the function of "sdpa"; a ``position_bias``, which is added to the scores, may need
-            a gradient.
-
-    Returns:
-        The output, shape (B, Tq, h, dv), and None for the probabilities.
+    module: The caller; one that is not converted gets the function of "sdpa". Shapes as of
+    :func:`~rmm_linear.activations.attention_function.packed_attention`. is_causal: None asks the module.
+    ``position_bias``, which is added to the scores, may need a gradient.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

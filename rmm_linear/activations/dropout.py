@@ -26,14 +26,7 @@ class PackedDropout(PackedModule):
     inplace: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout.
-
-        Args:
-            input: Any shape.
-
-        Returns:
-            The shape of ``input``.
-        """
+        """Apply dropout to an input of any shape."""
         if not self.training:
             return input if not self.inplace else F.dropout(input, self.p, False, True)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
@@ -84,9 +77,5 @@ def _scale(dtype: torch.dtype, p: float) -> float:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Say whether a module is ``nn.Dropout`` itself.
-
-    Returns:
-        True if it is.
-    """
+    """Say whether a module is ``nn.Dropout`` itself."""
     return type(module) is nn.Dropout

@@ -54,12 +54,7 @@ class PackedGatedMLP(PackedModule):
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Apply the MLP.
-
-        Args:
-            *args: Its input, shape (*, H).
-            **kwargs: The same by name.
-        """
+        """Apply the MLP to its input, shape (*, H)."""
         values = (*args, *kwargs.values())
         if not self.training or len(values) != 1:
             return self.exact_forward(*args, **kwargs)
@@ -128,10 +123,6 @@ def _is_plain(act: nn.Module, a: Tensor) -> bool:
 
 
 def activation_bits(config: RMMConfig) -> int:
-    """Return the width in which a gated MLP packs its products.
-
-    Returns:
-        8, 4 or 2: the field if it is one of these, 2 for 1, else 4.
-    """
+    """Return the width in which a gated MLP packs its products: 8, 4 or 2, with 2 for 1, and 4 for "auto"."""
     bits = config.activation_bits
     return _BITS if bits == "auto" else max(2, int(bits))

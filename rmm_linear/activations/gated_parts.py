@@ -35,7 +35,7 @@ class GatedParts:
         act: The activation child. Whoever packs the MLP replaces it, so it must not be packed by itself.
         down: The linear child that reads the product.
         dropout: The child between the product and ``down``, or None.
-        activation: What ``act`` computes: one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
+        activation: The function of ``act``, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
         gate_first: Whether the gate is called before ``up``; of halves, whether it is the first one.
     """
 
@@ -50,12 +50,7 @@ class GatedParts:
     def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of gate and up, called in the module's own order.
 
-        Args:
-            module: The MLP.
-            x: Its input, shape (*, H).
-
-        Returns:
-            Two tensors of shape (*, C).
+        x: Its input, shape (*, H). Returns two tensors of shape (*, C).
         """
         if self.gate == self.up:
             first, second = module.get_submodule(self.gate)(x).chunk(2, dim=-1)
@@ -77,15 +72,14 @@ class GatedParts:
 
 
 def gated_parts(module: nn.Module) -> GatedParts | None:
-    """Say which children of a module are the parts of a gated MLP.
+    """Find the children of a module that are the parts of a gated MLP.
 
     Runs the module on a few random rows, small and large ones, in eval mode, without gradients; hooks of its children
     run too, random numbers and modes stay as they were. Of a module on the meta device, a narrower copy with random
     weights is run.
 
-    Returns:
-        The parts; None if the module is no gated MLP, if its activation is none of those that can be packed, if it is
-        on the meta device and has no narrow copy, or if its output is not that of the formula to the bit.
+    Returns None if the module is not a gated MLP, its activation cannot be packed, it is on the meta device and has no
+    narrow copy, or its output is not that of the formula to the bit.
     """
     return _tried(module)[0]
 
@@ -160,11 +154,10 @@ def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, 
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """Say which activation a module computes, by what it returns for numbers from −12 to 12.
+    """Find which of :data:`rmm_linear.packing.gated.ACTIVATIONS` a module computes, by its values from −12 to 12.
 
-    Returns:
-        One of :data:`rmm_linear.packing.gated.ACTIVATIONS`; None for any other function, a module with parameters,
-        buffers or children, or one that takes no single tensor.
+    None for any other function, a module with parameters, buffers or children, or one that does not take a single
+    tensor.
     """
     if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return None

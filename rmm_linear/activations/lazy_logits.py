@@ -34,20 +34,16 @@ _READ += "pass, or FSDP has sharded it again. Read them before, or convert witho
 
 @dataclass(frozen=True)
 class Source:
-    """What logits follow from.
+    """The operands of logits that are not computed yet.
 
     Attributes:
-        hidden: What the output layer was given.
-        head: The output layer, a ``ChunkedHead``.
-        weight: Its weight.
-        version: That of its weight.
+        hidden: The input of the output layer.
         rows: ``hidden`` after the views that were taken of the logits.
-        dtype: That of the logits.
         autocast: The dtype of autocast in the forward pass; None where it was off.
         used: Has an element once a loss was computed, or the logits.
         is_tracked: Whether they have a gradient: not after a step without gradients.
-        steps: What was done since, to be done again when the logits are read.
-        scale: What they were multiplied by.
+        steps: The operations since, to be repeated when the logits are read.
+        scale: The factor that they were multiplied by.
         before: ``scale`` before the last step, if that was a division by ``divisor``: tanh may follow.
         cap: The divisor before tanh, if there was one.
         is_open: Whether the multiplication by ``cap`` after tanh is still to come.
@@ -96,11 +92,7 @@ class LazyLogits(Tensor):
         """Do nothing; see ``__new__``."""
 
     def read(self) -> Tensor:
-        """Compute the logits, once.
-
-        Raises:
-            RuntimeError: If the weight has changed since the forward pass.
-        """
+        """Compute the logits, once."""
         if self._value is not None:
             return self._value
         source = self._source

@@ -40,11 +40,7 @@ class ChunkedHead(PackedModule):
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return logits that are computed when they are read.
-
-        Args:
-            input: Last hidden states, shape (*, H).
-        """
+        """Return logits that are computed when they are read, from last hidden states of shape (*, H)."""
         needs_gradient = input.requires_grad or self.weight.requires_grad
         is_lazy = self.training and torch.is_grad_enabled() and needs_gradient and not torch.compiler.is_compiling()
         # Where FSDP or ZeRO-3 shards this layer by itself, the weight is there during its own forward only.

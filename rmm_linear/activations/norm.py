@@ -61,15 +61,7 @@ class PackedNorm(PackedModule):
         self.rmm_casts = casts_of(self, found) if found is not None and self.rmm_config.fused else {}
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
-        """Normalize.
-
-        Args:
-            *args: The input, shape (*, H).
-            **named: Or the input by its name.
-
-        Returns:
-            The shape of the input.
-        """
+        """Normalize an input of shape (*, H)."""
         form, values = self.rmm_norm, (*args, *named.values())
         if not self.training or form is None or len(values) != 1 or not _has_rows(values[0], form.dims):
             return super().forward(*args, **named)

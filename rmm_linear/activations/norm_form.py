@@ -27,13 +27,12 @@ _TOLERANCE = 1e-5  # of float32 sums of few thousand elements, made in another o
 
 @dataclass(frozen=True)
 class NormForm:
-    """What a norm computes: γ ∘ (x − mean) · rstd + β over the last dimensions.
+    """The formula of a norm: γ ∘ (x − mean) · rstd + β over the last dimensions.
 
     Attributes:
         centered: True for LayerNorm, False for RMSNorm, which has no mean.
-        eps: What is added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
+        eps: Added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
         shift: γ = shift + weight: 1 in Gemma's form, else 0.
-        dims: The dimensions that are normalized.
     """
 
     centered: bool
@@ -47,14 +46,7 @@ class NormForm:
         return self.centered, self.dims
 
     def gamma(self, weight: Tensor | None) -> Tensor | None:
-        """Return γ.
-
-        Args:
-            weight: The module's weight, or None.
-
-        Returns:
-            float32 at least, one dimension; None without a weight.
-        """
+        """Return γ, one dimension, float32 at least; None without a weight."""
         if weight is None:
             return None
         gamma = weight.detach().reshape(-1)
@@ -62,11 +54,7 @@ class NormForm:
         return gamma + self.shift if self.shift else gamma
 
     def eps_of(self, dtype: torch.dtype) -> float:
-        """Return what is added to the variance.
-
-        Args:
-            dtype: dtype of the input.
-        """
+        """Return what is added to the variance."""
         return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
 
 
@@ -79,9 +67,6 @@ def norm_of(module: nn.Module) -> NormForm | None:
     from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
     states. A copy of the module is run, in float32 and without hooks; random number generators are as before
     afterwards. Where the module is sharded or on the meta device, the copy is whole and on a real one.
-
-    Returns:
-        The form; None for everything else.
 
     Example:
         >>> norm_of(nn.LayerNorm(8)), norm_of(nn.BatchNorm1d(8))
@@ -106,10 +91,9 @@ def norm_of(module: nn.Module) -> NormForm | None:
 
 
 def forward_of(module: nn.Module) -> Callable[..., object] | None:
-    """Return what computes a module's output of one tensor: not a packed class's forward, which calls it.
+    """Return the function that computes a module's output of one tensor, not a packed class's forward, which calls it.
 
-    Returns:
-        A function of the module and the tensor; None if there is more to its forward.
+    None if there is more to its forward.
     """
     own = (
         vars(kind)["forward"]
@@ -183,10 +167,7 @@ _TOLERANCE = 1e-5  # of float32 sums in another order
 
 
 def casts_of(module: nn.Module, form: NormForm) -> dict[Dtypes, Casts]:
-    """Find how a norm rounds, by running a copy of it on the CPU.
-
-    Returns:
-        Dtypes of the input and of the parameters to casts, for all of which are known.
+    """Find how a norm rounds, by running a copy of it on the CPU: by the dtypes of the input and of the parameters.
 
     Example:
         >>> casts_of(nn.LayerNorm(8), NormForm(True, 1e-5))[torch.bfloat16, torch.bfloat16]

@@ -67,14 +67,7 @@ class PackedActivation(PackedModule):
         self.rmm_function, self.rmm_is_composed = function, is_composed(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the activation.
-
-        Args:
-            input: Any shape.
-
-        Returns:
-            The shape of ``input``.
-        """
+        """Apply the activation to an input of any shape."""
         if not self.training:
             return super().forward(input)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=not self.rmm_function.is_exact)
@@ -131,14 +124,9 @@ class PointwiseFunction(SavingFunction):
 def is_composed(module: nn.Module) -> bool:
     """Say whether an activation is composed of several functions, of which autocast computes some in float32.
 
-    Which ones is another matter on every device, so the functions are counted, and not what the CPU's autocast does.
-
-    Args:
-        module: The module, converted or not, one that :func:`pointwise_function` knows or a gated MLP takes.
-
-    Returns:
-        False for PyTorch's own classes and those that call one of its functions, such as transformers' GELUActivation:
-        their output has the dtype of the input, under autocast too.
+    Which ones differs between devices, so the functions are counted, and not what the CPU's autocast does. PyTorch's
+    own classes, and those that call one of its functions such as transformers' GELUActivation, are not composed: their
+    output has the dtype of the input, under autocast too.
     """
     kind = _original(type(module))
     if kind in _TORCH:
@@ -165,13 +153,10 @@ class _Counted(TorchDispatchMode):
 
 
 def pointwise_function(module: nn.Module) -> Pointwise | None:
-    """Find the pointwise function that a module computes.
+    """Find the pointwise function that a module computes; None for an unknown one.
 
     PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
     imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
-
-    Returns:
-        The function, or None for an unknown one.
 
     Example:
         >>> pointwise_function(nn.LeakyReLU(0.2))

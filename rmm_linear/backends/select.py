@@ -18,12 +18,8 @@ _ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 def requested_backend() -> str:
     """Read the environment variable RMM_BACKEND.
 
-    Returns:
-        "auto" (the fastest for the device), "torch" (plain PyTorch everywhere) or "triton" (the kernels, on CPU in
-        Triton's interpreter, which TRITON_INTERPRET=1 turns on).
-
-    Raises:
-        ValueError: If the variable holds something else.
+    "auto" is the fastest for the device, "torch" plain PyTorch everywhere, "triton" the kernels (on CPU in Triton's
+    interpreter, which TRITON_INTERPRET=1 turns on).
     """
     name = os.environ.get(VARIABLE, "auto")
     if name not in BACKENDS:
@@ -32,15 +28,7 @@ def requested_backend() -> str:
 
 
 def backends_of(device: str) -> tuple[Backend, ...]:
-    """Return the implementations for a type of device by RMM_BACKEND, the preferred one first.
-
-    Returns:
-        Some of "triton", "native" and "plain"; "plain" is the last, and runs everywhere.
-
-    Raises:
-        RuntimeError: If RMM_BACKEND requests the kernels on CPU without Triton's interpreter.
-        ValueError: If RMM_BACKEND holds something unknown.
-    """
+    """Return the implementations for a type of device by RMM_BACKEND, the preferred one first and "plain" last."""
     requested = requested_backend()
     if requested == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -55,12 +43,7 @@ def backends_of(device: str) -> tuple[Backend, ...]:
 
 
 def backend_of(device: str, dtype: torch.dtype) -> Backend:
-    """Choose the implementation by device, dtype and RMM_BACKEND.
-
-    Args:
-        device: Type of the device of the matrix.
-        dtype: Its dtype.
-    """
+    """Choose the implementation by device, dtype and RMM_BACKEND."""
     first, *others = backends_of(device)
     is_supported = dtype in triton.DTYPES or not dtype.is_floating_point
     return others[0] if first == "triton" and not is_supported else first

@@ -21,11 +21,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2] / "kernels" / "torch-ext" / "rmm
 
 @functools.cache
 def is_installed() -> bool:
-    """Say whether a Triton is installed that compiles all kernels; 3.2 and 3.3 do not.
-
-    Returns:
-        True from Triton 3.4 on.
-    """
+    """Say whether a Triton is installed that compiles all kernels; 3.2 and 3.3 do not."""
     if importlib.util.find_spec("triton") is None:
         return False
     found = re.match(r"(\d+)\.(\d+)", importlib.import_module("triton").__version__)
@@ -34,14 +30,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def kernels() -> ModuleType:
-    """Import the kernels.
-
-    Returns:
-        The module with ``sparse_sketch``, ``dense_sketch``, ``pack``, ``unpack`` and the others in its ``__all__``.
-
-    Raises:
-        ImportError: If Triton is not installed, or the kernels are neither installed nor in a checkout.
-    """
+    """Import the module of the kernels: from a checkout, or as installed."""
     if importlib.util.find_spec(_NAME) is not None or not _CHECKOUT.is_dir():
         return importlib.import_module(_NAME)
     spec = importlib.util.spec_from_file_location(

@@ -13,11 +13,7 @@ from rmm_linear.conversion.explained import explained
 
 
 def explain_model(arguments: argparse.Namespace) -> int:
-    """Print what a conversion saves.
-
-    Returns:
-        The exit status: 0, or 2 for bad input.
-    """
+    """Print what a conversion saves. Return the exit status: 0, or 2 for bad input."""
     try:
         return _explain(arguments)
     except ERRORS as error:

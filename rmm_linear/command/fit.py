@@ -17,15 +17,7 @@ _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
 def fit_model(arguments: argparse.Namespace) -> int:
-    """Fit a model, and print the report.
-
-    Args:
-        arguments: ``model``, ``batch``, ``size``, ``length``, ``memory``, ``time``, ``optimizer``, ``max_noise``,
-            ``allow`` and ``save`` of the command line.
-
-    Returns:
-        The exit status: 0, or 2 for bad input, a budget that cannot be met among it.
-    """
+    """Fit a model, and print the report. Return the exit status: 2 for bad input or a budget that cannot be met."""
     try:
         return _fit(arguments)
     except ERRORS as error:

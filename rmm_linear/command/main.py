@@ -28,14 +28,7 @@ _COMMANDS = ("explain", "fit", *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Its arguments; None takes those of the process.
-
-    Returns:
-        The exit status: 0, or 2 for bad input.
-    """
+    """Run the command on some arguments, or those of the process. Return the exit status: 0, or 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _OTHERS:
         return _run_other(words[0], words[1:])

@@ -20,11 +20,7 @@ ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeEr
 
 
 def random_model(name: str) -> nn.Module:
-    """Make a model with random weights.
-
-    Raises:
-        ValueError: If there is no such folder.
-    """
+    """Make a model with random weights."""
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"MODEL must be a folder written by save_pretrained, or the name of a model of the hub, got {name}, which "
@@ -50,11 +46,7 @@ def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]
 
 @contextmanager
 def running(model: nn.Module, is_random: bool) -> Iterator[None]:
-    """Say what to do about what a model's own code raises inside the block.
-
-    Raises:
-        ValueError: If anything is raised.
-    """
+    """Say what to do about what a model's own code raises inside the block."""
     try:
         yield
     except Exception as error:  # of the model's own code

@@ -55,23 +55,12 @@ class AutoBits:
     unread: list[Tensor] = field(default_factory=list, compare=False)
 
     def width(self) -> int | None:
-        """Return the width for the current call, which may be a recomputation.
-
-        Returns:
-            The chosen width, or None if the call's forward pass ran before the choice.
-        """
+        """Return the width for this call, perhaps a recomputation: None if its forward pass ran before the choice."""
         node = running_node() if in_backward() else None
         return None if node is not None and node < self.since else self.bits
 
     def observe(self, x: Tensor, config: RMMConfig, itemsize: int, mask: TokenMask | None) -> None:
-        """Add the predicted noise of one input, for every width.
-
-        Args:
-            x: Layer input, shape (N, I).
-            config: The layer's configuration.
-            itemsize: Bytes per element that is not packed.
-            mask: The valid tokens, or None for all.
-        """
+        """Add the predicted noise of one input, shape (N, I), for every width."""
         if self.steps + len(self.unread) >= STEPS or isinstance(x, FakeTensor):
             return  # enough are waiting for a backward pass; and a simulated step has no values
         self.unread.append(torch.stack([predicted_noise(x, config, itemsize, bits, mask) for bits in WIDTHS]))
@@ -106,11 +95,7 @@ class AutoBits:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AutoBits:
-        """Restore the state from :meth:`to_dict`'s result.
-
-        Raises:
-            ValueError: If the dictionary is not a result of :meth:`to_dict`.
-        """
+        """Restore the state from :meth:`to_dict`'s result."""
         bits, steps = values["bits"], values["steps"]
         noise = {int(k): float(v) for k, v in values["noise"].items()}
         if not (bits is None or (type(bits) is int and bits in WIDTHS)) or type(steps) is not int or steps < 0:
@@ -145,17 +130,9 @@ def read_all(choices: Iterable[AutoBits]) -> None:
 
 @without_autocast
 def predicted_noise(x: Tensor, config: RMMConfig, itemsize: int, bits: int, mask: TokenMask | None) -> Tensor:
-    """Return the predicted noise of dW with a width, with random signs in place of Y.
+    """Predict E‖dŴ − dW‖² / ‖Y‖²_F for a width, with random signs in place of Y: a float64 scalar.
 
-    Args:
-        x: Layer input, shape (N, I).
-        config: The layer's configuration.
-        itemsize: Bytes per element that is not packed.
-        bits: The width.
-        mask: The valid tokens, or None for all.
-
-    Returns:
-        Predicted E‖dŴ − dW‖² / ‖Y‖²_F, float64, no dimension, on the device of ``x``.
+    x: Layer input, shape (N, I). itemsize: Bytes per element that is not packed.
     """
     spec = config.spec(x.shape[0], x.shape[1], itemsize, bits)
     if spec is None:

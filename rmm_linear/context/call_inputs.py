@@ -44,8 +44,6 @@ class AttentionMask:
 
     Attributes:
         flat: Shape (N,).
-        tokens: N.
-        sequences: The batch.
         tokens_mask: Which tokens are valid; None in a step that is simulated without values. It is made here and not in
             the layers: in a selective checkpoint, a recomputation must run the same operators as the forward pass.
         count: The number of valid tokens, which the host begins to read when the model is called; None while a graph is
@@ -88,7 +86,6 @@ class CallInputs:
     """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it.
 
     Attributes:
-        mask: The attention mask.
         input_ids: Token ids, shape (batch, sequence).
         sample_index: The examples' positions in the data set, int64 of shape (batch,), on the CPU.
     """
@@ -121,11 +118,7 @@ class CallInputs:
         return AttentionMask.of(argument)
 
     def fitting(self, tokens: int) -> CallInputs:
-        """Leave out a mask and ids whose size is not that of a layer's input.
-
-        Returns:
-            The mask and the ids if they have N tokens, and the sample indices.
-        """
+        """Keep the mask and the ids only if their size is that of a layer's input."""
         mask = self.mask if self.mask is not None and self.mask.tokens == tokens else None
         ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
@@ -133,13 +126,8 @@ class CallInputs:
     def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Describe a call of a layer to norm estimators.
 
-        Args:
-            shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product.
-            device: Where the input is.
-            masked: Whether the layer uses the token mask.
-
-        Returns:
-            The call. If the input is flattened, batch and sequence length are those of the ids or the mask.
+        shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product. If the input
+        is flattened, batch and sequence length are those of the ids or the mask.
         """
         ids, mask, index = self.input_ids, self.mask, self.sample_index
         if len(shape) < 2 and ids is not None:
@@ -156,14 +144,9 @@ class CallInputs:
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Remove the sample indices from the arguments of the outermost call.
+    """Remove the sample indices from the arguments of the outermost call, unless its forward has a parameter for them.
 
-    Returns:
-        The sample indices, int64 of shape (batch,) on the CPU, or None; and the arguments without them, unless the
-        module's forward has a parameter for them.
-
-    Raises:
-        TypeError: If they are not integers, or have another shape.
+    Returns the indices, int64 of shape (batch,) on the CPU, or None; and the arguments.
     """
     argument = kwargs.get(SAMPLE_INDEX)
     if SAMPLE_INDEX not in parameters(module):
@@ -189,11 +172,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Say whether a module's forward takes an attention mask.
-
-    Returns:
-        True if one of its parameters is ``attention_mask``.
-    """
+    """Say whether a module's forward takes an attention mask."""
     return _MASK in parameters(module)
 
 
@@ -210,9 +189,7 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return the attention mask among the arguments of a call, and whether the module has a parameter for one.
 
-    Returns:
-        The argument, None if there is none or the module processes rows of two sequences; and whether the module has
-        the parameter.
+    The mask is None where there is none, and where the module processes rows of two sequences.
     """
     if _MASK not in names:
         return None, False
@@ -260,11 +237,7 @@ class TracedMasks:
             self.masks.pop()
 
     def token_mask(self, tokens: int) -> TokenMask | None:
-        """Return the mask for a layer whose input has ``tokens`` rows.
-
-        Returns:
-            The mask, even if nothing is padded; None if there is none, or it has another size.
-        """
+        """Return the mask for a layer whose input has ``tokens`` rows, even if nothing is padded; or None."""
         mask = self.masks[-1][0] if self.masks else None
         return None if mask is None or mask.numel() != tokens else TokenMask.of(mask.detach().reshape(-1))
 

@@ -56,12 +56,7 @@ class StepChecks:
         self._checkpointed.add(index)
 
     def note_rows(self, index: int, tokens: int | None) -> None:
-        """Note what a trained linear layer has seen.
-
-        Args:
-            index: Index of the layer.
-            tokens: N if it is too small for a sketch, else None.
-        """
+        """Note what a trained linear layer has seen: N if it is too small for a sketch, else None."""
         if not self.is_done:
             self._rows[index] = tokens
 
@@ -85,11 +80,7 @@ class StepChecks:
         self._rows.clear()
 
     def late_linears(self) -> list[str]:
-        """Find the plain linear layers that are trained and came into the model after its conversion.
-
-        Returns:
-            Their names in the converted model; empty for a copy of one, of which it is not known.
-        """
+        """Name the plain linear layers that are trained and came into the model after its conversion."""
         model = None if self._model is None else self._model()
         if model is None or self._present is None:
             return []
@@ -118,13 +109,7 @@ _SHOWN = 3
 
 
 def checkpointed_message(names: Sequence[str], converted: Sequence[str], model: nn.Module | None) -> str:
-    """Say that recomputed modules stay exact, what is left to gain, and how to gain more.
-
-    Args:
-        names: The recomputed modules.
-        converted: All converted modules.
-        model: The model, by which the remedy is named; None if it is not known.
-    """
+    """Say that recomputed modules stay exact, what can still be saved, and how to save more."""
     rest = len(converted) - len(names)
     left = f"in the other {rest} alone" if rest else "nowhere"
     return (
@@ -186,11 +171,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def how_to_turn_off(model: nn.Module | None) -> str:
-    """Say how to turn checkpointing off: by the method that the model has for its flags, or in one's own code.
-
-    Args:
-        model: The model; None if it is not known.
-    """
+    """Say how to turn checkpointing off: by the model's method for its flags, or in one's own code."""
     modules = {} if model is None else dict(model.named_modules())
     if any(map(is_on, modules.values())):
         for name, module in modules.items():

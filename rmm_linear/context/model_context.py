@@ -45,7 +45,7 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class ModelContext:
-    """What the layers of one converted model share.
+    """The state that the layers of one converted model share.
 
     Attributes:
         names: Name of every converted layer, at the layer's index.
@@ -53,10 +53,8 @@ class ModelContext:
         auto_bits: Width chosen by every layer with ``bits="auto"``, by its index.
         estimators: Norm estimator of every layer that has one, by its index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
-        traced_masks: The masks of compiled forward passes, which share nothing else.
-        checks: Say what a training step shows to save nothing.
+        checks: Say which modules save nothing, after the first training step.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
-        seeds: Those of the last forward pass.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -116,8 +114,7 @@ class ModelContext:
     def is_open(self) -> bool:
         """Say whether a forward pass of the model, or its recomputation, is running.
 
-        Returns:
-            False when a layer is called by itself, or ``model.forward`` is called without the model's hooks.
+        Not so where a layer is called by itself, or ``model.forward`` is called without the model's hooks.
         """
         return bool(self._inputs) or in_backward()
 
@@ -127,11 +124,7 @@ class ModelContext:
         return self._outermost
 
     def layer_seed(self, index: int) -> int:
-        """Return the seed for one call of one layer.
-
-        Returns:
-            A seed that no other call of this step has; in a recomputation, one that a call of the layer has had.
-        """
+        """Return a seed that no other call of this step has; in a recomputation, that of its call."""
         if in_backward():  # a recomputation draws a seed if its first pass did
             if index in self.seeded_alone:
                 return draw_seed()
@@ -149,17 +142,8 @@ class ModelContext:
     ) -> tuple[int | None, TokenMask | None, ForwardPass] | None:
         """Return the seed, mask and forward pass of a call of a layer that is unwatched, and so is never recomputed.
 
-        Args:
-            index: Index of the layer in the model.
-            tokens: N.
-            device: Where its input is.
-            masked: Whether the layer uses the token mask.
-            is_checked: Whether a backward pass has shown that masked tokens carry no gradient.
-            seeded: Whether it needs a seed; without, it is None.
-
-        Returns:
-            None outside of a forward pass of the model, in its first step, which is looked at, and with padding that is
-            not checked yet, or while a graph is captured.
+        None outside of a forward pass of the model, in its first step, with padding that no backward pass has checked
+        yet, and while a graph is captured. The seed is None where the layer needs none.
         """
         held, inputs = self._pending.current, self._inputs
         if held is None or not inputs or not self.checks.is_done:
@@ -174,11 +158,7 @@ class ModelContext:
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids of a call of a layer, and remember them for its recomputation.
 
-        Returns:
-            The call. Its mask is None if there is none, it has another number of tokens, or nothing is padded.
-
-        Raises:
-            RuntimeError: If it is unknown which of the layer's calls is being recomputed.
+        The mask is None if there is none, it has another number of tokens, or nothing is padded.
         """
         return self._inputs_of(index, math.prod(shape), masked).layer_call(shape, device, masked)
 
@@ -201,10 +181,9 @@ class ModelContext:
         return inputs.fitting(torch.Size(shape).numel()).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
-        """Return ŷ for a sketch that a layer makes for itself and for the layers that share its sketch.
+        """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,).
 
-        Returns:
-            √Σŷ² over these layers, float32, shape (N,); None if no estimator predicts anything.
+        It is √Σŷ² over these layers; None if no estimator predicts anything.
         """
         groups = [group for group in self.sketch_cache.groups if index in group]
         members = sorted(set(max(groups, key=len, default=(index,))))
@@ -213,11 +192,7 @@ class ModelContext:
         return torch.stack(squares).sum(0).sqrt().float() if squares else None
 
     def known_mask(self, tokens: int) -> Tensor | None:
-        """Return the mask that a call would have now, outside of a recomputation, without remembering it.
-
-        Returns:
-            Shape (batch, sequence), or None if there is no mask for ``tokens`` rows.
-        """
+        """Return the mask, (batch, sequence), of a call with so many rows now, without remembering it; or None."""
         mask = self._inputs[-1].fitting(tokens).mask if self._inputs else None
         return None if mask is None else mask.flat.view(mask.sequences, -1)
 

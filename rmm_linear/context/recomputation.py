@@ -36,7 +36,6 @@ class StepSeeds:
     """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call.
 
     Attributes:
-        step: The step's seed; None until a layer has taken one.
         taken: By the layer's index, its calls that have taken a seed.
         repeated: The same of calls in recomputations.
     """
@@ -70,9 +69,6 @@ class ForwardPass:
     """The masks, ids and sample indices of the layers' calls in one forward pass.
 
     Attributes:
-        module: The outermost module.
-        pending: The forward passes of its model.
-        seeds: The seeds of the layers' calls.
         begin: Number of its first autograd node.
         end: Number of the first node after it, or None while the pass is running.
         calls: By the layer's index: N, the mask, the ids and the sample indices of its calls.
@@ -98,11 +94,7 @@ class ForwardPass:
         return self.begin <= node and (self.end is None or node < self.end)
 
     def overlaps(self, other: ForwardPass) -> bool:
-        """Say whether some nodes' numbers are those of another pass too, which another thread has counted.
-
-        Returns:
-            True if they have a number in common.
-        """
+        """Say whether some nodes' numbers are those of another pass too, which another thread has counted."""
         if other is self:
             return False
         return (other.end is None or self.begin < other.end) and (self.end is None or other.begin < self.end)
@@ -112,9 +104,6 @@ class ForwardPass:
 
         A layer may be called several times in a pass. Another call's mask would bias the gradient; ids and sample
         indices only affect its noise, and are left out where the calls differ.
-
-        Raises:
-            RuntimeError: If they have different masks, or the masks were dropped.
         """
         if self.is_dropped and masked:
             raise RuntimeError(
@@ -193,23 +182,13 @@ class PendingForwards:
         return self._open
 
     def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
-        """Remember the mask and ids of a call in the current forward pass, if there is one.
-
-        Args:
-            index: Index of the layer.
-            tokens: N.
-            inputs: Its mask, ids and sample indices; mask and ids have N tokens.
-        """
+        """Remember the mask and ids of a call, of N tokens, in the current forward pass, if there is one."""
         if self._open is not None:
             calls = self._open.calls.setdefault(index, set())
             calls.add((tokens, inputs.mask, inputs.input_ids, inputs.sample_index))
 
     def find(self) -> ForwardPass | None:
-        """Return the forward pass whose backward pass is running.
-
-        Returns:
-            The pass; None if it is not one of the model's, or too old.
-        """
+        """Return the forward pass whose backward pass is running; None if it is not one of the model's, or too old."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return None

@@ -31,12 +31,11 @@ _traced = torch._C._get_tracing_state
 
 
 def is_unwatched() -> bool:
-    """Say whether a call records a graph, and nothing beside autograd sees what it does or replaces what it saves.
+    """Say whether a call records a graph, and nothing but autograd sees what it does or replaces what it saves.
 
-    Returns:
-        False in a compiler, a dispatch mode, a transform, a trace, a profiler, forward-mode differentiation, hooks for
-        saved tensors (as those of activation checkpointing), a backward pass, and without gradients. It does not ask
-        for autocast.
+    Not so in a compiler, a dispatch mode, a transform, a trace, a profiler, forward-mode differentiation, hooks for
+    saved tensors (as those of activation checkpointing), a backward pass, and without gradients. Autocast does not
+    count.
     """
     if torch.compiler.is_compiling():
         return False
@@ -63,12 +62,10 @@ def in_backward() -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Say whether non-reentrant activation checkpointing drops what is saved now, or makes it a second time.
+    """Say whether the innermost hooks for saved tensors are those of a non-reentrant checkpoint.
 
-    The first pass of a reentrant checkpoint runs without gradients, and cannot be told from other passes without them.
-
-    Returns:
-        True where the innermost hooks for saved tensors are those of a checkpoint.
+    It drops what is saved now, or saves it a second time. The first pass of a reentrant checkpoint runs without
+    gradients, and cannot be told from other passes without them.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
@@ -80,21 +77,13 @@ def next_node() -> int:
 
 
 def running_node() -> int | None:
-    """Return the number of the node whose backward pass is running.
-
-    Returns:
-        The number, or None outside of a node.
-    """
+    """Return the number of the node whose backward pass is running, or None."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_called_inside_itself(module: nn.Module) -> bool:
-    """Say whether the call of a module that has just begun is inside of another one, as in a module that calls itself.
-
-    Returns:
-        False if an earlier call was interrupted instead.
-    """
+    """Say whether a call of a module that has just begun is inside of another call of it that was not interrupted."""
     calls = [f for f in _frames() if f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module]
     return len(calls) > 1
 
@@ -105,10 +94,9 @@ def in_checkpoint() -> bool:
 
 
 def checkpoint_inputs() -> list[Tensor] | None:
-    """Find the tensors that ``torch.utils.checkpoint.checkpoint`` was called with, if the caller runs inside of it.
+    """Return the positional tensors of the ``torch.utils.checkpoint.checkpoint`` that the caller runs in, or None.
 
-    Returns:
-        The positional ones, which it keeps until the backward pass; None outside of it.
+    They stay in memory until the backward pass.
     """
     frames = [frame for frame in _frames() if frame.f_globals.get("__name__") == "torch.utils.checkpoint"]
     given = [value for frame in frames for value in frame.f_locals.get("args", ())]

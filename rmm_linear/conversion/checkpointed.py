@@ -44,12 +44,7 @@ def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass
 class NotedModules:
-    """What a forward pass has shown.
-
-    Attributes:
-        names: Modules that ran inside of ``torch.utils.checkpoint``.
-        inputs: The tensors that it was called with and keeps.
-    """
+    """The modules that ran inside of ``torch.utils.checkpoint`` in a forward pass, and the tensors that it keeps."""
 
     names: set[str] = field(default_factory=set)
     inputs: set[StorageKey] = field(default_factory=set)
@@ -94,11 +89,7 @@ class BlockMemory:
 
 
 def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
-    """Measure what the first recomputed block of a converted model saves while it is recomputed.
-
-    Returns:
-        The bytes; None if the batch reaches no block.
-    """
+    """Measure what the first recomputed block that the batch reaches saves while it is recomputed."""
     blocks = checkpointed_blocks(model)
     calls: list[tuple[str, nn.Module, Any, Any]] = []
 

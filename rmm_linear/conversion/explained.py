@@ -21,13 +21,7 @@ _LOWERS_PEAK = "recomputed under activation checkpointing, where its sketch lowe
 
 
 def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explanation:
-    """Explain what a converted model saves, by forward passes in training mode that leave no trace in it.
-
-    Args:
-        model: A converted model.
-        report: Its conversion.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument.
-    """
+    """Explain what a converted model saves on a training batch, by forward passes that leave no trace in it."""
     names = list(report.converted)
     with set_aside(model):
         with exact_but(model), noting_recomputed(model) as noted:

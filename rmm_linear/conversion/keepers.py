@@ -48,11 +48,8 @@ Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pa
 def by_operation(report: ConversionReport, before: Saved, after: Saved) -> dict[str, OperationMemory]:
     """Attribute saved bytes to operations: each storage to that of the module that saves it first.
 
-    Args:
-        report: The conversion. What its modules do not save, nor modules inside of them, is "other". A loss over
-            classes is "logits" where the conversion has an output layer.
-        before: What is saved now.
-        after: What is saved after the conversion.
+    What neither converted modules nor modules inside of them save is "other". A loss over classes is "logits" where the
+    conversion has an output layer.
     """
     operations = _operations(report)
     found: dict[str, list[int]] = {name: [0, 0] for name in (*OPERATIONS, "other") if name in operations.values()}
@@ -166,10 +163,9 @@ def keepers(
     reasons: Reasons,
     before: int,
 ) -> tuple[int, list[Keeper]]:
-    """Divide what a converted model saves into stand-ins and the rest.
+    """Divide what a converted model saves into the bytes of compressed activations, and the rest, the most bytes first.
 
-    Returns:
-        Bytes of stand-ins; and the rest, the most bytes first, modules that differ in numbers only together.
+    Modules of the rest whose names differ in numbers only are one entry.
     """
     stand_ins = 0
     groups: dict[str, dict[str, dict[tuple[tuple[str, ...], str], int]]] = {}  # pattern, name, what and why: bytes

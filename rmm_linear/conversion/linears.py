@@ -25,11 +25,7 @@ _QUANTIZED = "is quantized: convert the model before quantization, or after get_
 def choose_linears(
     model: nn.Module, config: RMMConfig, names: dict[nn.Module, str]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Choose the linear layers that a configuration converts.
-
-    Returns:
-        Name to layer for those to convert; and name to reason for the other linear-like ones.
-    """
+    """Choose the linear layers that a configuration converts; and say of the other linear-like ones why not."""
     linears = {name: module for module, name in names.items() if is_linear_like(module)}
     heads = output_heads(model)
     chosen: dict[str, nn.Module] = {}
@@ -82,11 +78,7 @@ def _not_convertible(module: nn.Module) -> str | None:
 
 
 def replaced_reason(module: nn.Module) -> str | None:
-    """Say why the class of a module cannot be changed.
-
-    Returns:
-        The reason, or None.
-    """
+    """Say why the class of a module cannot be changed."""
     if is_fsdp_module(module):
         return f"it was sharded by itself, as {type(module).__name__}: call convert before fully_shard"
     if "forward" in vars(module):
@@ -102,10 +94,9 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Say whether a module is a quantized layer, by the packages of its class and weight, which are not imported.
+    """Say whether a module is a quantized layer (torch.ao, bitsandbytes, GPTQ, AWQ, …), or has a torchao weight.
 
-    Returns:
-        True for layers of torch.ao, bitsandbytes, GPTQ, AWQ and others, and for weights that torchao has quantized.
+    The packages of its class and weight say so; they are not imported.
     """
     weight = getattr(module, "weight", None)
     has_codes = isinstance(weight, torch.Tensor) and not (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
@@ -118,11 +109,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer of any class.
-
-    Returns:
-        True if it is, or looks like one.
-    """
+    """Say whether a module is a linear layer of any class."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
@@ -131,11 +118,7 @@ def is_linear_like(module: nn.Module) -> bool:
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
-    """Return the sizes of a linear layer.
-
-    Args:
-        module: An ``nn.Linear`` or Conv1D.
-    """
+    """Return the sizes of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     inputs, outputs = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
@@ -143,11 +126,7 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 
 def sketched_class(module: nn.Module) -> type[Any]:
-    """Return the sketched class for a linear layer.
-
-    Args:
-        module: An ``nn.Linear`` or Conv1D.
-    """
+    """Return the sketched class for a linear layer."""
     if isinstance(module, nn.Linear):
         return RMMLinear
     from rmm_linear.layers.conv1d import RMMConv1D

@@ -20,14 +20,7 @@ _NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def matches(patterns: str | Sequence[str], name: str) -> bool:
-    """Say whether a layer's name matches.
-
-    Args:
-        patterns: A regular expression for the whole name, or a list of names and dotted suffixes.
-        name: Dotted name of the layer in the model.
-
-    Returns:
-        True if it matches.
+    """Say whether a dotted name matches a regular expression as a whole, or one of some names and dotted suffixes.
 
     Example:
         >>> matches(["query"], "layer.0.query"), matches(["query"], "layer.0.subquery")
@@ -39,11 +32,7 @@ def matches(patterns: str | Sequence[str], name: str) -> bool:
 
 
 def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
-    """Say why a configuration does not select a layer.
-
-    Returns:
-        The reason, or None for a selected layer.
-    """
+    """Say why a configuration does not select a layer."""
     if config.target_modules == "all-linear":
         if any(module is head for head in heads):
             return "the output head"
@@ -66,11 +55,7 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
 
 
 def output_heads(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule.
-
-    Returns:
-        The layers; empty for a model without any.
-    """
+    """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule."""
     heads: list[nn.Module] = []
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
@@ -85,11 +70,7 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Say whether a module is GPT-2's Conv1D itself, without importing transformers.
-
-    Returns:
-        True if it is.
-    """
+    """Say whether a module is GPT-2's Conv1D itself, without importing transformers."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return transformers is not None and type(module) is transformers.Conv1D
 
@@ -136,15 +117,7 @@ _ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketche
 
 
 def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:
-    """Check that every field of every override changes a converted module.
-
-    Args:
-        config: The configuration.
-        operations: Name of each module that is to be converted, to its operation.
-
-    Raises:
-        ValueError: If a pattern matches none of them, or none of an operation that has the field.
-    """
+    """Check that every field of every override changes a module that is to be converted."""
     for pattern, changes in config.overrides.items():
         single = dataclasses.replace(config, overrides={pattern: {}})
         found = {operations[name] for name in operations if single.override_pattern(name)}

@@ -38,14 +38,12 @@ _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: conve
 
 @dataclass(frozen=True)
 class PackedChoice:
-    """A module that is to save a packed stand-in.
+    """A module that is to save a compressed activation.
 
     Attributes:
-        operation: One of :data:`rmm_linear.config.OPERATIONS`.
-        module: The module.
-        saved: What it will save, in words.
+        saved: Words for what it will save.
         set_up: Changes the module, given its configuration, the model's context and its index there.
-        computes: What was found of a norm or of a gated MLP; None for all others.
+        computes: The formula that was found of a norm or of a gated MLP; None for all others.
     """
 
     operation: str
@@ -56,12 +54,9 @@ class PackedChoice:
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
-    """Choose the modules that a configuration makes save a packed stand-in.
+    """Choose the modules that a configuration makes save packed, and say why others cannot be changed.
 
     Modules are tried on a few numbers, of the selected operations alone.
-
-    Returns:
-        Name to choice; and name to reason for modules that would be chosen if they could be changed.
     """
     found: dict[str, PackedChoice] = {}
     skipped: dict[str, str] = {}
@@ -154,11 +149,7 @@ _NARROW_PART = 4  # the lowest quarter
 
 
 def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
-    """Choose the width of every activation.
-
-    Args:
-        names: Names of a model's activations, from the lowest to the top one.
-        config: The configuration; ``activation_bits`` that is not "auto", of the model or of an override, is the width.
+    """Choose the width of every activation, from the lowest to the top one, where ``activation_bits`` is "auto".
 
     Example:
         >>> choose_widths(["0.act", "1.act", "2.act", "3.act"], RMMConfig())
@@ -175,17 +166,7 @@ def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
 def choose_heads(
     model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], sketched: Container[str]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Choose the output layers of language models that are to compute the loss in chunks.
-
-    Args:
-        model: A model of transformers, or any with a submodule that has ``get_output_embeddings``.
-        config: Its ``exclude_modules`` is used.
-        names: Every submodule to its name.
-        sketched: Names of the layers whose input is sketched.
-
-    Returns:
-        Name to layer; and name to reason for the others over a vocabulary.
-    """
+    """Choose the output layers that are to compute the loss in chunks; say of others over a vocabulary why not."""
     chosen: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     is_fused = any(_is_fused(module) for module in model.modules() if hasattr(module, "get_output_embeddings"))
@@ -230,11 +211,7 @@ _AUTOCAST = " under autocast, which chooses a dtype for each function"
 
 
 def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig) -> str | None:
-    """Say where ``fused=True`` has no effect on a model, and why.
-
-    Returns:
-        A line for every reason; None where kernels make all outputs that they are asked for, or nothing asks for any.
-    """
+    """Say where ``fused=True`` has no effect on a model, and why: a line for every reason, or None."""
     everywhere, found = _places(model), dict[str, list[str]]()
     asked = {name: one for name, one in choices.items() if one.operation in ("activation", "norm")}
     asked = {name: one for name, one in asked.items() if config.for_module(name).fused}

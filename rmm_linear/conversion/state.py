@@ -170,11 +170,7 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
-    """Load a state that was read from a JSON file, and the tensors beside that file, into a model.
-
-    Raises:
-        ValueError: As for :func:`read_sketch_state`.
-    """
+    """Load a state that was read from a JSON file, and the tensors beside that file, into a model."""
     try:
         load_sketch_state(model, state, read_tensors(path, state))
     except ValueError as error:

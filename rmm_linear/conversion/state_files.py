@@ -27,11 +27,7 @@ _SHOWN = 16  # digits of the digest in the name
 
 @contextmanager
 def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, str]]:
-    """Write tensors beside a JSON file, which the caller replaces inside the block.
-
-    Yields:
-        Entries that the JSON file must contain, so that :func:`read_tensors` finds the tensors.
-    """
+    """Write tensors next to a JSON file, which the caller replaces inside the block, with the yielded entries."""
     named: dict[str, str] = {}
     staged, beside, is_new = path.with_name(path.name + _SUFFIX), None, False
     try:
@@ -62,14 +58,7 @@ def remove_with_tensors(path: Path) -> None:
 
 
 def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
-    """Read the tensors that :func:`tensors_beside` wrote.
-
-    Returns:
-        The tensors; None if it was saved without.
-
-    Raises:
-        ValueError: If the tensors' file is missing or has another digest.
-    """
+    """Read the tensors that :func:`tensors_beside` wrote; None if it was saved without."""
     if not isinstance(content, dict) or _DIGEST not in content:
         return None
     expected = str(content[_DIGEST])

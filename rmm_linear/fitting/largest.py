@@ -165,9 +165,7 @@ def max_batch(
 def resized(example: Any, count: int) -> Any:
     """Make a batch of another number of sequences, by repeating those that are there.
 
-    Returns:
-        The batch: tensors whose first dimension is the most frequent one, or the first of such, have that many rows;
-        others stay.
+    Tensors whose first dimension is the most frequent one, or the first of such, get that many rows; others stay.
     """
     have = _sequences(example)
 

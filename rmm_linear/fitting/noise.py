@@ -29,8 +29,8 @@ class BlockNoise:
     """The noise of one setting in one block.
 
     Attributes:
-        worst: The largest D² / D²_SGD of a layer's weights.
-        total: Σ D² over the block's parameters, by Σ D²_SGD of the whole model.
+        worst: The largest variance ratio, D² / D²_SGD, of a layer's weights.
+        total: Σ D² over the block's parameters, divided by Σ D²_SGD of the whole model.
     """
 
     worst: float = 0.0

@@ -32,12 +32,7 @@ _FOREACH = ("cuda", "xpu", "mtia", "meta")  # devices where PyTorch's optimizers
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What an optimizer needs.
-
-    Attributes:
-        state: Bytes of its state, once it has made a step.
-        transient: Bytes beside them at the worst moment of a step.
-    """
+    """Bytes that an optimizer needs: its state after a step, and the peak of a step in addition to that."""
 
     state: int = 0
     transient: int = 0
@@ -63,27 +58,16 @@ def optimizer_memory(
     """Return what an optimizer needs on one device.
 
     State that an instance has is counted as it is; a dry run finds the rest. The user's optimizer, the parameters and
-    random numbers stay as they are.
+    random numbers stay as they are. If an instance has state and cannot make a dry step, the transient is a guess,
+    which is logged: the size of the parameters that PyTorch's optimizers take at once.
 
     A dry run costs two steps: nothing on tensors without data, and for optimizers that need values one parameter,
     gradient and state for each shape.
 
-    Args:
-        optimizer: An instance, a class, or a callable that takes a list of parameters and returns an optimizer. The
-            parameters of an instance are those in its groups that require a gradient.
-        parameters: For a class or a callable, what it will update.
-        device: Of the parameters. On an accelerator, state on the CPU, such as the number of the step, is not counted.
-            On the meta device, an optimizer that leaves the choice to PyTorch takes all tensors at once, as it will on
-            an accelerator.
-        shards: How the parameters will be divided.
-
-    Returns:
-        State and transient. The transient of an instance that has state and cannot make a dry step is a guess, which
-        is logged: the size of the parameters that PyTorch's optimizers take at once.
-
-    Raises:
-        TypeError: If it is nothing that makes an optimizer.
-        ValueError: If no dry run succeeds and there is no state.
+    optimizer: An instance, a class, or a callable that takes a list of parameters and returns an optimizer. parameters:
+    For a class or a callable, what it will update. device: On an accelerator, state on the CPU, such as the number of
+    the step, is not counted. On the meta device, an optimizer that leaves the choice to PyTorch takes all tensors at
+    once, as it will on an accelerator.
     """
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, Optimizer) and not callable(optimizer):

@@ -33,14 +33,13 @@ ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)
 
 
 class Candidates:
-    """Adds the allowed options to the given ones, and knows what was left out.
+    """Adds the allowed options to the given ones.
 
     Attributes:
-        proposals: The options, with bytes, seconds and noise.
         notes: What was left out, and why.
         seconds: Of an exact step, as far as blocks make it; 0 until options are added.
-        is_noise_unknown: Whether noise could not be measured.
-        is_too_noisy: Whether an option was left out for its noise.
+        is_noise_unknown: Whether the variance ratio could not be measured.
+        is_too_noisy: Whether an option was left out for its variance ratio.
         needs_folder: Whether a folder for files would allow to offload.
     """
 
@@ -56,12 +55,7 @@ class Candidates:
         self.is_meta = not has_memory(self.model)
 
     def add(self, max_noise: float, sampled: Any = None) -> Proposals:
-        """Measure everything that is allowed.
-
-        Args:
-            max_noise: The largest variance ratio that a layer may have.
-            sampled: The batch whose noise it is; None for the example.
-        """
+        """Measure every allowed option; a layer's variance ratio, on ``sampled``, may be ``max_noise`` at most."""
         if RECOMPUTE in self.allow:
             self._add_recomputation()
         if SKETCH in self.allow and not self.is_meta:

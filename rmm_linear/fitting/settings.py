@@ -23,12 +23,9 @@ NARROW = "narrow"
 
 @dataclass(frozen=True)
 class Setting:
-    """How the modules of a block are converted.
+    """How the modules of a block are converted: operation to the fields of :class:`~rmm_linear.RMMConfig` that differ.
 
-    Attributes:
-        name: Of the setting.
-        fields: Operation to the fields of :class:`~rmm_linear.RMMConfig` that differ; operations that are not there
-            stay exact.
+    Operations that are not there stay exact.
     """
 
     name: str
@@ -108,12 +105,7 @@ class Conversions:
         return {*self.chosen(block, setting).values()} <= {"dropout", "logits"}
 
     def configure(self, rows: Sequence[PlannedBlock]) -> RMMConfig | None:
-        """Make the configuration of a plan.
-
-        Returns:
-            A configuration that converts the chosen blocks, each by its setting, and nothing else; None if there are
-            none.
-        """
+        """Make the configuration that converts a plan's chosen blocks and nothing else; None without such blocks."""
         known = {setting.name: setting for setting in SETTINGS}
         chosen = {row.name: known[row.setting] for row in rows if row.choice == CONVERT}
         if not any(self.chosen(block, setting) for block, setting in chosen.items()):
@@ -164,11 +156,7 @@ def _saved_anyway(model: nn.Module, example: Any) -> set[str]:
 
 
 def converting(blocks: Sequence[str], setting: Setting, has: Callable[[str], bool]) -> list[PlannedBlock | None]:
-    """Return the option of a setting for every block.
-
-    Returns:
-        What happens to each, None where it does not have this option.
-    """
+    """Return the option of a setting for every block, None where the block does not have it."""
     return [PlannedBlock(name, CONVERT, setting=setting.name) if has(name) else None for name in blocks]
 
 

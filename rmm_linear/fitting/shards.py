@@ -77,32 +77,19 @@ def size_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> int:
-    """Return the bytes that one rank has of parameters.
-
-    Args:
-        parameters: Each once.
-        shards: How they will be divided; None counts what is there.
-    """
+    """Return the bytes of parameters that one rank has, as they are or will be divided."""
     found = [(local(p).shape, p.dtype) for p in parameters]
     return sum(size_bytes(shards.shape(shape) if shards else shape, dtype) for shape, dtype in found)
 
 
 def fully_sharded(model: nn.Module) -> list[str] | None:
-    """Return the modules below the root that ``fully_shard`` was called on.
-
-    Returns:
-        Their names, those inside of others first; None if it was called on no module, the root included.
-    """
+    """Name the modules below the root that ``fully_shard`` was called on, inner ones first; None without any call."""
     found = [name for name, module in model.named_modules() if is_fsdp_module(module)]
     return [name for name in reversed(found) if name] if found else None
 
 
 def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
-    """Return what a rank holds unsharded at the worst moment, beside its own parts.
-
-    Returns:
-        Bytes; 0 for a model that is plain and stays so.
-    """
+    """Return the bytes that a rank holds unsharded at the peak, in addition to its own parts; 0 for a plain model."""
     called = fully_sharded(model)
     if called is None and shards is None:
         return 0

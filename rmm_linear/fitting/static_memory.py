@@ -16,16 +16,16 @@ from rmm_linear.memory.peak import storages
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Memory of a training run beside its activations, in bytes per device and rank.
+    """Memory of a training run in addition to its activations, in bytes per device and rank.
 
     Attributes:
         parameters: Of the model; weights that are tied, and views of one memory, count once.
         buffers: Of the model, counted in the same way, without what parameters have.
         gradients: Of all parameters that require a gradient.
         optimizer: State of the optimizer, once it has made a step.
-        optimizer_transient: What the optimizer's step makes and frees again, at its worst moment.
+        optimizer_transient: Peak of the temporaries of the optimizer's step.
         ddp_buckets: Copies of the gradients that ``DistributedDataParallel`` communicates.
-        gathered: What ``fully_shard`` holds unsharded at the worst moment, beside the rank's own parts.
+        gathered: Peak of what ``fully_shard`` holds unsharded, in addition to the rank's own parts.
     """
 
     parameters: int = 0
@@ -52,30 +52,19 @@ class StaticMemory:
 
 
 def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None = None) -> StaticMemory:
-    """Count what a training run needs beside its activations.
+    """Count what a training run needs in addition to its activations.
 
-    Nothing runs but a dry step of the optimizer, on stand-ins for the parameters; the model, the optimizer and random
+    Nothing runs but a dry step of the optimizer, on parameters without data; the model, the optimizer and random
     numbers stay as they are. The model may lie on a device, on the meta device, or consist of fake tensors.
 
     A budget is one device's. If the model is on an accelerator, what lies on the CPU is not counted; what lies on
     several accelerators is counted together. Memory that quantized weights keep outside of parameters and buffers is
     not counted.
 
-    Args:
-        model: The model. One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided
-            already (``DTensor`` parameters), the local parts count, and what ``fully_shard`` gathers.
-        optimizer: An instance; a class such as ``AdamW``, which will update all parameters that require a gradient; or
-            a callable that takes a list of parameters and returns an optimizer, such as
-            ``functools.partial(SGD, momentum=0.9)``. None counts nothing for it.
-        shards: How ``fully_shard`` will divide the model; None leaves it as it is.
-
-    Returns:
-        The bytes. With shards, those of :class:`Shards`, a model of what ``fully_shard`` does.
-
-    Raises:
-        TypeError: If the optimizer is nothing that makes an optimizer.
-        ValueError: If shards are given for a model that is divided or wrapped already, or the optimizer has no state
-            and cannot make a dry step.
+    model: One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor``
+    parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
+    update all parameters that require a gradient, or a callable that makes one; None counts nothing. shards: How
+    ``fully_shard`` will divide the model, see :class:`Shards`.
 
     Example:
         >>> from torch.optim import SGD

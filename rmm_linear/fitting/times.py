@@ -43,13 +43,7 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
 
     Blocks are alike that have one class, one set of parameters' shapes, and inputs of one shape. All options of a block
     run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little;
-    where the rounds disagree, there are more of them.
-
-    Args:
-        model: The model.
-        example: A training batch.
-        options: Block to its options.
-        make: Makes the plan in which one block has an option, and all others keep everything.
+    where the rounds disagree, there are more of them. ``make`` makes the plan in which one block alone has an option.
     """
     calls = _calls(model, example, list(options))
     kinds: dict[str, list[str]] = {}

@@ -13,14 +13,7 @@ SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder")
 
 
 def read_fit(fit: object) -> dict[str, Any]:
-    """Read what a user gave as ``fit``.
-
-    Args:
-        fit: A budget as :func:`rmm_linear.fit` takes it, or a mapping of its keyword arguments.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If an argument is unknown, there is no bound, or the budget is no size or share.
+    """Read what a user gave as ``fit``: a budget as :func:`rmm_linear.fit` takes it, or a mapping of its arguments.
 
     Example:
         >>> read_fit("8GB"), read_fit({"memory": 0.5, "max_noise": 0.1})
@@ -55,13 +48,7 @@ def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share_or_size(text: str) -> float | str:
-    """Read a budget from a command line.
-
-    Args:
-        text: A size such as "8GB", or a share such as "0.5".
-
-    Returns:
-        A number of at most 1 as a share; anything else as it is.
+    """Read a budget from a command line: a number of at most 1 is a share, anything else stays as it is.
 
     Example:
         >>> share_or_size("0.5"), share_or_size("8GB"), share_or_size("8000000")

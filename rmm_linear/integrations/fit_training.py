@@ -49,16 +49,11 @@ class FitCallback(TrainerCallback):
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
 
-    Args:
-        fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit`.
-        around: Makes a context in which the model is planned.
+    fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit`. around: Makes a context in which the
+    model is planned.
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
-
-    Raises:
-        TypeError: If ``fit`` is neither a budget nor a mapping.
-        ValueError: If ``fit`` has an unknown argument, or no budget.
     """
 
     def __init__(
@@ -99,11 +94,7 @@ class FitCallback(TrainerCallback):
         around_next_step(self._trainer, [self.run])
 
     def begin(self, trainer: Any, model: nn.Module) -> None:
-        """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user.
-
-        Raises:
-            ValueError: If the Trainer divides the model, as FSDP and DeepSpeed do.
-        """
+        """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user."""
         if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
             raise ValueError(
                 "fit plans models that are whole on every device, got a Trainer with FSDP or DeepSpeed. Call "
@@ -128,11 +119,7 @@ class FitCallback(TrainerCallback):
                 print(f"{noted['summary']} (of the checkpoint)")
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Plan if the batch of a step is larger than those before it, then run the step.
-
-        Raises:
-            ValueError: If nothing fits the first batch.
-        """
+        """Plan if the batch of a step is larger than those before it, then run the step."""
         trainer, inputs = self._trainer, arguments_of_step(args, kwargs)["inputs"]
         size, source = largest_of_all(_elements(trainer.model, inputs), trainer.args.device)
         if size > self._largest:

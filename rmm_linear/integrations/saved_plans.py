@@ -21,24 +21,14 @@ PLAN_FILE = "rmm_plan.json"
 
 
 def plan_of(model: nn.Module) -> BlockPlan | None:
-    """Return the plan that a model trains by.
-
-    Returns:
-        The plan, or None.
-    """
+    """Return the plan that a model trains by, or None."""
     return vars(unwrapped(model)).get("rmm_plan")
 
 
 def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_own: bool = False) -> BlockPlan:
-    """Read a plan of blocks.
+    """Read a plan of blocks; offloaded ones write files into ``folder``, see :func:`rmm_linear.planning.load_plan`.
 
-    Args:
-        path: The file.
-        folder: Where offloaded blocks write files; see :func:`rmm_linear.planning.load_plan`.
-        is_own: Whether this program wrote the file, so that the folder that it names may be used.
-
-    Raises:
-        ValueError: If the file is none, or a plan of another kind.
+    ``is_own`` says that this program wrote the file, so that the folder that it names may be used.
     """
     plan = load_plan(path, folder=folder)
     if not isinstance(plan, BlockPlan):
@@ -53,14 +43,7 @@ def restore_plan(
 ) -> BlockPlan:
     """Make a model train by a saved plan. Another plan that it has is reverted, which is logged.
 
-    Args:
-        model: The model, wrapped or not.
-        path: The file.
-        folder: As for :func:`read_plan`; None is that of the plan that the model has.
-        is_own: As for :func:`read_plan`.
-
-    Raises:
-        ValueError: If the file is damaged, or of another model; the message names it.
+    ``folder`` and ``is_own`` as for :func:`read_plan`; without a folder, that of the plan that the model has stays.
     """
     model = unwrapped(model)
     own = plan_of(model)

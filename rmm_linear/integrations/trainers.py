@@ -17,11 +17,7 @@ def is_trainer(one: Any) -> bool:
 
 
 def calling_trainer(callback: Any) -> Any:
-    """Find the Trainer that is calling a callback.
-
-    Raises:
-        RuntimeError: If none of the callers is one.
-    """
+    """Find the Trainer that is calling a callback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found: Any = frame.f_locals.get("self")
@@ -37,9 +33,7 @@ def calling_trainer(callback: Any) -> Any:
 def around_next_step(trainer: Any, runs: Sequence[Callable[..., Any]]) -> None:
     """Run functions around the Trainer's next training_step, and around no other, even if one raises.
 
-    Args:
-        trainer: The Trainer.
-        runs: The first one is called with the next one, or the step, and the step's arguments; each returns the result.
+    Each is called with the next one, or the step, and with the step's arguments, and returns the result.
     """
     before, training_step = vars(trainer).get("training_step"), trainer.training_step
 
@@ -57,11 +51,7 @@ def around_next_step(trainer: Any, runs: Sequence[Callable[..., Any]]) -> None:
 
 
 def arguments_of_step(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Name the arguments of a training_step.
-
-    Returns:
-        "model", "inputs" and, if it was given, "num_items_in_batch".
-    """
+    """Name the arguments of a training_step: "model", "inputs" and, if it was given, "num_items_in_batch"."""
     return dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
 
 

@@ -15,11 +15,7 @@ class RMMConv1D(SketchedLayer, Conv1D):
     """A drop-in for transformers' ``Conv1D``; :class:`rmm_linear.RMMLinear` says what is exact and what is random."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x: Activations, shape (*, I).
-        """
+        """Apply the layer to activations of shape (*, I)."""
         # Two dimensions, as in Conv1D, so that the output is the same to the bit.
         flat, shape = x.reshape(-1, x.shape[-1]), tuple(x.shape[:-1])
         return self._linear(flat, self.weight.t(), self.bias, shape).view(*shape, self.nf)

@@ -44,11 +44,10 @@ def _apply(
 
 
 def as_no_view(output: Tensor) -> Tensor:
-    """Return the output of an autograd function so that it may be written into, which one that is a view may not.
+    """Return an autograd function's output so that it may be written into, which one that is a view may not.
 
-    Args:
-        output: A tensor that no one else has, or a view of one, such as the output of a linear layer for more than two
-            dimensions. Activations that work in place write into it.
+    ``output`` is a tensor that nothing else has, or a view of one, such as the output of a linear layer for more than
+    two dimensions. Activations that work in place write into it.
     """
     return output if output.dim() == 2 else _unsafe_view(output, output.shape)
 
@@ -65,7 +64,7 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
 
 @dataclass(eq=False)  # frozen, it would take a microsecond more
 class SavingCall:
-    """What one call of a module needs to save less than its input.
+    """The state of one call of a module that saves a compressed activation.
 
     Attributes:
         seed: Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator
@@ -73,7 +72,7 @@ class SavingCall:
         mask: The valid tokens, or None for all.
         on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used; None where
             nothing is left to check.
-        is_exact: Whether no stand-in is to be made, because activation checkpointing would drop it.
+        is_exact: Whether nothing is compressed, because activation checkpointing would drop it.
         forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
         answers: Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden
             padding from every valid token so far, and the first node of the forward pass that found out.
@@ -242,11 +241,7 @@ class RefusedGradient(torch.autograd.Function):
 
 
 def refuse_double_backward(name: str = "sketched_linear") -> None:
-    """Refuse a backward pass that is differentiated itself.
-
-    Raises:
-        RuntimeError: If grad mode is on.
-    """
+    """Refuse a backward pass that is differentiated itself."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} does not support double backward: its input is not saved, so a backward pass with "
@@ -256,7 +251,7 @@ def refuse_double_backward(name: str = "sketched_linear") -> None:
 
 @dataclass(eq=False)  # frozen, it would take a microsecond more
 class LinearCall:
-    """What one call of one layer does with its input.
+    """How one call of one layer saves its input.
 
     Attributes:
         spec: How the input is saved.
@@ -264,7 +259,6 @@ class LinearCall:
         dtype: The dtype that autocast runs the layer in, or None while it is off.
         mask: The valid tokens, or None for all.
         cache: Sketches that other layers made in this forward pass, or None to share nothing.
-        index: Index of the layer, for ``cache``.
         expected: Returns ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), or None without a prediction. Called only
             where a sketch is made, so once for all layers that share it. None is a call without predictions.
         on_backward: Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them.
@@ -358,17 +352,10 @@ def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Te
 def spec_for(
     shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, bits: int | None = None
 ) -> SaveSpec | None:
-    """Return how a layer saves its input, from shapes and dtypes alone.
+    """Return how a layer saves its input of shape (*, I), from shapes and dtypes alone.
 
-    Args:
-        shape: Of the input X, (*, I).
-        itemsize: Bytes per element that the layer computes with.
-        weight: Shape (O, I).
-        config: The layer's configuration.
-        bits: The width chosen for ``bits="auto"``; None is the configuration's own rule.
-
-    Returns:
-        The spec; None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse.
+    None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse. ``bits`` is the
+    width chosen for ``bits="auto"``.
     """
     if not weight.requires_grad or 0 in weight.shape or not shape or shape[-1] != weight.shape[-1]:
         return None
@@ -376,14 +363,7 @@ def spec_for(
 
 
 def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-    """Apply ``input @ weight.T + bias`` and save what ``call`` describes.
-
-    Args:
-        input: Activations X, shape (*, I).
-        weight: Shape (O, I).
-        bias: Shape (O,), or None.
-        call: What is saved.
-    """
+    """Apply ``input @ weight.T + bias`` to activations X, shape (*, I), and save what ``call`` describes."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)
     x = input.detach() if call.dtype is None else cast(input.detach(), call.dtype)
@@ -419,11 +399,6 @@ def unsaved_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
     Exact: the output and the gradients with respect to input and bias. A backward pass that needs the gradient with
     respect to the weight raises.
-
-    Args:
-        input: Activations X, shape (*, I).
-        weight: Shape (O, I).
-        bias: Shape (O,), or None.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(input, weight, bias)

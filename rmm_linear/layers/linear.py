@@ -28,10 +28,9 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class LinearPlan(NamedTuple):
-    """What shape, element size, weight and configuration decide, once for calls that are alike.
+    """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike.
 
     Attributes:
-        decided_by: These.
         spec: How the input is saved; None if the layer is exact.
         is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
         key: The spec as a string, for the cache of sketches.

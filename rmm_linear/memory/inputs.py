@@ -23,10 +23,7 @@ class LayerInput:
     """The input of one layer in one forward pass.
 
     Attributes:
-        tokens: N.
-        itemsize: Bytes per saved element.
         storage: Key of its storage in the ledger; None if autograd does not save it.
-        bytes: Bytes of the storage.
         others: Names of other operators that save the same storage, the given layers excluded.
     """
 
@@ -63,11 +60,7 @@ class Saver:
 
 
 def unsaved_reason(seen: LayerInput) -> str | None:
-    """Say why sketching a layer's input saves nothing, whatever the sketch's size.
-
-    Returns:
-        The reason, or None.
-    """
+    """Say why sketching a layer's input saves nothing, whatever the sketch's size."""
     if seen.storage is None:
         return "autograd does not save its input"
     return f"{' and '.join(seen.others)} saves this tensor anyway" if seen.others else None
@@ -76,13 +69,8 @@ def unsaved_reason(seen: LayerInput) -> str | None:
 def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey, list[Saver]]]:
     """Run one forward pass in training mode and record which operators save what for backward.
 
-    Args:
-        model: The model.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a function
-            that runs the model on one and returns its output or loss.
-
-    Returns:
-        The ledger, and storage to the operators that save it; those that no output depends on are not found.
+    ``batch`` is a mapping of keyword arguments, a sequence of arguments, one argument, or a function that runs the
+    model on one and returns its output or loss. Operators that no output depends on are not found.
     """
     return layer_inputs(model, batch, [])[1:]
 
@@ -90,17 +78,7 @@ def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey
 def layer_inputs(
     model: nn.Module, batch: Any, names: Sequence[str]
 ) -> tuple[dict[str, LayerInput], Ledger, dict[StorageKey, list[Saver]]]:
-    """Run one forward pass in training mode and record what is saved for backward.
-
-    Args:
-        model: The model.
-        batch: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a function
-            that runs the model on one and returns its output or loss.
-        names: Names of the layers whose inputs are recorded.
-
-    Returns:
-        Name to input for the layers that ran, and the results of :func:`saved_tensors`.
-    """
+    """Run one forward pass as :func:`saved_tensors` does, and record the inputs of some layers too."""
     modules = {name: module for name, module in model.named_modules() if name in names}
     calls: dict[str, Tensor] = {}
 
@@ -191,13 +169,7 @@ class _NoRecomputation(TorchFunctionMode):
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch.
-
-    Args:
-        model: The model.
-        batch: A mapping of keyword arguments, a sequence of arguments, or one argument; or a function that runs the
-            model on one.
-    """
+    """Run a model on a batch, as :func:`saved_tensors` takes it."""
     if callable(batch):
         return batch()
     if isinstance(batch, Mapping):
@@ -206,11 +178,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 
 def sequences_in(batch: Any) -> int:
-    """Return the number of sequences in a batch.
-
-    Returns:
-        The first dimension that most of its tensors have, or the first such; 0 without rows.
-    """
+    """Return the number of sequences in a batch: the first dimension that most of its tensors have."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     sizes = Counter(len(leaf) for leaf in leaves if len(leaf))
     return sizes.most_common(1)[0][0] if sizes else 0

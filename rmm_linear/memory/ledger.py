@@ -24,12 +24,7 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 @dataclass
 class SavedStorage:
-    """One storage that autograd saves for backward.
-
-    Attributes:
-        bytes: Its size.
-        modules: Names of the modules that save it, in the order in which they did.
-    """
+    """One storage that autograd saves for backward, and the modules that save it, in the order in which they did."""
 
     bytes: int
     modules: list[str]

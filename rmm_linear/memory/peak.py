@@ -42,11 +42,9 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self, result: Peak, *, counts_meta: bool = False) -> None:
-        """Count into a result.
+        """Count into a result, which has the peak so far at any time.
 
-        Args:
-            result: It has the peak so far at any time.
-            counts_meta: Whether tensors on the meta device stand for real ones and count too.
+        ``counts_meta`` says that tensors on the meta device replace real ones and count too.
         """
         super().__init__()
         self.result = result
@@ -80,10 +78,9 @@ class LiveTensors(TorchDispatchMode):
 
 
 def has_bytes(leaf: Any) -> bool:
-    """Say whether something is a tensor with memory, or a fake one that stands for such a tensor.
+    """Say whether something is a tensor with memory, or a fake one that represents such a tensor.
 
-    Args:
-        leaf: A tensor, or anything else. The device of a tensor decides; that of its storage is meta for fake ones too.
+    The device of a tensor decides: that of its storage is meta for fake ones too.
     """
     return isinstance(leaf, Tensor) and leaf.device.type != "meta"
 

@@ -186,13 +186,7 @@ class RelativeEstimator(NormEstimator):
 def check_tensors(estimator: NormEstimator, tensors: dict[str, Tensor], optional: tuple[str, ...]) -> None:
     """Reject tensors that an estimator cannot have saved: unknown names, other dtypes, negative or non-finite values.
 
-    Args:
-        estimator: The estimator that loads them.
-        tensors: Tensors by name; empty if the saved estimator had learned nothing.
-        optional: Allowed names besides "unit", all float32.
-
-    Raises:
-        ValueError: If a name, a dtype or a value is not allowed.
+    ``optional`` are the allowed names in addition to "unit", all float32.
     """
     kind = type(estimator).__name__
     if unknown := sorted(set(tensors) - {"unit", *optional}):

@@ -39,17 +39,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an example with its index.
-
-        Args:
-            index: Index of the example.
-
-        Returns:
-            The entries of the example, and ``sample_index``.
-
-        Raises:
-            TypeError: If the example is not a dictionary.
-        """
+        """Return an example with its index."""
         example = self.dataset[index]
         _check_dictionary("An example", example, Mapping)
         return {**example, SAMPLE_INDEX: index}

@@ -101,16 +101,9 @@ def pack_attention(
 ) -> Tensor:
     """Pack queries, keys less their mean over the sequence, and values.
 
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        index: Tokens whose queries are packed, int64, shape (n,), ascending, of B · Tq; None for all.
-        kv_index: Tokens whose keys and values are packed, likewise of B · Tk.
-        seed: Seed of the rounding; None draws one.
-        bits_q: Bits of queries.
-        bits_k: Bits of keys.
-        bits_v: Bits of values.
+    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). index: Tokens whose queries are
+    packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: Tokens whose keys and values are packed,
+    likewise of B · Tk.
     """
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
@@ -239,21 +232,11 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients with respect to queries, keys, values and a bias of the scores, from packed copies.
 
-    Args:
-        grad_output: dO, shape (B, Tq, h, dv).
-        stored: Result of :func:`pack_attention`.
-        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
-        kept: Bits of dropout, see :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None.
-        index: That of :func:`pack_attention`.
-        kv_index: That of :func:`pack_attention`.
-        spec: The attention.
-        bits: Those of :func:`pack_attention`.
-        bias: Added to the scores, shape (B or 1, h or 1, Tq, Tk), or None.
-        needs_bias: Whether the gradient with respect to the bias is computed.
-
-    Returns:
-        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous; and that of
-        ``bias``, float32 at least, or (0,) if it is not computed.
+    grad_output: dO, shape (B, Tq, h, dv). mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None. kept: Bits
+    of dropout, see :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None. bias: Added to the
+    scores, shape (B or 1, h or 1, Tq, Tk), or None. needs_bias: Whether the gradient with respect to the bias is
+    computed. Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous;
+    and that of ``bias``, float32 at least, or (0,) if it is not computed.
     """
     gradient = _empty(grad_output, bias, needs_bias).zero_()
     own = None if bias is None else Bias(bias, gradient if needs_bias else None)
@@ -304,15 +287,8 @@ def dropped_attention(
 ) -> Tensor:
     """Return the output of attention with a known mask of dropout.
 
-    Args:
-        query: See :func:`rmm_linear.packing.attention.dropped_attention`, as the following ones.
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        mask: Bool or additive, or None.
-        kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
-        scale: Factor of the scores.
-        is_causal: Whether query i sees the keys 0 … i only.
-        p: Probability of dropout.
+    key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). mask: Bool or additive, or None. kept: Which scores dropout
+    keeps, bool, shape (B, h, Tq, Tk).
     """
     spec = AttentionSpec(key.shape[2], key.shape[1], key.shape[3], scale, is_causal, p)
     return plain.dropped_attention(query, key, value, mask, kept, spec)
@@ -333,16 +309,10 @@ def fused_gradients(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients with respect to queries, keys and values, without dropout.
 
-    Args:
-        grad_output: dO, shape (B, Tq, h, dv), on CUDA.
-        rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), dtype of ``grad_output``.
-        spec: The attention.
-        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
-        index: Tokens of the rows of queries; None for all.
-        kv_index: Tokens of the rows of keys and values; None for all.
-
-    Returns:
-        Shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv); None where no fused kernel takes these arguments.
+    grad_output: dO, shape (B, Tq, h, dv), on CUDA. rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk,
+    hk · dv), dtype of ``grad_output``. mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None. index: Tokens
+    of the rows of queries; None for all. kv_index: Tokens of the rows of keys and values; None for all. Returns shapes
+    (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv); None where no fused kernel takes these arguments.
     """
     batch, queries, heads, _ = grad_output.shape
     group = heads // spec.kv_heads

@@ -99,16 +99,9 @@ def pack_derivative(
 ) -> Tensor:
     """Make the stand-in of the input of a pointwise function.
 
-    Args:
-        x: Input of the function, shape (N, C).
-        index: Rows to store, int64, shape (n,); None for all.
-        seed: Seed of the rounding; None draws a new one. Not used where one bit is exact.
-        name: :attr:`Pointwise.name`.
-        parameters: :attr:`Pointwise.parameters`.
-        bits: 8, 4, 2 or 1; 1 for "relu" and "leaky_relu", at least 2 for "relu_squared".
-
-    Returns:
-        uint8, one dimension: the tensors of :func:`stored_parts`.
+    x: Input of the function, shape (N, C). index: Rows to store, int64, shape (n,); None for all. seed: Seed of the
+    rounding; None draws a new one. Not used where one bit is exact. bits: 8, 4, 2 or 1; 1 for "relu" and "leaky_relu",
+    at least 2 for "relu_squared". Returns uint8, one dimension: the tensors of :func:`stored_parts`.
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
@@ -144,16 +137,8 @@ def apply_derivative(
 ) -> Tensor:
     """Multiply the gradient by the output of a pointwise function by the stored derivative.
 
-    Args:
-        y: dY, shape (N, C), floating point.
-        stored: Result of :func:`pack_derivative`.
-        index: See there, as the following ones.
-        name: :attr:`Pointwise.name`.
-        parameters: :attr:`Pointwise.parameters`.
-        bits: Bits per element.
-
-    Returns:
-        dX̂, shape (N, C), dtype of ``y``, contiguous; rows that are not stored are zero.
+    y: dY, shape (N, C), floating point. Returns dX̂, shape (N, C), dtype of ``y``, contiguous; rows that are not stored
+    are zero.
     """
     rows, columns = y.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
@@ -185,16 +170,8 @@ def activate_and_pack(
 ) -> tuple[Tensor, Tensor]:
     """Apply a pointwise function, and make the stand-in of its input: see :func:`rmm_linear.ops.dispatch.runs_fused`.
 
-    Args:
-        x: Input of the function, shape (N, C).
-        index: As for :func:`pack_derivative`, as the following ones. Its rows are distinct.
-        seed: Seed of the rounding; None draws a new one.
-        name: :attr:`Pointwise.name`.
-        parameters: :attr:`Pointwise.parameters`.
-        bits: 8, 4, 2 or 1.
-
-    Returns:
-        g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the stand-in, the bytes of ``pack_derivative``.
+    x: Input of the function, shape (N, C). Returns g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the
+    stand-in, the bytes of ``pack_derivative``.
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)

@@ -54,9 +54,6 @@ class Case:
     """What samples of arguments are made of.
 
     Attributes:
-        rows: N.
-        columns: Columns of a matrix.
-        dtype: Of matrices, floating point.
         taken: Which rows are valid or stored: "all" without an index, "listed" by one, "some" or "none".
         layout: How a matrix lies in memory: "rows", or a view of a larger one: "columns", "steps" or "transposed".
         seed: Seed of what draws one itself for None.
@@ -108,13 +105,11 @@ class Operation:
     """A row of the table.
 
     Attributes:
-        name: Its name.
         plain: In plain PyTorch: the definition, for all dtypes and devices.
         native: With the C library, on CPU; None uses ``plain``.
         triton: With the Triton kernels; None uses ``plain``.
         samples: Arguments of calls that together show what it takes.
         native_dtypes: Floating dtypes that ``native`` takes, of the first tensor and where a dtype is an argument.
-        triton_dtypes: The same of ``triton``.
         moved: The share of codes that may be another number in ``native`` or ``triton``, because a value on the edge of
             a step falls to either side of it; 0 for none.
         error: The relative error that ``native`` and ``triton`` may have in float32, by another order of sums.
@@ -137,11 +132,7 @@ class Operation:
     _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments.
-
-        Raises:
-            TypeError: If there is no tensor.
-        """
+        """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments."""
         first = dtype = None
         is_transformed = _stack() is not None
         for value in (*arguments, *named.values()) if named else arguments:
@@ -183,10 +174,7 @@ class Operator:
     """An operator in the namespace ``rmm_linear``, and the function that eager code calls in its place.
 
     Attributes:
-        function: The function, with the arguments that callers have.
-        definition: The operator, with the arguments that a schema can have.
         flatten: Converts the former to the latter; None if they are the same.
-        samples: As for :class:`Operation`, arguments of the function.
         flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
             tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
@@ -206,15 +194,9 @@ class Operator:
     ) -> None:
         """Register the operator.
 
-        Args:
-            name: Its name.
-            function: What it runs; it changes none of its arguments and returns none of their memory.
-            schema: Its schema, or None for that of the function's annotations.
-            samples: See the attribute, as the following ones.
-            flops: None counts nothing.
-            flatten: None leaves the arguments as they are.
-            registered: What the operator runs, with ``function`` and the flat arguments; None runs ``function``.
-            native: See the attribute.
+        function: What it runs; it changes none of its arguments and returns none of their memory. flatten: None leaves
+        the arguments as they are. registered: What the operator runs, with ``function`` and the flat arguments; None
+        runs ``function``.
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
         self.native = native
@@ -238,9 +220,7 @@ class Operator:
     def run(self, *arguments: Any, **named: Any) -> Any:
         """Run the function where nothing sees it; arguments are as in a call.
 
-        Args:
-            *arguments: Memory holds the values of all: no subclasses of tensors, nor wrapped or lazily negated ones.
-            **named: No tensors.
+        *arguments: Memory holds the values of all: no subclasses of tensors, nor wrapped or lazily negated ones.
         """
         first = arguments[0]
         if self.native is not None and first.is_cpu and first.dtype in NARROW:
@@ -299,9 +279,7 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
     dtype, but not PyTorch's own to the bit. So modules call them where ``RMMConfig.fused`` asks for it, and elsewhere
     one pass in PyTorch would be no faster than two.
 
-    Args:
-        x: The input of a module.
-        is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
+    is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
     """
     if not _has_kernels(x.device.type, x.dtype) or (is_composed and torch.is_autocast_enabled(x.device.type)):
         return False

@@ -83,21 +83,11 @@ def keep_gated(
 ) -> Tensor:
     """Make what a gated MLP saves: b · act'(a) and act(a), packed, and their seeds.
 
-    Args:
-        a: The gate's output, floating point, shape (N, C).
-        b: What act(a) is multiplied by, shape and dtype of ``a``.
-        activation: Name of act, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
-        bits: 8, 4 or 2.
-        seed: Seed of the rounding; None draws one.
-        index: Rows to store, int64, shape (n,); None for all.
-        needs_a: Whether the gradient with respect to ``a`` is needed, and with it b · act'(a).
-        needs_b: Whether the gradient with respect to ``b`` is needed, and with it act(a).
-
-    Returns:
-        uint8, one dimension: two seeds, then codes and qparams of each product that is needed.
-
-    Raises:
-        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
+    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape and dtype of ``a``.
+    activation: Name of act, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`. index: Rows to store, int64, shape
+    (n,); None for all. needs_a: Whether the gradient with respect to ``a`` is needed, and with it b · act'(a). needs_b:
+    Whether the gradient with respect to ``b`` is needed, and with it act(a). Returns uint8, one dimension: two seeds,
+    then codes and qparams of each product that is needed.
     """
     check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
@@ -151,16 +141,10 @@ def apply_gated(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients with respect to a and b from what a gated MLP saved.
 
-    Args:
-        y: Gradient with respect to act(a) · b, floating point, shape (N, C).
-        stored: Result of :func:`keep_gated`, as the following ones were given to it.
-        bits: 8, 4 or 2.
-        index: The rows that are stored; all others get zeros.
-        needs_a: Whether the gradient with respect to a is needed.
-        needs_b: Whether the gradient with respect to b is needed.
-
-    Returns:
-        Both gradients, shape (N, C), dtype of ``y``; None for one that is not needed.
+    y: Gradient with respect to act(a) · b, floating point, shape (N, C). stored: Result of :func:`keep_gated`, as the
+    following ones were given to it. needs_a: Whether the gradient with respect to a is needed. needs_b: Whether the
+    gradient with respect to b is needed. Returns both gradients, shape (N, C), dtype of ``y``; None for one that is not
+    needed.
     """
     first, second = _apply(y, stored, bits, index, needs_a, needs_b)
     return first if needs_a else None, second if needs_b else None
@@ -179,21 +163,10 @@ def gate_and_pack(
 ) -> tuple[Tensor, Tensor]:
     """Compute act(a) · b, and make what a gated MLP saves.
 
-    Args:
-        a: The gate's output, floating point, shape (N, C).
-        b: What act(a) is multiplied by, shape and dtype of ``a``.
-        activation: As for :func:`keep_gated`, as the following ones.
-        bits: 8, 4 or 2.
-        seed: Seed of the rounding; None draws one.
-        index: Rows to store, int64, shape (n,), distinct; None for all.
-        needs_a: Whether the gradient with respect to ``a`` is needed.
-        needs_b: Whether the gradient with respect to ``b`` is needed.
-
-    Returns:
-        act(a), rounded to the dtype of ``a``, times b, shape (N, C), contiguous; and the bytes of ``keep_gated``.
-
-    Raises:
-        ValueError: If dtypes or shapes of ``a`` and ``b`` differ.
+    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape and dtype of ``a``.
+    index: Rows to store, int64, shape (n,), distinct; None for all. needs_a: Whether the gradient with respect to ``a``
+    is needed. needs_b: Whether the gradient with respect to ``b`` is needed. Returns act(a), rounded to the dtype of
+    ``a``, times b, shape (N, C), contiguous; and the bytes of ``keep_gated``.
     """
     check_factors(a, b)
     parts = stored_parts(len(a) if index is None else len(index), a.shape[1], bits, needs_a + needs_b)

@@ -35,12 +35,8 @@ APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
     """Store which elements are not zero, in one bit each.
 
-    Args:
-        mask: Shape (N, C), any dtype.
-        index: Rows to store, int64, shape (n,); None for all.
-
-    Returns:
-        uint8, shape (n, ⌈C / 8⌉).
+    mask: Shape (N, C), any dtype. index: Rows to store, int64, shape (n,); None for all. Returns uint8, shape (n, ⌈C /
+    8⌉).
     """
     return PACK_MASK(mask, index)
 
@@ -55,14 +51,7 @@ def _(mask, index):
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
     """Multiply the stored elements by a number, and set all others to zero.
 
-    Args:
-        y: Floating point, shape (N, C).
-        bits: Result of :func:`pack_mask`.
-        scale: The number.
-        index: The rows that are stored; None for all.
-
-    Returns:
-        Shape (N, C), dtype of ``y``, contiguous.
+    y: Floating point, shape (N, C). Returns shape (N, C), dtype of ``y``, contiguous.
     """
     return APPLY_MASK(y, bits, scale, index).contiguous()
 

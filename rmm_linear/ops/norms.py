@@ -67,13 +67,8 @@ NORMALIZE = operation("NORMALIZE", _normalize_plainly, None, triton.normalize, _
 def norm_bytes(rows: int, columns: int, bits: int) -> int:
     """Return the bytes that are saved of the input of a norm.
 
-    Args:
-        rows: Rows that are saved, n.
-        columns: H.
-        bits: 8, 4 or 2.
-
-    Returns:
-        Bytes of the seed, of rstd, and of the packed copy, each rounded up to a multiple of 16.
+    rows: Rows that are saved, n. Returns bytes of the seed, of rstd, and of the packed copy, each rounded up to a
+    multiple of 16.
 
     Example:
         >>> norm_bytes(1024, 768, 2), 1024 * 768 * 4
@@ -111,17 +106,9 @@ def _fused_samples(case: Case) -> Iterator[Call]:
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """Normalize rows, and store them in few bits.
 
-    Args:
-        x: Floating point; its last ``dims`` dimensions have H elements together, and make a row of the others' N.
-        index: Rows to store, int64, shape (n,); None for all.
-        seed: Seed of the rounding; None draws one.
-        bits: 8, 4 or 2.
-        eps: What is added to the variance.
-        centered: True for LayerNorm, False for RMSNorm.
-        dims: The dimensions that are normalized.
-
-    Returns:
-        uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd, codes and qparams.
+    x: Floating point; its last ``dims`` dimensions have H elements together, and make a row of the others' N. index:
+    Rows to store, int64, shape (n,); None for all. Returns uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd,
+    codes and qparams.
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
@@ -148,21 +135,9 @@ def _(x, index, seed, bits, eps, centered, dims=1):
 def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     """Compute a norm, and what :func:`pack_norm` stores of its input.
 
-    Args:
-        x: As for :func:`pack_norm`.
-        gamma: γ, floating point, shape (H,); None is 1.
-        beta: β, floating point, shape (H,); None is 0.
-        index: As for :func:`pack_norm`, as the following ones. Its rows are distinct.
-        seed: Seed of the rounding; None draws one.
-        bits: 8, 4 or 2.
-        eps: What is added to the variance.
-        centered: True for LayerNorm, False for RMSNorm.
-        before: The dtype that the normalized rows are rounded to before they are multiplied by γ; float32 for none.
-        dtype: Of the output.
-        dims: The dimensions that are normalized.
-
-    Returns:
-        γ ∘ h + β of all rows h, the shape of ``x``, contiguous; and the bytes of :func:`pack_norm`.
+    gamma: γ, floating point, shape (H,); None is 1. beta: β, floating point, shape (H,); None is 0. before: The dtype
+    that the normalized rows are rounded to before they are multiplied by γ; float32 for none. Returns γ ∘ h + β of all
+    rows h, the shape of ``x``, contiguous; and the bytes of :func:`pack_norm`.
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
@@ -196,18 +171,9 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of a norm from what :func:`pack_norm` stored.
 
-    Args:
-        y: Gradient with respect to the output, floating point, shape (N, H).
-        stored: The bytes.
-        gamma: γ, floating point, shape (H,); None is 1.
-        index: The rows that are stored; None for all.
-        bits: 8, 4 or 2.
-        centered: True for LayerNorm, False for RMSNorm.
-        dtype: dtype of dX.
-        sums: Whether dγ and dβ are needed.
-
-    Returns:
-        dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,) if not needed.
+    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is
+    1. sums: Whether dγ and dβ are needed. Returns dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y``
+    is), shape (H,), or (0,) if not needed.
     """
     seeds, rstd, codes, qparams = views(
         stored, norm_parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)

@@ -33,19 +33,10 @@ def sketch(
 ) -> Tensor:
     """Return SᵀM.
 
-    Args:
-        matrix: M, shape (N, D), floating point.
-        kind: One of :data:`rmm_linear.sketches.KINDS`.
-        seed: int64 with one element, on the device of ``matrix``.
-        rows: K, at least 1.
-        block: Tokens per block, or None.
-        mask: The valid tokens, or None for all.
-        p: Probability of every token, for kinds that sample rows by it.
-        dtype: The dtype in which the sketch is made; None is that of ``matrix``.
-
-    Returns:
-        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; ``matrix`` itself if every row is kept in
-        its dtype.
+    matrix: M, shape (N, D), floating point. seed: int64 with one element, on the device of ``matrix``. block: Tokens
+    per block, or None. p: Probability of every token, for kinds that sample rows by it. dtype: The dtype in which the
+    sketch is made; None is that of ``matrix``. Returns shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`;
+    ``matrix`` itself if every row is kept in its dtype.
     """
     matrix = matrix if dtype is None else matrix.to(dtype)
     return sketches.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
@@ -54,11 +45,8 @@ def sketch(
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM); on CPU, SᵀM never exists as a whole.
 
-    Args:
-        matrix: M, shape (N, D), floating point. Of float16, sketches are made in float32: the sums may exceed it.
-        seed: int64, shape (1,), on the device of ``matrix``; the seed of S and of the rounding.
-        spec: Kind, rows, block and bits.
-        mask: The valid tokens, or None for all.
+    matrix: M, shape (N, D), floating point. Of float16, sketches are made in float32: the sums may exceed it. seed:
+    int64, shape (1,), on the device of ``matrix``; the seed of S and of the rounding. spec: Kind, rows, block and bits.
     """
     matrix = matrix.float() if matrix.dtype == torch.float16 else matrix
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
@@ -75,17 +63,8 @@ def unpacked_product(
 
     The product is taken with Z still rotated and is unrotated afterwards, since it has O rows where Z has K.
 
-    Args:
-        y: Y, shape (N, O), floating point.
-        codes: uint8, shape (K, ⌈I · bits / 8⌉).
-        qparams: bfloat16, shape (K, ⌈I / 64⌉, 2).
-        seed: The seed of S and of the rounding, int64, shape (1,).
-        spec: The spec of Z.
-        columns: I.
-        mask: The mask of Z.
-
-    Returns:
-        Shape (O, I), dtype of ``y``.
+    y: Y, shape (N, O), floating point. codes: uint8, shape (K, ⌈I · bits / 8⌉). qparams: bfloat16, shape (K, ⌈I / 64⌉,
+    2). seed: The seed of S and of the rounding, int64, shape (1,). Returns shape (O, I), dtype of ``y``.
     """
     dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
@@ -105,12 +84,8 @@ def product_of_parts(
 ) -> Tensor:
     """Return the product of two matrices that are made a few rows at a time, the left one transposed.
 
-    Args:
-        y: Any matrix with the columns and dtype of the left one, O.
-        rows: K.
-        columns: Of the right matrix, I.
-        left: A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the left matrix.
-        right: The same of the right matrix.
+    y: Any matrix with the columns and dtype of the left one, O. columns: Of the right matrix, I. left: A function of
+    ``begin`` and ``end`` that returns the rows begin … end − 1 of the left matrix.
     """
     product = None
     for part in product_parts(rows, columns, y.shape[1], y.dtype):
@@ -120,11 +95,7 @@ def product_of_parts(
 
 
 def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
-    """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU.
-
-    Yields:
-        The rows of a part. Half types have one part, since they would round the sum after every part.
-    """
+    """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU."""
     step = _CHUNK // max(1, columns, outputs) if dtype in (torch.float32, torch.float64) else rows
     step -= step % _BLOCK if step > _BLOCK else 0
     for begin in range(0, rows, max(1, step)):
@@ -141,16 +112,9 @@ def sample_rows(
 ) -> RowSample:
     """Sample K rows of an input by their norms, as described in :mod:`rmm_linear.sketches.sampling`.
 
-    Args:
-        x: Input X, shape (N, I), floating point.
-        seed: int64, shape (1,), on the device of ``x``.
-        spec: Kind, rows (K, less than N) and uniform_mix.
-        expected: ŷ, the expected norms ‖yᵢ‖, shape (N,); None without a prediction.
-        mask: The valid tokens, or None for all.
-        generator: Makes the random words.
-
-    Returns:
-        Indices of the rows, int32, and their scales, float32, both of shape (K,).
+    x: Input X, shape (N, I), floating point. seed: int64, shape (1,), on the device of ``x``. spec: Kind, rows (K, less
+    than N) and uniform_mix. expected: ŷ, the expected norms ‖yᵢ‖, shape (N,); None without a prediction. Returns
+    indices of the rows, int32, and their scales, float32, both of shape (K,).
     """
     p = sketches.probabilities(sketches.row_norms(x), spec.uniform_mix, expected, mask)
     keys = sketches.random_keys(seed, spec.rows, generator)
@@ -160,11 +124,8 @@ def sample_rows(
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) for sampled rows; on CPU, SᵀM never exists as a whole.
 
-    Args:
-        matrix: M, shape (N, D), floating point.
-        seed: int64, shape (1,), on the device of ``matrix``; the seed of the rounding.
-        sample: Indices and scales of the rows, shape (K,).
-        bits: 8, 4 or 2.
+    matrix: M, shape (N, D), floating point. seed: int64, shape (1,), on the device of ``matrix``; the seed of the
+    rounding. sample: Indices and scales of the rows, shape (K,).
     """
     return packing.pack_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
@@ -172,12 +133,8 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> t
 def row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
     """Return a function that makes the sampled rows a few at a time.
 
-    Args:
-        matrix: M, shape (N, D).
-        sample: Indices and scales of the rows, shape (K,).
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of SᵀM.
+    matrix: M, shape (N, D). sample: Indices and scales of the rows, shape (K,). Returns a function of ``begin`` and
+    ``end`` that returns the rows begin … end − 1 of SᵀM.
     """
     return lambda begin, end: sketches.gather(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))
 
@@ -189,8 +146,7 @@ def fp16_scale(dtype: torch.dtype, tokens: int, rows: int) -> float:
     √(N/K) times as large as a token, and hardly ever four times more than that. So where one channel is large in all
     tokens, SᵀX would be infinite in every step although X is finite. A loss scale would not help: it scales Y alone.
 
-    Returns:
-        A power of two, 4√(N/K) at least for float16.
+    Returns a power of two, 4√(N/K) at least for float16.
     """
     if dtype != torch.float16 or rows >= tokens:
         return 1.0

@@ -73,17 +73,8 @@ def save(
 ) -> tuple[Tensor, ...]:
     """Make what is saved of an input.
 
-    Args:
-        x: Input, shape (N, I).
-        spec: How it is saved.
-        mask: The valid tokens, or None for all.
-        seed: Seed of S and of the rounding.
-        expected: ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds that sample rows of X; None without a
-            prediction.
-
-    Returns:
-        Tensors on the device of ``x``: (Z, seed), or (codes, qparams, seed) when packed. Where rows are sampled,
-        (Z, index, scale), or (codes, qparams, index, scale, seed) when packed.
+    x: Input, shape (N, I). expected: ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds that sample rows of X;
+    None without a prediction.
     """
     seeds = seed_on(x.device, seed)
     if spec.samples_rows(x.shape[0]):
@@ -109,15 +100,7 @@ def save_input(
 ) -> tuple[Tensor, ...]:
     """Make what eager code saves of an input, with one operator.
 
-    Args:
-        x: Input, shape (N, I).
-        spec: How it is saved.
-        mask: See :func:`save`.
-        seed: See :func:`save`.
-        expected: See :func:`save`.
-
-    Returns:
-        The tensors of :func:`save`; X alone where every row is saved as it is.
+    x: Input, shape (N, I). Returns the tensors of :func:`save`; X alone where every row is saved as it is.
     """
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
         return (x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x,)  # without the seed
@@ -127,11 +110,7 @@ def save_input(
 def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tuple[Tensor, ...]:
     """Return uninitialized tensors with the shapes and dtypes of :func:`save`'s result.
 
-    Args:
-        like: Any tensor of the input's dtype, on its device.
-        tokens: N.
-        features: I.
-        spec: How the input is saved.
+    spec: How the input is saved.
     """
     rows = spec.kept_rows(tokens)
     stored = (like.new_empty(rows, features),)
@@ -147,8 +126,7 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
 def is_view_of_more(x: Tensor) -> bool:
     """Say whether saving a tensor would keep much more memory alive than it needs, as ``hidden[:, 0]`` does.
 
-    Returns:
-        True if its storage has more than twice its bytes. Always False in compiled code, which saves no views.
+    Returns True if its storage has more than twice its bytes. Always False in compiled code, which saves no views.
     """
     return not torch.compiler.is_compiling() and 0 < 2 * x.nbytes < x.untyped_storage().nbytes()
 
@@ -173,14 +151,9 @@ def save_traced(x: Tensor, spec: SaveSpec, mask: TokenMask | None) -> Tensor:
 
     Seeds come from PyTorch's global CPU generator, as in eager code, but call by call.
 
-    Args:
-        x: Input of the layer itself, shape (*, I), not a view: compilers do not merge operators on two views of a
-            tensor that is also an output of the model, as the last hidden state of an encoder is.
-        spec: How it is saved.
-        mask: The valid tokens, or None for all.
-
-    Returns:
-        uint8, one dimension: the tensors of :func:`save` one after the other, each aligned to 16 bytes.
+    x: Input of the layer itself, shape (*, I), not a view: compilers do not merge operators on two views of a tensor
+    that is also an output of the model, as the last hidden state of an encoder is. Returns uint8, one dimension: the
+    tensors of :func:`save` one after the other, each aligned to 16 bytes.
     """
     saved = save.function(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
     stored = empty_stored(x, _parts(saved)).zero_()
@@ -223,15 +196,8 @@ def _flat_gradient(function, y, stored, columns, *how, **named):
 def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: int, mask: TokenMask | None) -> Tensor:
     """Return the estimate of dW = YᵀX in compiled code.
 
-    Args:
-        y: Gradient with respect to the layer's output, shape (N, O), dtype of the input.
-        stored: The bytes of :func:`save_traced`.
-        spec: The spec they were made with.
-        features: I.
-        mask: The mask they were made with.
-
-    Returns:
-        (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
+    y: Gradient with respect to the layer's output, shape (N, O), dtype of the input. Returns (SᵀY)ᵀ Z, shape (O, I),
+    dtype of ``y``.
     """
     saved = empty_saved(y.new_empty(0, device="meta"), y.shape[0], features, spec)
     return weight_gradient(y, views(stored, _parts(saved)), spec, features, mask, in_operator=True)

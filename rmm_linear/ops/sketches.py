@@ -148,11 +148,7 @@ PACKED_ROWS = operation(
 def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None = None, *_: object) -> int:
     """Count the multiplications and additions of a sketch, as PyTorch counts those of a product.
 
-    Args:
-        shape: (N, D).
-        kind: One of :data:`rmm_linear.sketches.FAMILIES`.
-        rows: K.
-        block: Tokens per block, or None.
+    shape: (N, D). block: Tokens per block, or None.
     """
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
@@ -186,15 +182,9 @@ def scaled_sketch(
 ) -> Tensor:
     """Return SᵀM times a number, in new memory.
 
-    Args:
-        matrix: M, shape (N, D), floating point.
-        seed: int64, shape (1,), on the device of ``matrix``.
-        spec: Kind, rows and block.
-        mask: The valid tokens, or None for all.
-        scale: The number, see :func:`rmm_linear.ops.plain.fp16_scale`. If it is not 1, the sketch is made in float32.
-
-    Returns:
-        Shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; dtype of ``matrix``, contiguous.
+    matrix: M, shape (N, D), floating point. seed: int64, shape (1,), on the device of ``matrix``. scale: The number,
+    see :func:`rmm_linear.ops.plain.fp16_scale`. If it is not 1, the sketch is made in float32. Returns shape
+    (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; dtype of ``matrix``, contiguous.
     """
     dtype = None if scale == 1 else torch.float32
     result = SKETCH(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=dtype)
@@ -267,16 +257,8 @@ def weight_gradient(
 ) -> Tensor:
     """Return the estimate of dW = YᵀX.
 
-    Args:
-        y: Gradient with respect to the layer's output, shape (N, O).
-        saved: Result of :func:`rmm_linear.ops.save.save`.
-        spec: The spec it was made with.
-        features: I.
-        mask: The mask it was made with.
-        in_operator: Whether the caller is an operator, which may call no other one.
-
-    Returns:
-        (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
+    y: Gradient with respect to the layer's output, shape (N, O). in_operator: Whether the caller is an operator, which
+    may call no other one. Returns (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
     """
     sketch, gather, product = (
         one.function if in_operator else one for one in (scaled_sketch, gather_rows, unpacked_product)

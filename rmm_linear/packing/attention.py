@@ -54,12 +54,8 @@ class AttentionSpec:
     """How an attention computes its output.
 
     Attributes:
-        keys: Keys per sequence, Tk.
         kv_heads: Heads of keys and values; each serves the same number of heads of queries.
         width: Features of a head of queries and keys, d.
-        scale: Factor of the scores.
-        is_causal: Whether query i sees the keys 0 … i only.
-        p: Probability of dropout.
     """
 
     keys: int
@@ -76,11 +72,7 @@ class AttentionSpec:
 
 
 def check_attention_bits(bits: object) -> None:
-    """Refuse a width that queries, keys and values should not be packed to.
-
-    Raises:
-        ValueError: If it is not 8 or 4.
-    """
+    """Refuse a width that queries, keys and values should not be packed to."""
     if type(bits) is not int or bits not in ATTENTION_WIDTHS:
         raise ValueError(
             f"attention_bits must be 8 or 4, got {bits!r}. Fewer bits bias the gradient: queries and keys pass through "
@@ -93,15 +85,10 @@ def attention_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what is packed of queries, keys and values.
 
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        index: Tokens whose queries are packed, int64, shape (n,), ascending, of B · Tq; None for all.
-        kv_index: Tokens whose keys and values are packed, likewise of B · Tk.
-
-    Returns:
-        Shapes (n, h · d), (nk, hk · d) and (nk, hk · dv); the keys less their mean over each sequence.
+    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). index: Tokens whose queries are
+    packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: Tokens whose keys and values are packed,
+    likewise of B · Tk. Returns shapes (n, h · d), (nk, hk · d) and (nk, hk · dv); the keys less their mean over each
+    sequence.
     """
     key = key - key.mean(2, keepdim=True)
     places = ((query, index), (key, kv_index), (value, kv_index))
@@ -118,8 +105,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
     """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
 
-    Returns:
-        Shapes and dtypes.
+    Returns shapes and dtypes.
     """
     parts = [SEEDS]
     for count, width, one in zip((rows, kv_rows, kv_rows), columns, bits, strict=True):
@@ -142,10 +128,8 @@ def parts_of(
 def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Say whether no valid query sees the key of a padded token.
 
-    Args:
-        valid: Which tokens are no padding, bool, shape (B, T).
-        mask: Bool (true where a query sees a key) or additive, shape (B or 1, h or 1, T, T); None for none.
-        is_causal: Whether query i sees the keys 0 … i only.
+    valid: Which tokens are no padding, bool, shape (B, T). mask: Bool (true where a query sees a key) or additive,
+    shape (B or 1, h or 1, T, T); None for none.
     """
     if mask is None:  # seen by any valid query, or by one that is not before the key
         seen = valid.flip(1).cummax(1).values.flip(1) if is_causal else valid.any(1, keepdim=True)
@@ -158,13 +142,8 @@ def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor
 def score_rows(index: Tensor | None, heads: int, queries: int) -> Tensor | None:
     """Return the rows of all scores, (B · h · Tq, Tk), that belong to some tokens: the masks that dropout saves.
 
-    Args:
-        index: Tokens, int64, shape (n,), of B · Tq; None for all.
-        heads: h.
-        queries: Tq.
-
-    Returns:
-        int64, shape (n · h,), token after token; None for all rows, which are in another order.
+    index: Tokens, int64, shape (n,), of B · Tq; None for all. Returns int64, shape (n · h,), token after token; None
+    for all rows, which are in another order.
     """
     if index is None:
         return None
@@ -173,22 +152,14 @@ def score_rows(index: Tensor | None, heads: int, queries: int) -> Tensor | None:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers that are added to scores.
-
-    Returns:
-        The shape of ``mask``; −∞ where it is false.
-    """
+    """Return a mask as numbers that are added to scores: the shape of ``mask``; −∞ where it is false."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
 def block_size(device: torch.device) -> int:
-    """Return how many scores are made at a time.
-
-    Returns:
-        Scores; on CPU, as many as fit into the caches of all threads.
-    """
+    """Return how many scores are made at a time: scores; on CPU, as many as fit into the caches of all threads."""
     return _BLOCK * torch.get_num_threads() if device.type == "cpu" else _BLOCK << 8
 
 
@@ -197,13 +168,8 @@ def dropped_attention(
 ) -> Tensor:
     """Return the output with a known mask of dropout, as ``F.scaled_dot_product_attention`` does up to rounding.
 
-    Args:
-        query: Shape (B, h, Tq, d).
-        key: Shape (B, hk, Tk, d).
-        value: Shape (B, hk, Tk, dv).
-        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
-        kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
-        spec: The attention.
+    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). mask: Bool or additive, shape
+    (B or 1, h or 1, Tq, Tk), or None. kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
     """
     batch, heads, queries, _ = query.shape
     bias = _visible(query, mask, spec, torch.promote_types(query.dtype, torch.float32))

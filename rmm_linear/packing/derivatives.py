@@ -39,15 +39,9 @@ def pack_derivative(
 ) -> Tensor:
     """Round g'(x) to ``bits`` per element.
 
-    Args:
-        x: Input of the function, floating point, shape (N, C).
-        function: The function, one with a bounded derivative.
-        bits: 8, 4, 2 or 1; 1 for a function that is exact in one bit.
-        seed: Seed of the rounding, int64 with one element, on the device of ``x``. Not used where one bit is exact.
-        index: Rows to store, int64, shape (n,); None for all.
-
-    Returns:
-        Codes, uint8, shape (n, ⌈C · bits / 8⌉).
+    x: Input of the function, floating point, shape (N, C). bits: 8, 4, 2 or 1; 1 for a function that is exact in one
+    bit. seed: Seed of the rounding, int64 with one element, on the device of ``x``. Not used where one bit is exact.
+    index: Rows to store, int64, shape (n,); None for all. Returns codes, uint8, shape (n, ⌈C · bits / 8⌉).
 
     Example:
         >>> pack_derivative(torch.tensor([[1.0, -1.0, 2.0]]), Pointwise("relu"), 1)
@@ -81,16 +75,8 @@ def apply_derivative(
 ) -> Tensor:
     """Multiply a gradient by stored derivatives.
 
-    Args:
-        y: dY, the gradient by the function's output, floating point, shape (N, C).
-        codes: Result of :func:`pack_derivative`.
-        function: See there, as the following ones.
-        bits: 8, 4, 2 or 1.
-        seed: The seed they were packed with.
-        index: The rows that are stored; None for all.
-
-    Returns:
-        dX̂, shape (N, C), dtype of ``y``; rows that are not stored are zero.
+    y: dY, the gradient by the function's output, floating point, shape (N, C). Returns dX̂, shape (N, C), dtype of
+    ``y``; rows that are not stored are zero.
     """
     out = torch.empty_like(y, memory_format=torch.contiguous_format) if index is None else y.new_zeros(y.shape)
     noise = _noise(function, seed, *_shape(codes, y))
@@ -113,9 +99,8 @@ def apply_derivative(
 def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
     """Return what the stand-in of a function is made of.
 
-    Returns:
-        Shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and for
-        ReLU² the qparams of its groups, last.
+    Returns shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and
+    for ReLU² the qparams of its groups, last.
     """
     codes: Part = (rows, (columns * bits + 7) // 8), torch.uint8
     if function.is_exact:
@@ -136,11 +121,7 @@ def stored_layout(
 
 
 def check_width(function: Pointwise, bits: int) -> None:
-    """Refuse widths that a function's stand-in cannot have.
-
-    Raises:
-        ValueError: If it is none of :meth:`Pointwise.bits`.
-    """
+    """Refuse widths that a function's stand-in cannot have."""
     if not function.is_bounded:
         check_bits(bits)
     elif bits != 1 and (function.is_exact or bits not in (8, 4, 2)):
@@ -148,11 +129,7 @@ def check_width(function: Pointwise, bits: int) -> None:
 
 
 def below(y: Tensor, function: Pointwise) -> Tensor | float:
-    """Return dX where the derivative of a function that is exact in one bit is not 1.
-
-    Returns:
-        0, or the slope times dY, as PyTorch computes them.
-    """
+    """Return dX where the derivative of a function that is exact in one bit is not 1."""
     return y * function.parameters[0] if function.parameters else 0
 
 

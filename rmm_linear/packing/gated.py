@@ -47,20 +47,9 @@ def pack_gated(
 ) -> list[Packed | None]:
     """Pack p = b · act'(a) and s = act(a).
 
-    Args:
-        a: The gate's output, floating point, shape (N, C).
-        b: What act(a) is multiplied by, shape (N, C).
-        seeds: int64, shape (2,): of p and of s.
-        activation: Name of act, one of :data:`ACTIVATIONS`.
-        bits: 8, 4 or 2.
-        wanted: Whether p and s are needed.
-        index: Rows to store, int64, shape (n,); None for all.
-
-    Returns:
-        p and s, packed; None for one that is not wanted.
-
-    Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2.
+    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape (N, C). seeds: int64,
+    shape (2,): of p and of s. activation: Name of act, one of :data:`ACTIVATIONS`. wanted: Whether p and s are needed.
+    index: Rows to store, int64, shape (n,); None for all. Returns p and s, packed; None for one that is not wanted.
 
     Example:
         >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
@@ -91,15 +80,8 @@ def apply_gated(
 ) -> list[Tensor | None]:
     """Multiply a gradient by p and by s.
 
-    Args:
-        y: Gradient with respect to act(a) · b, floating point, shape (N, C).
-        seeds: The seeds of :func:`pack_gated`.
-        packed: Its result.
-        bits: Its width.
-        index: The rows that are stored; None for all. All others get zeros.
-
-    Returns:
-        da and db, shape (N, C), dtype of ``y``; None where there is no product.
+    y: Gradient with respect to act(a) · b, floating point, shape (N, C). Returns da and db, shape (N, C), dtype of
+    ``y``; None where there is no product.
     """
     stored = _wide(y if index is None else y.index_select(0, index))
     found: list[Tensor | None] = []
@@ -116,14 +98,8 @@ def apply_gated(
 def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
     """Return what a gated MLP saves.
 
-    Args:
-        rows: Rows that are stored.
-        columns: C.
-        bits: 8, 4 or 2.
-        count: How many of the two products are stored.
-
-    Returns:
-        Shapes and dtypes of the two seeds, and of codes and qparams of each product.
+    count: How many of the two products are stored. Returns shapes and dtypes of the two seeds, and of codes and qparams
+    of each product.
     """
     codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
     qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
@@ -131,11 +107,7 @@ def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
 
 
 def check_factors(a: Tensor, b: Tensor) -> None:
-    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do.
-
-    Raises:
-        ValueError: If dtypes or shapes differ.
-    """
+    """Refuse two factors of which one cannot be read as the other, as the C library and the kernels do."""
     if a.dtype != b.dtype or a.shape != b.shape:
         got = f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
         raise ValueError(

@@ -11,12 +11,8 @@ _BITS = 8
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
     """Store which elements are not zero.
 
-    Args:
-        mask: Shape (N, C), any dtype.
-        index: Rows to store, int64, shape (n,); None for all.
-
-    Returns:
-        uint8, shape (n, ⌈C / 8⌉): bit j of byte i of a row says whether its element 8·i + j is not zero.
+    mask: Shape (N, C), any dtype. index: Rows to store, int64, shape (n,); None for all. Returns uint8, shape (n, ⌈C /
+    8⌉): bit j of byte i of a row says whether its element 8·i + j is not zero.
 
     Example:
         >>> pack_mask(torch.tensor([[2.0, 0.0, 2.0]]))
@@ -30,14 +26,7 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
     """Multiply the stored elements by a number and all others by zero, so that NaN and infinities arrive.
 
-    Args:
-        y: Floating point, shape (N, C).
-        bits: Result of :func:`pack_mask`.
-        scale: The number.
-        index: The rows that are stored; None for all. All others get zeros.
-
-    Returns:
-        Shape (N, C), dtype of ``y``.
+    y: Floating point, shape (N, C). Returns shape (N, C), dtype of ``y``.
 
     Example:
         >>> apply_mask(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5]], dtype=torch.uint8), 2.0)

@@ -60,7 +60,6 @@ class NormGradients(NamedTuple):
     Attributes:
         x: Of its input, shape (N, H).
         weight: Of γ, shape (H,), or (0,) if the sums over rows are not needed.
-        bias: Of β, likewise.
     """
 
     x: Tensor
@@ -74,16 +73,9 @@ def pack_norm(
 ) -> NormCopy:
     """Normalize rows, and round them to ``bits`` per element.
 
-    Args:
-        x: Floating point, shape (N, H). Statistics are computed in float32, of float64 in float64.
-        bits: 8, 4 or 2.
-        seed: int64 with one element, on the device of ``x``; the seed of the rotation and the rounding.
-        eps: What is added to the variance.
-        centered: True for LayerNorm, False for RMSNorm.
-        index: The rows to save, int64, shape (n,); None for all.
-
-    Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2.
+    x: Floating point, shape (N, H). Statistics are computed in float32, of float64 in float64. seed: int64 with one
+    element, on the device of ``x``; the seed of the rotation and the rounding. index: The rows to save, int64, shape
+    (n,); None for all.
 
     Example:
         >>> saved = pack_norm(torch.tensor([[1.0, 3.0]]), 2, torch.tensor([0]), eps=0.0)
@@ -107,16 +99,9 @@ def normalize(
 ) -> Tensor:
     """Compute γ ∘ h + β.
 
-    Args:
-        x: Floating point, shape (N, H).
-        gamma: γ, floating point, shape (H,); None is 1.
-        beta: β, floating point, shape (H,); None is 0.
-        dtypes: What h is rounded to before it is multiplied by γ, float32 for not at all; and dtype of the result.
-        eps: What is added to the variance.
-        centered: True for LayerNorm, False for RMSNorm.
-
-    Returns:
-        Shape (N, H), computed in float32 at least.
+    x: Floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is 1. beta: β, floating point, shape
+    (H,); None is 0. dtypes: What h is rounded to before it is multiplied by γ, float32 for not at all; and dtype of the
+    result. Returns shape (N, H), computed in float32 at least.
     """
     h = wide(x)
     h = h - h.mean(1, keepdim=True) if centered else h
@@ -141,19 +126,10 @@ def norm_gradients(
 ) -> NormGradients:
     """Compute the gradients of a norm from the packed copy of its normalized input.
 
-    Args:
-        y: Gradient with respect to the output, floating point, shape (N, H).
-        saved: Result of :func:`pack_norm`.
-        bits: As for packing.
-        seed: As for packing.
-        gamma: γ, floating point, shape (H,); None is 1.
-        centered: As for packing.
-        index: The rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read.
-        dtype: dtype of dX; None is that of ``y``.
-        sums: Whether dγ and dβ are needed.
-
-    Returns:
-        dX, and in float32 (float64 if ``y`` is) the sums over rows, which are accumulated in float64.
+    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is
+    1. index: The rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read. dtype: dtype of
+    dX; None is that of ``y``. sums: Whether dγ and dβ are needed. Returns dX, and in float32 (float64 if ``y`` is) the
+    sums over rows, which are accumulated in float64.
     """
     rows = wide(y if index is None else y.index_select(0, index))
     columns, rstd = y.shape[1], saved.rstd.to(rows.dtype).unsqueeze(1)
@@ -172,12 +148,7 @@ def norm_gradients(
 def copy_variance(qparams: Tensor, columns: int) -> Tensor:
     """Return v, the variance of every element of a packed copy, which is the same within a group.
 
-    Args:
-        qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2).
-        columns: H.
-
-    Returns:
-        scale² / 12, float64, shape (n, H).
+    qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2). Returns scale² / 12, float64, shape (n, H).
 
     Example:
         >>> copy_variance(torch.tensor([[[0.0, 6.0]]]), 2)
@@ -187,9 +158,5 @@ def copy_variance(qparams: Tensor, columns: int) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return half types in float32.
-
-    Returns:
-        The tensor in float32, or itself if it is float32 or float64.
-    """
+    """Return half types in float32: the tensor in float32, or itself if it is float32 or float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -51,11 +51,6 @@ _CHUNK = 1 << 19  # elements that a CPU handles at a time: they fit into its cac
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
     """Return the bytes that :func:`pack` makes of a matrix.
 
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        bits: 8, 4 or 2.
-
     Example:
         >>> packed_bytes(10, 128, 4)
         720
@@ -69,18 +64,10 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
 
     A NaN makes its whole group NaN.
 
-    Args:
-        matrix: Floating point, shape (rows, columns).
-        bits: 8, 4 or 2.
-        seed: int64 with one element, on the device of ``matrix``; the seed of the rotation and the rounding.
-
-    Returns:
-        Codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i holds the elements i, i + h, …, lower
-        bits first, where h is the group's bytes. And qparams, bfloat16, shape (rows, ⌈columns / 64⌉, 2): offset and
-        scale of every group.
-
-    Raises:
-        ValueError: If ``bits`` is not 8, 4 or 2.
+    matrix: Floating point, shape (rows, columns). seed: int64 with one element, on the device of ``matrix``; the seed
+    of the rotation and the rounding. Returns codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i
+    holds the elements i, i + h, …, lower bits first, where h is the group's bytes. And qparams, bfloat16, shape (rows,
+    ⌈columns / 64⌉, 2): offset and scale of every group.
     """
     return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
 
@@ -90,14 +77,8 @@ def pack_parts(
 ) -> tuple[Tensor, Tensor]:
     """Pack a matrix as :func:`pack` does, a few rows at a time, so that it never exists as a whole.
 
-    Args:
-        part: A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
-        shape: Rows and columns of the matrix.
-        bits: 8, 4 or 2.
-        seed: See :func:`pack`; its device is that of the matrix.
-
-    Raises:
-        ValueError: As :func:`pack`.
+    part: A function of ``begin`` and ``end`` that returns the rows begin … end − 1. shape: Rows and columns of the
+    matrix.
     """
     check_bits(bits)
     rows, columns = shape
@@ -110,14 +91,7 @@ def pack_parts(
 
 
 def empty_packed(rows: int, columns: int, bits: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized tensors for a packed matrix.
-
-    Args:
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        bits: 8, 4 or 2.
-        like: Any tensor on its device.
-    """
+    """Return uninitialized tensors for a packed matrix."""
     codes = like.new_empty(rows, (columns * bits + 7) // 8, dtype=torch.uint8)
     return codes, like.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
 
@@ -135,14 +109,8 @@ def unpack(
 ) -> Tensor:
     """Return the matrix that codes and qparams represent.
 
-    Args:
-        codes: uint8, shape (rows, ⌈columns · bits / 8⌉).
-        qparams: bfloat16, shape (rows, ⌈columns / 64⌉, 2).
-        seed: The seed they were packed with.
-        bits: 8, 4 or 2.
-        columns: Columns of the matrix.
-        dtype: dtype of the result.
-        rotated: Leave the groups rotated; :func:`unrotate` undoes it later.
+    codes: uint8, shape (rows, ⌈columns · bits / 8⌉). qparams: bfloat16, shape (rows, ⌈columns / 64⌉, 2). rotated: Leave
+    the groups rotated; :func:`unrotate` undoes it later.
 
     Example:
         >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
@@ -162,16 +130,8 @@ def unpack_parts(
 ) -> Callable[[int, int], Tensor]:
     """Unpack a matrix as :func:`unpack` does, some rows at a time.
 
-    Args:
-        codes: See :func:`unpack`, as the following ones.
-        qparams: Offset and scale of every group.
-        seed: The seed they were packed with.
-        bits: 8, 4 or 2.
-        columns: Columns of the matrix.
-        dtype: dtype of the result.
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1; whole groups stay rotated.
+    qparams: Offset and scale of every group. Returns a function of ``begin`` and ``end`` that returns the rows begin …
+    end − 1; whole groups stay rotated.
     """
     noise = RoundingNoise.of(seed, codes.shape[0], columns)
 
@@ -186,12 +146,8 @@ def unpack_parts(
 def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
     """Undo the rotation of a matrix's whole groups of 64 columns.
 
-    Args:
-        matrix: A result of ``unpack(..., rotated=True)``, or a product of any matrix with it, shape (rows, columns).
-        seed: The seed it was packed with.
-
-    Returns:
-        Shape (rows, columns), dtype of ``matrix``.
+    matrix: A result of ``unpack(..., rotated=True)``, or a product of any matrix with it, shape (rows, columns).
+    Returns shape (rows, columns), dtype of ``matrix``.
     """
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     return rotate_groups(wide, RoundingNoise.of(seed, 0, GROUP).rotation.T).to(matrix.dtype)
@@ -200,12 +156,8 @@ def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
 def rounding_variance(qparams: Tensor, columns: int) -> Tensor:
     """Return the variance that packing added to every row, exactly: Σ over its elements of scale² / 12.
 
-    Args:
-        qparams: Offset and scale of every group, as :func:`pack` returns them, shape (rows, ⌈columns / 64⌉, 2).
-        columns: Columns of the matrix.
-
-    Returns:
-        E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
+    qparams: Offset and scale of every group, as :func:`pack` returns them, shape (rows, ⌈columns / 64⌉, 2). Returns
+    E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
 
     Example:
         >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
@@ -218,11 +170,7 @@ def rounding_variance(qparams: Tensor, columns: int) -> Tensor:
 
 
 def check_bits(bits: int | None) -> int:
-    """Refuse a width that cannot be packed.
-
-    Raises:
-        ValueError: If it is not one of :data:`WIDTHS`.
-    """
+    """Refuse a width that cannot be packed."""
     if bits not in WIDTHS:
         raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}. Use None to store the dtype itself.")
     return bits
@@ -231,8 +179,7 @@ def check_bits(bits: int | None) -> int:
 def mark_infinite(qparams: Tensor) -> None:
     """Make every group NaN whose qparams are not finite: with a NaN, an infinity, or a scale beyond float32.
 
-    Args:
-        qparams: Offset and scale of every group, shape (rows, groups, 2); written to.
+    qparams: Offset and scale of every group, shape (rows, groups, 2); written to.
     """
     qparams.masked_fill_(~qparams.isfinite().all(-1, keepdim=True), torch.nan)
 
@@ -240,8 +187,7 @@ def mark_infinite(qparams: Tensor) -> None:
 def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK) -> Iterator[slice]:
     """Cut a matrix into parts of rows that are handled one after the other: on CPU they fit into its cache.
 
-    Yields:
-        The rows of a part; on other devices than the CPU, all rows.
+    Yields the rows of a part; on other devices than the CPU, all rows.
     """
     step = max(1, chunk // max(1, columns)) if device.type == "cpu" else max(1, rows)
     for begin in range(0, rows, step):

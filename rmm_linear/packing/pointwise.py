@@ -24,7 +24,6 @@ class Pointwise:
     """A function that is applied to every element.
 
     Attributes:
-        name: One of :data:`FUNCTIONS`.
         parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
 
     Example:
@@ -36,21 +35,14 @@ class Pointwise:
     parameters: tuple[float, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function.
-
-        Args:
-            x: Floating point, any shape.
-        """
+        """Apply the function. x: Floating point, any shape."""
         return FUNCTIONS[self.name].value(x, *self.parameters)
 
     def derivative(self, x: Tensor) -> Tensor:
         """Compute g'(x). At a jump of g' it is what PyTorch's backward pass takes.
 
-        Args:
-            x: float32 or float64, any shape.
-
-        Returns:
-            g'(x). NaN counts as −∞, unless the derivative is exact in one bit: then it is PyTorch's.
+        x: float32 or float64, any shape. Returns g'(x). NaN counts as −∞, unless the derivative is exact in one bit:
+        then it is PyTorch's.
         """
         if not self.is_exact and self.is_bounded:
             x = x.nan_to_num(-_FAR).clamp(-_FAR, _FAR)
@@ -80,33 +72,19 @@ class Pointwise:
     def bits(self, wanted: int) -> int:
         """Return the width in which the stand-in is stored.
 
-        Args:
-            wanted: 8, 4, 2 or 1.
-
-        Returns:
-            1 where that is exact, at least 2 for the square of ReLU, else ``wanted``.
+        Returns 1 where that is exact, at least 2 for the square of ReLU, else ``wanted``.
         """
         return 1 if self.is_exact else wanted if self.is_bounded else max(2, wanted)
 
     def step(self, bits: int) -> float:
-        """Return the distance of two codes, by which the range is cut into 2^bits − 1 parts.
-
-        Args:
-            bits: 8, 4, 2 or 1.
-        """
+        """Return the distance of two codes, by which the range is cut into 2^bits − 1 parts."""
         low, high = self.range
         return (high - low) * (1 + _MARGIN) / (2**bits - 1)
 
 
 @dataclass(frozen=True)
 class PointwiseFamily:
-    """What a name in :data:`FUNCTIONS` stands for.
-
-    Attributes:
-        value: g.
-        derivative: g', for finite x.
-        range: See :attr:`Pointwise.range`; that of parameters at their defaults.
-    """
+    """What a name in :data:`FUNCTIONS` stands for."""
 
     value: Callable[..., Tensor]
     derivative: Callable[..., Tensor]

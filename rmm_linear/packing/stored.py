@@ -23,11 +23,7 @@ SEED: Part = ((1,), torch.int64)
 def stored_bytes(parts: Sequence[Part]) -> int:
     """Return the bytes that parts take together.
 
-    Args:
-        parts: Shapes and dtypes.
-
-    Returns:
-        The sum of their bytes, each rounded up to a multiple of 16.
+    Returns the sum of their bytes, each rounded up to a multiple of 16.
 
     Example:
         >>> stored_bytes([((3, 5), torch.uint8), SEED])
@@ -37,25 +33,12 @@ def stored_bytes(parts: Sequence[Part]) -> int:
 
 
 def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return uninitialized bytes for parts.
-
-    Args:
-        like: Any tensor on the device.
-        parts: Shapes and dtypes.
-
-    Returns:
-        uint8, one dimension.
-    """
+    """Return uninitialized bytes for parts: uint8, one dimension."""
     return like.new_empty(_places(tuple(parts))[1], dtype=torch.uint8)
 
 
 def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Return the parts of stored bytes.
-
-    Args:
-        stored: The bytes, as :func:`empty_stored` returns them.
-        parts: Shapes and dtypes.
-    """
+    """Return the parts of stored bytes."""
     typed = {torch.uint8: stored}
     begin: int = stored.storage_offset()  # pyright: ignore[reportAssignmentType]
     found: list[Tensor] = []

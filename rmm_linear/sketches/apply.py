@@ -30,21 +30,10 @@ def sketch(
 
     If all tokens fit into K rows (K ≥ N, or K ≥ n valid tokens with a mask), the result is their rows, unchanged.
 
-    Args:
-        matrix: M, shape (N, D), floating point.
-        kind: One of :data:`KINDS`.
-        seed: int64 with one element, on the device of ``matrix``.
-        rows: K, at least 1.
-        block: Tokens per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens.
-        mask: The valid tokens; the others are left out of S. None for all.
-        p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample rows; see :func:`probabilities`.
-        generator: Generates the random words.
-
-    Returns:
-        Shape (:func:`kept_rows`, D), dtype of ``matrix``.
-
-    Raises:
-        ValueError: If the kind is one of :data:`SAMPLERS`, K < N, and ``p`` is None.
+    matrix: M, shape (N, D), floating point. seed: int64 with one element, on the device of ``matrix``. block: Tokens
+    per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens. mask: The valid tokens; the
+    others are left out of S. None for all. p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample
+    rows; see :func:`probabilities`. Returns shape (:func:`kept_rows`, D), dtype of ``matrix``.
 
     Example:
         >>> import torch
@@ -86,20 +75,8 @@ def sketch_parts(
 ) -> Callable[[int, int], Tensor]:
     """Return a function that makes SᵀM a few rows at a time, on CPU, so that it need never exist as a whole.
 
-    Args:
-        matrix: M, shape (N, D), floating point, on CPU.
-        kind: One of :data:`KINDS`.
-        seed: int64 with one element.
-        rows: K, at least 1.
-        block: Tokens per block, or None.
-        mask: The valid tokens, or None for all.
-        generator: Generates the random words.
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the result of :func:`sketch`.
-
-    Raises:
-        ValueError: If the kind is one of :data:`SAMPLERS` and K < N; use :func:`sketch`.
+    matrix: M, shape (N, D), floating point, on CPU. seed: int64 with one element. block: Tokens per block, or None.
+    Returns a function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the result of :func:`sketch`.
     """
     tokens = matrix.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
@@ -149,17 +126,9 @@ def variance(
 ) -> Tensor:
     """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module.
 
-    Args:
-        x: Layer input, shape (N, I).
-        y: Gradient with respect to the layer's output, shape (N, O); zero where the mask is false.
-        kind: One of :data:`KINDS`.
-        rows: K, at least 1.
-        block: Tokens per block, or None.
-        mask: The valid tokens, or None for all.
-        p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None uses ‖xᵢ‖ alone.
-
-    Returns:
-        float64 scalar.
+    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O); zero where the mask is
+    false. block: Tokens per block, or None. p: Probability of every token, shape (N,), for the kinds of
+    :data:`SAMPLERS`; None uses ‖xᵢ‖ alone. Returns float64 scalar.
     """
     tokens = x.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)

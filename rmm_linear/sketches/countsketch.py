@@ -33,14 +33,7 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator 
     word of counter s: the high word of its product with ``rows`` is uniform up to rows / 2**32. The first segment
     has the shift 0 and the signs +1.
 
-    Args:
-        seed: int64 with one element.
-        tokens: N.
-        rows: K.
-        generator: Generates the random words.
-
-    Returns:
-        Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
+    seed: int64 with one element. Returns signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
     """
     segments, words = -(-tokens // rows), -(-tokens // 32)
     first, second, *_ = generator(seed, torch.arange(max(segments, words), device=seed.device), 0)
@@ -50,11 +43,7 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator 
 
 
 def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
-    """Return the row of Z that every token is added to.
-
-    Returns:
-        int64 in [0, rows), shape (tokens,).
-    """
+    """Return the row of Z that every token is added to: int64 in [0, rows), shape (tokens,)."""
     index = torch.arange(tokens, device=shifts.device)
     return (index % rows + shifts[index // rows]) % rows
 
@@ -69,16 +58,8 @@ def sketch(
 ) -> Tensor:
     """Return SᵀM.
 
-    Args:
-        matrix: M, shape (N, D).
-        seed: int64 with one element, on the device of ``matrix``.
-        rows: K.
-        block: Not used by this family.
-        count: Not used: zero rows at the end have no effect.
-        generator: Generates the random words.
-
-    Returns:
-        Shape (K, D), dtype of ``matrix``; sums are accumulated in float32 at least.
+    matrix: M, shape (N, D). seed: int64 with one element, on the device of ``matrix``. Returns shape (K, D), dtype of
+    ``matrix``; sums are accumulated in float32 at least.
     """
     tokens = matrix.shape[0]
     if matrix.device.type == "cpu":
@@ -96,14 +77,8 @@ def sketch(
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
     """Return a function that makes SᵀM a few rows at a time.
 
-    Args:
-        matrix: M, shape (N, D), on CPU.
-        seed: int64 with one element.
-        rows: K.
-        generator: Generates the random words.
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1, in the dtype of ``matrix``.
+    matrix: M, shape (N, D), on CPU. seed: int64 with one element. Returns a function of ``begin`` and ``end`` that
+    returns the rows begin … end − 1, in the dtype of ``matrix``.
     """
     if matrix.shape[0] <= rows:
         return lambda begin, end: _zero_padded(matrix[begin:end], end - begin)
@@ -113,11 +88,8 @@ def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox)
 def hashed_part(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int) -> Callable[[int, int], Tensor]:
     """Return a function that makes SᵀM a few rows at a time, for N > K.
 
-    Args:
-        matrix: M, shape (N, D), on CPU.
-        signs: Sign of every token, int8, shape (N,).
-        shifts: Shift of every segment, int64, shape (⌈N/K⌉,).
-        rows: K.
+    matrix: M, shape (N, D), on CPU. signs: Sign of every token, int8, shape (N,). shifts: Shift of every segment,
+    int64, shape (⌈N/K⌉,).
     """
     tokens, dtype = matrix.shape[0], accumulator_dtype(matrix.dtype)
     sign, others = signs.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
@@ -144,15 +116,7 @@ def _zero_padded(matrix: Tensor, rows: int) -> Tensor:
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
-    Args:
-        x: Layer input, shape (N, I).
-        y: Gradient with respect to the layer's output, shape (N, O).
-        rows: K.
-        block: Not used by this family.
-        count: Not used: zero rows at the end have no effect.
-
-    Returns:
-        float64 scalar.
+    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). Returns float64 scalar.
     """
     inside = [Moments.of(*pair).signed for pair in zip(x.split(rows), y.split(rows), strict=True)]
     return (Moments.of(x, y).signed - torch.stack(inside).sum()) / rows

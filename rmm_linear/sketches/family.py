@@ -15,8 +15,10 @@ from rmm_linear.sketches.philox import Generator
 class Family:
     """One family of sketches S, with E[S Sᵀ] = 1.
 
+    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and are not
+    tokens.
+
     Attributes:
-        name: The ``kind`` users write.
         summary: One line for tables and help texts.
         sketch: ``sketch(matrix, seed, rows, block, count, generator)`` maps a matrix of shape (N, D) to SᵀM of shape
             (K, D). The map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
@@ -29,9 +31,6 @@ class Family:
             begin … end − 1 of SᵀM, on CPU; None if the rows can only be made all at once.
         reads_seed: Whether the map on CPU reads the seed as a Python number, so that ``torch.vmap`` over seeds is
             impossible.
-
-    ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and are not
-    tokens.
     """
 
     name: str
@@ -49,9 +48,7 @@ class Moments:
     """The three numbers from which every variance is computed.
 
     Attributes:
-        p: P = ‖X‖²_F ‖Y‖²_F.
         g: ‖XᵀY‖²_F, the squared norm of the exact gradient.
-        d: Σᵢ ‖xᵢ‖²‖yᵢ‖².
     """
 
     p: Tensor
@@ -62,12 +59,7 @@ class Moments:
     def of(cls, x: Tensor, y: Tensor) -> Moments:
         """Compute the moments, in float64: variances are differences of them, and cancel where α is near 1.
 
-        Args:
-            x: Layer input, shape (N, I).
-            y: Gradient with respect to the layer's output, shape (N, O).
-
-        Returns:
-            The three moments as float64 scalars.
+        x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O).
         """
         x, y = x.double(), y.double()
         x_norms, y_norms = x.square().sum(1), y.square().sum(1)
@@ -80,12 +72,5 @@ class Moments:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, else float32.
-
-    Args:
-        dtype: dtype of the matrix that is sketched.
-
-    Returns:
-        The dtype of the accumulator.
-    """
+    """Return the dtype of sums: float64 for float64, else float32. dtype: dtype of the matrix that is sketched."""
     return torch.promote_types(dtype, torch.float32)

@@ -26,8 +26,7 @@ class TokenMask:
     def of(cls, mask: Tensor) -> TokenMask:
         """Rank the rows of a mask.
 
-        Args:
-            mask: True or non-zero for tokens that reach the loss, shape (N,).
+        mask: True or non-zero for tokens that reach the loss, shape (N,).
 
         Example:
             >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order

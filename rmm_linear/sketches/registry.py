@@ -26,13 +26,7 @@ def has_blocks(kind: str) -> bool:
 def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
     """Return how many rows a sketch has: K, with ``block`` rounded up to a multiple of the number of blocks.
 
-    Args:
-        tokens: N.
-        rows: K requested.
-        block: Tokens per block, or None.
-
-    Returns:
-        The number of rows, at most N; N where every row is kept.
+    block: Tokens per block, or None. Returns the number of rows, at most N; N where every row is kept.
     """
     if rows >= tokens or block is None:
         return min(rows, tokens)
@@ -41,25 +35,13 @@ def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
 
 
 def check_kind(kind: object) -> None:
-    """Raise if a value is not a kind of sketch.
-
-    Raises:
-        ValueError: If it is not one of :data:`KINDS`.
-    """
+    """Raise if a value is not a kind of sketch."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.{did_you_mean(kind, KINDS)}")
 
 
 def check_block(kind: str, block: int | None) -> None:
-    """Refuse a block where it means nothing.
-
-    Args:
-        kind: One of :data:`KINDS`.
-        block: Tokens per block, or None.
-
-    Raises:
-        ValueError: If ``block`` is given to a kind that has none.
-    """
+    """Refuse a block where it means nothing. block: Tokens per block, or None."""
     if block is not None and not has_blocks(kind):
         able = ", ".join(name for name in KINDS if has_blocks(name))
         raise ValueError(f"block is for {able} only, got block={block} with kind={kind!r}. Use block=None.")

@@ -22,16 +22,7 @@ _KEYS = 2
 
 
 def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tensor:
-    """Return random 63-bit keys.
-
-    Args:
-        seed: int64 with one element.
-        count: Number of keys.
-        generator: Generates the random words.
-
-    Returns:
-        int64 in [0, 2**63), shape (count,).
-    """
+    """Return random 63-bit keys. seed: int64 with one element. Returns int64 in [0, 2**63), shape (count,)."""
     words = generator(seed, torch.arange(count, device=seed.device), _KEYS)
     return (words[0] << 31) | (words[1] >> 1)
 
@@ -43,15 +34,8 @@ def sample(
 
     They are the indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
 
-    Args:
-        seed: int64 with one element.
-        population: N.
-        size: K ≤ N.
-        count: n, int64, shape (1,): sample from the first n indices; others are only taken if K > n. None is N.
-        generator: Generates the random words.
-
-    Returns:
-        int64, shape (K,), ascending.
+    seed: int64 with one element. count: n, int64, shape (1,): sample from the first n indices; others are only taken if
+    K > n. None is N. Returns int64, shape (K,), ascending.
     """
     keys = random_keys(seed, population, generator)
     if count is not None:
@@ -70,16 +54,8 @@ def sketch(
 ) -> Tensor:
     """Return SᵀM: the sampled rows, scaled.
 
-    Args:
-        matrix: M, shape (N, D).
-        seed: int64 with one element, on the device of ``matrix``.
-        rows: K ≤ N.
-        block: Not used by this family.
-        count: n; only the first n rows are sampled. None is N.
-        generator: Generates the random words.
-
-    Returns:
-        Shape (K, D), dtype of ``matrix``.
+    matrix: M, shape (N, D). seed: int64 with one element, on the device of ``matrix``. count: n; only the first n rows
+    are sampled. None is N. Returns shape (K, D), dtype of ``matrix``.
     """
     if count is None:
         return part(matrix, seed, rows, generator)(0, rows)
@@ -90,14 +66,8 @@ def sketch(
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
     """Return a function that makes SᵀM a few rows at a time.
 
-    Args:
-        matrix: M, shape (N, D).
-        seed: int64 with one element.
-        rows: K ≤ N.
-        generator: Generates the random words.
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
+    matrix: M, shape (N, D). seed: int64 with one element. Returns a function of ``begin`` and ``end`` that returns the
+    rows begin … end − 1.
     """
     tokens = matrix.shape[0]
     sampled = sample(seed, tokens, rows, generator=generator)
@@ -107,15 +77,8 @@ def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox)
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
-    Args:
-        x: Layer input, shape (N, I).
-        y: Gradient with respect to the layer's output, shape (N, O).
-        rows: K.
-        block: Not used by this family.
-        count: n; the rows from n on are zero. None is N.
-
-    Returns:
-        float64 scalar.
+    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). count: n; the rows from
+    n on are zero. None is N. Returns float64 scalar.
     """
     tokens, m = x.shape[0] if count is None else int(count), Moments.of(x, y)
     return (tokens - rows) / (rows * max(tokens - 1, 1)) * (tokens * m.d - m.g)

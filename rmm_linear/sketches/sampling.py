@@ -59,7 +59,6 @@ class Sampler:
     """A kind whose S depends on the input through the probabilities of the tokens.
 
     Attributes:
-        name: The ``kind`` users write.
         summary: One line for tables and help texts.
         winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are kept unscaled. ``tails[c]`` is
             the sum of all probabilities but the c largest.
@@ -86,11 +85,7 @@ WTA = Sampler("wta", "rows with the largest expected shares saved exactly, the r
 def row_norms(matrix: Tensor) -> Tensor:
     """Return the Euclidean norm of every row.
 
-    Args:
-        matrix: Floating point, shape (N, D).
-
-    Returns:
-        float32 or float64, shape (N,).
+    matrix: Floating point, shape (N, D). Returns float32 or float64, shape (N,).
     """
     dtype, is_half = accumulator_dtype(matrix.dtype), matrix.dtype in (torch.float16, torch.bfloat16)
     has_graph = matrix.requires_grad and torch.is_grad_enabled()
@@ -117,17 +112,8 @@ def probabilities(
     with a probability of 2⁻ᴷ, so that dW is not finite, as it would be without a sketch. Where ŷ is negative or not
     finite, the mean of its other values replaces it. If all weights are 0, p is uniform.
 
-    Args:
-        norms: ‖xᵢ‖, shape (N,), N ≥ 1.
-        uniform_mix: u in (0, 1].
-        expected: ŷ, shape (N,); None without a prediction.
-        mask: The n valid tokens; the others have probability 0. None for all.
-
-    Returns:
-        float64, shape (N,); its sum is 1.
-
-    Raises:
-        ValueError: If ``uniform_mix`` is out of range, or ``expected`` has another shape.
+    norms: ‖xᵢ‖, shape (N,), N ≥ 1. expected: ŷ, shape (N,); None without a prediction. Returns float64, shape (N,); its
+    sum is 1.
 
     Example:
         >>> probabilities(torch.tensor([3.0, 1.0]), 0.5)
@@ -159,17 +145,9 @@ def probabilities(
 def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> RowSample:
     """Sample K rows by the inverse of the cumulative distribution.
 
-    Args:
-        p: Probability of every token, float64, shape (N,), N > K; 0 for tokens that are not valid or never sampled.
-        keys: 63-bit random keys, int64, shape (..., K): one sample for every vector of K.
-        kind: norm_rows or wta.
-        mask: The valid tokens, or None for all.
-
-    Returns:
-        Indices and scales, each of the shape of ``keys``. For wta the c tokens with scale 1 come first.
-
-    Raises:
-        ValueError: If K is not at least 1 and less than N.
+    p: Probability of every token, float64, shape (N,), N > K; 0 for tokens that are not valid or never sampled. keys:
+    63-bit random keys, int64, shape (..., K): one sample for every vector of K. Returns indices and scales, each of the
+    shape of ``keys``. For wta the c tokens with scale 1 come first.
     """
     rows = keys.shape[-1]
     if not 1 <= rows < len(p):
@@ -199,12 +177,8 @@ def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor
 def gather(matrix: Tensor, sample: RowSample) -> Tensor:
     """Return SᵀM for sampled rows.
 
-    Args:
-        matrix: M, shape (N, D).
-        sample: Indices and scales of the rows.
-
-    Returns:
-        Shape (K, D), dtype of ``matrix``; zero where the scale is 0, even if the row is not finite.
+    matrix: M, shape (N, D). sample: Indices and scales of the rows. Returns shape (K, D), dtype of ``matrix``; zero
+    where the scale is 0, even if the row is not finite.
     """
     scale = sample.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
     return torch.where(scale == 0, 0, matrix.index_select(0, sample.index.long()) * scale).to(matrix.dtype)
@@ -213,15 +187,9 @@ def gather(matrix: Tensor, sample: RowSample) -> Tensor:
 def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tensor:
     """Return E‖dŴ − dW‖² exactly.
 
-    Args:
-        x: Layer input, shape (N, I).
-        y: Gradient with respect to the layer's output, shape (N, O).
-        p: Probability of every token, shape (N,).
-        rows: K, less than N.
-        kind: norm_rows or wta.
-
-    Returns:
-        float64 scalar; infinite if a token of probability 0 has a gradient, which would be missing from dW.
+    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). p: Probability of every
+    token, shape (N,). Returns float64 scalar; infinite if a token of probability 0 has a gradient, which would be
+    missing from dW.
     """
     order, tails, winners = _ranked(p.double(), rows, kind)
     rest = order[int(winners) :]

@@ -21,9 +21,6 @@ _LIMIT = 2**63 - 1
 def mix(*parts: int) -> int:
     """Hash integers into one signed 64-bit seed.
 
-    Args:
-        *parts: Signed 64-bit integers.
-
     Example:
         >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
         (True, False)
@@ -45,15 +42,7 @@ def peek_seed() -> int:
 
 
 def seed_on(device: torch.device, seed: int | None) -> Tensor:
-    """Return a seed as a tensor.
-
-    Args:
-        device: Where it is needed.
-        seed: Its value; None draws one.
-
-    Returns:
-        int64, shape (1,). While a graph is captured, every replay has another.
-    """
+    """Return a seed as a tensor: int64, shape (1,). While a graph is captured, every replay has another."""
     seeds = torch.full((1,), draw_seed() if seed is None else seed, dtype=torch.int64, device=device)
     _vary(seeds)
     return seeds
@@ -68,9 +57,7 @@ def fill_seed(seeds: Tensor, seed: int | None) -> None:
 def fill_seeds(seeds: Tensor, seed: int | None) -> None:
     """Write the seeds of several matrices that are packed together, whose errors must be independent.
 
-    Args:
-        seeds: int64, shape (n,); written to.
-        seed: What they follow from; None draws one.
+    seeds: int64, shape (n,); written to. seed: What they follow from; None draws one.
     """
     for i, one in enumerate(seeds_of(seed, len(seeds))):
         seeds[i].fill_(one)

@@ -38,15 +38,7 @@ _DEFAULT = " (default: %(default)s)"
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m rmm_linear.variance") -> int:
-    """Run the command.
-
-    Args:
-        argv: Its arguments; None takes those of the process.
-        prog: How it was called, for its help and its errors.
-
-    Returns:
-        The exit status: 0, or 2 for bad input.
-    """
+    """Run the command on some arguments, or those of the process. Return the exit status: 0, or 2 for bad input."""
     arguments = _parser(prog).parse_args(argv)
     fail = functools.partial(_fail, prog)
     if not arguments.plot.absolute().parent.is_dir():

@@ -14,13 +14,8 @@ from rmm_linear.sketches import SAMPLERS, TokenMask, check_block, check_kind, pr
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
     """Check that two tensors can be the input and the output gradient of one layer, or of L layers.
 
-    Args:
-        x: Layer input, shape (N, I) or (L, N, I).
-        grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O).
-
-    Raises:
-        ValueError: If the shapes do not fit together.
-        TypeError: If one of the two is not floating point.
+    x: Layer input, shape (N, I) or (L, N, I). grad_output: Gradient with respect to the layer's output, shape (N, O) or
+    (L, N, O).
     """
     if x.dim() not in (2, 3) or x.shape[:-1] != grad_output.shape[:-1]:
         raise ValueError(
@@ -37,20 +32,8 @@ def sampling_probabilities(
 ) -> Tensor | None:
     """Return the probabilities with which a kind samples the rows of x.
 
-    Args:
-        x: Layer input, shape (N, I).
-        kind: One of :data:`rmm_linear.sketches.KINDS`.
-        rows: K.
-        weights: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone with the default ``uniform_mix``.
-        mask: The valid tokens, or None for all.
-
-    Returns:
-        float64, shape (N,), with sum 1 and 0 for masked tokens; None if no rows are sampled.
-
-    Raises:
-        ValueError: If ``weights`` is given for a kind that does not sample rows, has another shape, is negative, not
-            finite or 0 for all valid tokens.
-        TypeError: If ``weights`` is not floating point.
+    x: Layer input, shape (N, I). weights: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone with the default
+    ``uniform_mix``. Returns float64, shape (N,), with sum 1 and 0 for masked tokens; None if no rows are sampled.
     """
     if weights is not None and kind not in SAMPLERS:
         raise ValueError(f"probabilities are for {' and '.join(SAMPLERS)}, got kind={kind!r}. Use probabilities=None.")
@@ -73,16 +56,8 @@ def sampling_probabilities(
 def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Tensor | None) -> None:
     """Check the arguments that describe a sketch of x, which closed forms and simulations have in common.
 
-    Args:
-        x: Layer input, shape (N, I) or (L, N, I).
-        kind: One of :data:`rmm_linear.sketches.KINDS`.
-        rows: K.
-        block: Tokens per block, or None.
-        mask: True for valid tokens, shape (N,), or None.
-
-    Raises:
-        ValueError: If an argument is out of range, ``block`` is given to a kind without blocks, or ``mask`` has another
-            shape than (N,).
+    x: Layer input, shape (N, I) or (L, N, I). block: Tokens per block, or None. mask: True for valid tokens, shape
+    (N,), or None.
     """
     check_kind(kind)
     check_integer("rows", rows)
@@ -95,14 +70,9 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
 def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:
     """Apply a closed form to one layer after the other, with the memory of one layer.
 
-    Args:
-        closed_form: Takes X (N, I) and Y (N, O), and p (N,) if it is not None; returns a float64 scalar.
-        x: Layer input, shape (N, I) or (L, N, I).
-        grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O).
-        p: Probabilities of the rows, shape (N,) or (L, N), or None.
-
-    Returns:
-        float64, shape () or (L,).
+    closed_form: Takes X (N, I) and Y (N, O), and p (N,) if it is not None; returns a float64 scalar. x: Layer input,
+    shape (N, I) or (L, N, I). grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O). p:
+    Probabilities of the rows, shape (N,) or (L, N), or None. Returns float64, shape () or (L,).
     """
     check_pair(x, grad_output)
     tensors = [tensor.detach() for tensor in (x, grad_output, p) if tensor is not None]

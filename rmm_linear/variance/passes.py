@@ -52,8 +52,6 @@ class Passes:
     """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched.
 
     Attributes:
-        model: The model.
-        batch: Its keyword arguments.
         trained: Name to parameter, of those that require a gradient.
         states: States of the random number generators by device, with which each pass over the batch begins.
     """
@@ -82,8 +80,7 @@ class Passes:
     def gradients(self) -> list[Tensor]:
         """Compute the gradient of the batch, with the same random numbers of the model every time.
 
-        Returns:
-            That of every trained parameter; zeros for one that has no part in the loss.
+        Returns that of every trained parameter; zeros for one that has no part in the loss.
         """
         self._rewind()
         return self._gradients(self.batch)
@@ -94,14 +91,7 @@ class Passes:
         With fewer passes than sequences, m in each, it is n / (n/m − 1) / m · Σ ‖G_p − G m/n‖², with G_p the part of a
         pass, which has the same mean, as sequences are drawn independently; the n mod m last ones are left out.
 
-        Args:
-            at_most: Passes, three or more; None for one per sequence.
-
-        Returns:
-            D²_SGD by name of the parameter.
-
-        Raises:
-            ValueError: If the batch has fewer than two sequences.
+        at_most: Passes, three or more; None for one per sequence.
         """
         count = sequences_in(dict(self.batch))
         if count < 2:

@@ -167,14 +167,8 @@ def draw_sketches(
 ) -> Tensor:
     """Return SᵀM for several seeds.
 
-    Args:
-        matrix: M, shape (N, D).
-        seeds: int64, shape (M,).
-        kind: One of :data:`rmm_linear.sketches.KINDS`.
-        rows: K.
-        block: Tokens per block, or None.
-        mask: The valid tokens, or None for all.
-        p: Sampling probabilities of the rows, for kinds that sample them.
+    matrix: M, shape (N, D). seeds: int64, shape (M,). block: Tokens per block, or None. p: Sampling probabilities of
+    the rows, for kinds that sample them.
     """
 
     def one(seed: Tensor) -> Tensor:

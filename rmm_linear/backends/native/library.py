@@ -60,21 +60,13 @@ def _load() -> ctypes.CDLL | None:
 
 
 def is_available() -> bool:
-    """Say whether the library was built and can be loaded.
-
-    Returns:
-        False if plain PyTorch is used instead.
-    """
+    """Say whether the library was built and can be loaded."""
     return _load() is not None
 
 
 @functools.cache
 def level() -> int:
-    """Return for which processors the functions are compiled that run here.
-
-    Returns:
-        4 with AVX-512, 3 with AVX2, 0 for every other processor; the library has all that exist for its machine type.
-    """
+    """Return the level that the functions which run here are compiled for: 4 is AVX-512, 3 AVX2, 0 any processor."""
     return _load().rmm_level()  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -91,11 +83,7 @@ def _function(name: str, level: int) -> Callable[..., int]:
 
 
 def run(name: str, *arguments: float | None) -> bool:
-    """Call a function of the library that returns a status.
-
-    Raises:
-        MemoryError: If it had no memory for its buffers.
-    """
+    """Call a function of the library that returns a status."""
     status = function(name)(*arguments)
     if status > 1:
         raise MemoryError(f"No memory for the buffers of {name}, which take some rows of a matrix in each thread.")
@@ -127,14 +115,10 @@ def read_seed(stored: Tensor, place: int = 0) -> int:
 
 
 def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, int, int, int, int, int]:
-    """Return some rows of a matrix as arguments.
+    """Return some rows of a matrix as arguments: pointer, type, index, n, columns, elements from one row to the next.
 
-    Args:
-        matrix: Shape (N, columns), float32 or a half type, the elements of a row side by side.
-        index: int64, shape (n,), contiguous; None for all rows.
-
-    Returns:
-        Pointer, type, index, n, columns, and elements from one row to the next.
+    matrix: Shape (N, columns), float32 or a half type, the elements of a row side by side. index: int64, shape (n,),
+    contiguous; None for all rows.
     """
     rows, columns = matrix.shape
     rows = rows if index is None else len(index)
@@ -142,35 +126,18 @@ def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, 
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """Return a tensor's memory as an argument.
-
-    Args:
-        tensor: The tensor, or None for a null pointer.
-    """
+    """Return a tensor's memory as an argument."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def threads(tensor: Tensor) -> int:
-    """Return the number of threads for an operation.
-
-    Returns:
-        The number of PyTorch's threads, or fewer if the tensor is small.
-    """
+    """Return the number of threads for an operation."""
     shares = tensor.numel() // _SMALLEST_SHARE
     return min(torch.get_num_threads(), shares) if shares > 1 else 1
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what :func:`rmm_linear.sketches.philox.philox` does.
-
-    Args:
-        seed: Key, int64 with one element.
-        offset: Counters, int64, any shape.
-        stream: Number of the stream.
-
-    Returns:
-        Four int64 tensors of the shape of ``offset``.
-    """
+    """Do what :func:`rmm_linear.sketches.philox.philox` does."""
     offset = offset.contiguous()
     words = offset.new_empty(4, *offset.shape)
     key, count = int(seed), offset.numel()
@@ -180,16 +147,7 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
 
 
 def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return what :func:`rmm_linear.sketches.countsketch.signs_and_shifts` does.
-
-    Args:
-        seed: int64 with one element.
-        tokens: N.
-        rows: K.
-
-    Returns:
-        Signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
-    """
+    """Do what :func:`rmm_linear.sketches.countsketch.signs_and_shifts` does."""
     signs = seed.new_empty(tokens, dtype=torch.int8)
     shifts = seed.new_empty(-(-tokens // rows))
     function("rmm_signs_and_shifts")(int(seed), tokens, rows, pointer(signs), pointer(shifts))
@@ -208,19 +166,11 @@ def pack(
 ) -> bool:
     """Round rows to ``bits`` per element, as described in :mod:`rmm_linear.packing.pack`.
 
-    Args:
-        matrix: float32, bfloat16 or float16, shape (N, I); elements of a row side by side.
-        bits: 8, 4 or 2.
-        seed: Of the rounding, and of the sketch.
-        codes: Address to write to: uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        qparams: Address to write to: bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
-        rows: K. Of fewer rows than ``matrix`` has, its CountSketch is packed, row by row; sums of bfloat16 are rounded
-            to it before.
-        first: The number of the first row, where they are a part of a matrix.
-        index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
-
-    Raises:
-        MemoryError: If a row cannot be allocated.
+    matrix: float32, bfloat16 or float16, shape (N, I); elements of a row side by side. seed: Of the rounding, and of
+    the sketch. codes: Address to write to: uint8, shape (K, ⌈I · bits / 8⌉), contiguous. qparams: Address to write to:
+    bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous. rows: K. Of fewer rows than ``matrix`` has, its CountSketch is packed,
+    row by row; sums of bfloat16 are rounded to it before. first: The number of the first row, where they are a part of
+    a matrix. index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
     """
     return not run(
         "rmm_pack", *matrix_arguments(matrix, index), rows, seed, first, bits, codes, qparams, threads(matrix)
@@ -232,17 +182,9 @@ def unpack(
 ) -> None:
     """Write rows that codes and qparams represent.
 
-    Args:
-        codes: Address of uint8, shape (K, ⌈I · bits / 8⌉), contiguous.
-        qparams: Address of bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous.
-        bits: 8, 4 or 2.
-        seed: They were packed with.
-        matrix: Written to; float32, bfloat16 or float16, shape (n, I), contiguous: the rows from ``first`` on.
-        first: See there.
-        rotated: Whether whole groups stay rotated; where not, ``matrix`` is float32.
-
-    Raises:
-        MemoryError: If the random numbers cannot be allocated.
+    codes: Address of uint8, shape (K, ⌈I · bits / 8⌉), contiguous. qparams: Address of bfloat16, shape (K, ⌈I / 64⌉,
+    2), contiguous. matrix: Written to; float32, bfloat16 or float16, shape (n, I), contiguous: the rows from ``first``
+    on. rotated: Whether whole groups stay rotated; where not, ``matrix`` is float32.
     """
     run(
         "rmm_unpack", codes, qparams, first, *matrix.shape, bits, seed, not rotated,
@@ -251,12 +193,7 @@ def unpack(
 
 
 def unrotate(matrix: Tensor, seed: int) -> None:
-    """Undo the rotation of whole groups of 64 columns, in place.
-
-    Args:
-        matrix: float32, shape (O, I), contiguous.
-        seed: It was packed with.
-    """
+    """Undo the rotation of whole groups of 64 columns of a contiguous float32 matrix, in place."""
     function("rmm_unrotate")(matrix.data_ptr(), *matrix.shape, seed, threads(matrix))
 
 
@@ -269,19 +206,11 @@ def countsketch(
     index: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return some rows of SᵀM, as described in :mod:`rmm_linear.sketches.countsketch`.
+    """Return the rows begin … end − 1 of SᵀM, as described in :mod:`rmm_linear.sketches.countsketch`; sums are float32.
 
-    Args:
-        matrix: M, float32, bfloat16 or float16, shape (N, D), N > K, elements of a row side by side.
-        seed: Of the sketch.
-        rows: K.
-        begin: First row of SᵀM.
-        end: The row after the last, at most K.
-        index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
-        dtype: Of the result; None is that of ``matrix``. Sums are made in float32.
-
-    Raises:
-        MemoryError: If a row of the sketch cannot be allocated.
+    matrix: M, float32, bfloat16 or float16, shape (N, D), N > K, elements of a row side by side. index: Rows of
+    ``matrix`` that are taken instead of all, int64, shape (N,), contiguous. dtype: Of the result; None is that of
+    ``matrix``.
     """
     z = matrix.new_empty(end - begin, matrix.shape[1], dtype=dtype)
     run(
@@ -292,16 +221,7 @@ def countsketch(
 
 
 def gather_rows(matrix: Tensor, index: Tensor, scale: Tensor) -> Tensor:
-    """Return what :func:`rmm_linear.sketches.gather` does.
-
-    Args:
-        matrix: float32, bfloat16 or float16, shape (N, D), elements of a row side by side.
-        index: int64, shape (K,), contiguous.
-        scale: float32, shape (K,), contiguous.
-
-    Returns:
-        Shape (K, D), dtype of ``matrix``.
-    """
+    """Do what :func:`rmm_linear.sketches.gather` does: rows side by side, index int64 and scale float32 contiguous."""
     z = matrix.new_empty(len(index), matrix.shape[1])
     function("rmm_gather_rows")(
         pointer(matrix), TYPES[matrix.dtype], matrix.stride(0), matrix.shape[1], pointer(index), pointer(scale),

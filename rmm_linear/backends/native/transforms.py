@@ -16,19 +16,10 @@ KINDS = ("hadamard", "dct", "dft")
 def sampled_transform(matrix: Tensor, kind: str, index: Tensor, places: Tensor, signs: Tensor) -> Tensor:
     """Return some rows of a transform of signed rows, times √(n / K).
 
-    Args:
-        matrix: float32, bfloat16 or float16, shape (N, D), elements of a row side by side.
-        kind: "hadamard", "dct" or "dft".
-        index: Rows of the transform, int64, shape (K,).
-        places: The row of ``matrix`` at each place that is transformed, −1 for zeros; int64, shape (n,), n a power of
-            two.
-        signs: Factors of the places, float32, shape (n,).
-
-    Returns:
-        Shape (K, D), dtype of ``matrix``; sums are made in float32.
-
-    Raises:
-        MemoryError: If n rows of a few columns cannot be allocated.
+    matrix: float32, bfloat16 or float16, shape (N, D), elements of a row side by side. index: Rows of the transform,
+    int64, shape (K,). places: The row of ``matrix`` at each place that is transformed, −1 for zeros; int64, shape (n,),
+    n a power of two. signs: Factors of the places, float32, shape (n,). Returns shape (K, D), dtype of ``matrix``; sums
+    are made in float32.
     """
     size, rows = len(places), len(index)
     first, second, u, v = _combination(kind, index.contiguous(), size)

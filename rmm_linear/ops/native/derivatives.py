@@ -38,8 +38,6 @@ class DerivativeTable:
         begin: x of the first knot.
         density: Knots per unit of x.
         end: From this x on, the derivative is ``above``.
-        below: The derivative up to ``begin``, and of NaN.
-        above: See ``end``.
     """
 
     knots: Tensor

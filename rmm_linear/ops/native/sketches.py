@@ -250,17 +250,8 @@ def unpacked_rows(
 ) -> Callable[[int, int], Tensor]:
     """Unpack a matrix as :func:`unpack` does, some rows at a time.
 
-    Args:
-        codes: See :func:`rmm_linear.packing.unpack`, as the following ones.
-        qparams: Offset and scale of every group.
-        seed: The seed they were packed with.
-        bits: 8, 4 or 2.
-        columns: Columns of the matrix.
-        dtype: dtype of the result.
-        rotated: Whether whole groups stay rotated.
-
-    Returns:
-        A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
+    qparams: Offset and scale of every group. rotated: Whether whole groups stay rotated. Returns a function of
+    ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
     codes, qparams, value = codes.contiguous(), qparams.contiguous(), int(seed)
     made = dtype if dtype in TYPES and rotated else torch.float32

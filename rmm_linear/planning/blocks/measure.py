@@ -170,9 +170,8 @@ def measure(
 def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     """Divide the live bytes of a step among blocks.
 
-    Returns:
-        Name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks before
-        it keep.
+    Returns name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks
+    before it keep.
     """
     after: dict[str, int] = {}
     highest: dict[str, int] = dict.fromkeys(blocks, 0)

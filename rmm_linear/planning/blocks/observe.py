@@ -37,8 +37,7 @@ class Observed:
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
     """Run a forward pass and note what every block saves and does.
 
-    Returns:
-        Name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
+    Returns name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
     """
     found: dict[str, Observed] = {}
     running, order = list[str](), list[str]()

@@ -27,8 +27,7 @@ class Recomputed:
     def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
         """Wrap a module's forward pass; :meth:`attach` puts it in place.
 
-        Args:
-            selective: Whether the results of products are kept and all others recomputed.
+        selective: Whether the results of products are kept and all others recomputed.
         """
         self.module = module
         self.selective = selective

@@ -31,11 +31,9 @@ class Option:
     """What may happen to a block.
 
     Attributes:
-        name: Of the option.
         kept: Bytes that live after the block's forward pass.
         worst: Bytes at the worst moment of its forward, recomputation or backward pass, without what blocks before it
             keep.
-        seconds: Time that is added.
         noise: Sum over the block's layers of the stand-ins' variance by the minibatch's.
     """
 

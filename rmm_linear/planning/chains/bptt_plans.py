@@ -33,8 +33,6 @@ class Action(NamedTuple):
     the one that a recorded step ends with.
 
     Attributes:
-        kind: What.
-        step: Which step.
         end: For "advance", where it ends.
         is_kept: For "record", whether the graph waits for later steps and takes slots.
     """

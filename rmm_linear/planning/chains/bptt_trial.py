@@ -25,7 +25,6 @@ class Trial:
     """What two recorded steps show.
 
     Attributes:
-        bytes: What one step keeps.
         parameters: Tensors beside inputs and state that get a gradient.
     """
 

@@ -61,9 +61,6 @@ class RecordedCell:
 
     Attributes:
         inputs: What the step read of the inputs, detached.
-        state: The state that it read, detached.
-        outputs: What it put out.
-        new: The state that it returned.
     """
 
     inputs: list[Any]

@@ -22,11 +22,7 @@ Gradients = list[Tensor | None]
 
 
 class Length:
-    """How many steps there are: known, or found out by asking before every step.
-
-    Attributes:
-        known: The number, or None while it is not known.
-    """
+    """How many steps there are: known, or found out by asking before every step."""
 
     def __init__(self, steps: int | Callable[[int, Any], Any], structure: TreeSpec) -> None:
         """Ask nothing yet."""
@@ -63,8 +59,7 @@ class SweepRun:
     ) -> None:
         """Run nothing yet.
 
-        Args:
-            early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
+        early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
         """
         self._stepper, self._schedule, self._length = stepper, schedule, length
         self._replayed, self._transfers, self._report = replayed, transfers, report
@@ -104,11 +99,7 @@ class SweepRun:
         return [leaf.detach() for leaf in self._work]
 
     def backward(self, initial: Sequence[Tensor], gradients: Gradients) -> tuple[Gradients, Gradients]:
-        """Run the chain backwards.
-
-        Args:
-            gradients: With respect to the tensors of the final state.
-        """
+        """Run the chain backwards. gradients: With respect to the tensors of the final state."""
         if self._ended:
             raise RuntimeError(
                 "A sweep must go backwards once, got a second backward pass, but the states that it needs are gone "

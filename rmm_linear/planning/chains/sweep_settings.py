@@ -16,9 +16,6 @@ class Settings:
     """Arguments of a sweep.
 
     Attributes:
-        slots: States in fast memory.
-        store: The store, as the user named it, or None.
-        interval: A number, or "auto".
         disk: States in the store under ``levels``; None otherwise.
         costs: Time of a write and of a read under ``levels``, in forward steps; None to measure it.
     """

@@ -19,19 +19,14 @@ class GraphCosts:
     """The nodes of a graph in the order of execution, and the storages that they make.
 
     Attributes:
-        graph: The captured graph.
         inputs: Fake tensors in the place of its inputs.
-        mode: Their mode.
-        nodes: The nodes that compute.
         made: Storage to the node that makes it.
-        size: Storage to bytes.
         last: Storage to the last node that uses it; the number of nodes if it is an output.
         saver: Storage to the first node that saves it for the backward pass.
         differentiable: Storages that have a gradient.
         saved: By node: the storages that it saves.
         read: By node: the storages that it reads.
         parameters: Parameter's storage to its last node and bytes.
-        flops: By node.
         touched: By node: bytes read and written.
         random: By node: whether it draws random numbers.
         changed: Storage to the last node that changes it in place.

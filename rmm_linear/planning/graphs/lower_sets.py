@@ -109,9 +109,8 @@ class LowerSets:
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
         """Say which part each node belongs to, and which parts are recomputed.
 
-        Returns:
-            By node: its part; and the parts that are recomputed, which are all but those that keep everything and the
-            last, whose recomputation frees nothing.
+        Returns by node: its part; and the parts that are recomputed, which are all but those that keep everything and
+        the last, whose recomputation frees nothing.
         """
         part, recomputed = [0] * self.count, set[int]()
         for number, stage in enumerate(stages):
@@ -192,8 +191,7 @@ class LowerSets:
 def chen_segments(costs: GraphCosts, limit: int) -> list[tuple[int, int]]:
     """Divide a graph into segments of about the same bytes, between nodes where one tensor alone crosses.
 
-    Args:
-        limit: Bytes that a segment makes before it is closed.
+    limit: Bytes that a segment makes before it is closed.
     """
     crossing, made = [0] * (costs.count + 1), [0] * costs.count
     for key, place in costs.made.items():

@@ -35,9 +35,7 @@ class PieceCost:
     """What a piece needs.
 
     Attributes:
-        piece: The piece.
         peak: Bytes at its worst moment, on top of what earlier pieces leave.
-        kept: Bytes that it leaves.
         seconds: A rough time of its recomputation.
     """
 
@@ -63,12 +61,7 @@ class PieceCosts:
                 self.dying[place].append(key)
 
     def beginning(self, begin: int, ends: Collection[int]) -> list[PieceCost]:
-        """Return the costs of pieces with one begin.
-
-        Returns:
-            Those of every piece that is kept, and of every one that can be recomputed: not the last one, whose
-            recomputation frees nothing.
-        """
+        """Return the costs of pieces with one begin."""
         costs, found = self.costs, list[PieceCost]()
         repeatable, stop = costs.repeatable(begin), max(ends)
         saved = waiting = bound = 0  # bytes: saved, made in the piece and not saved so far, used after it
@@ -107,11 +100,7 @@ class PieceCosts:
 
 
 def estimate(costs: GraphCosts, parts: Parts) -> tuple[int, float]:
-    """Estimate what a graph in pieces needs.
-
-    Returns:
-        The peak in bytes, and the time of the recomputation.
-    """
+    """Estimate what a graph in pieces needs: the peak in bytes, and the time of the recomputation."""
     part, recomputed = parts
     order = sorted(range(costs.count), key=part.__getitem__)
     ordered = [part[place] for place in order]

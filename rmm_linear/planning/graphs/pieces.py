@@ -61,8 +61,7 @@ def run_in_pieces(
 ) -> fx.GraphModule:
     """Split a graph and recompute some of its parts.
 
-    Args:
-        order: The nodes in the order in which they run, if that is another one.
+    order: The nodes in the order in which they run, if that is another one.
     """
     ordered = _in_order(costs, part, order) if recomputed or order else costs.graph
     if not recomputed:

@@ -62,11 +62,7 @@ class FileCopy:
     """A file, written when it is made and removed when it is forgotten."""
 
     def __init__(self, content: Tensor, files: Files) -> None:
-        """Write the file.
-
-        Args:
-            content: Bytes on the CPU, shape (N,), uint8.
-        """
+        """Write the file. content: Bytes on the CPU, shape (N,), uint8."""
         self._files, self._key, self._size = files, f"offload-{next(files.numbers):08d}", content.numel()
         files.store.put(self._key, [content])
         weakref.finalize(self, _drop, files.store, self._key, files.owner)
@@ -74,8 +70,7 @@ class FileCopy:
     def begin(self) -> _FromFile:
         """Allocate, and let the thread read.
 
-        Returns:
-            The bytes, on their way; an error comes when they are asked for, as perhaps nobody does.
+        Returns the bytes, on their way; an error comes when they are asked for, as perhaps nobody does.
         """
         return _FromFile(self._size, self._files, self._key)
 
@@ -132,11 +127,7 @@ class PinnedCopy:
     """Pinned memory, filled on a stream of its own. Neither the host nor the stream that computes waits for that."""
 
     def __init__(self, content: Tensor) -> None:
-        """Begin to copy.
-
-        Args:
-            content: Bytes on an accelerator, shape (N,), uint8. They live until :meth:`let_go`.
-        """
+        """Begin to copy. content: Bytes on an accelerator, shape (N,), uint8. They live until :meth:`let_go`."""
         self._pinned = torch.empty(content.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._device = content.device
         self._held: _OnDevice | None = _OnDevice.copied(self._pinned, content, content)
@@ -191,11 +182,7 @@ class SizeCopy:
     """Of fake bytes, only how many they are; they live as long as the others would."""
 
     def __init__(self, content: Tensor) -> None:
-        """Note the size.
-
-        Args:
-            content: Fake bytes, shape (N,), uint8.
-        """
+        """Note the size. content: Fake bytes, shape (N,), uint8."""
         self._size, self._device = content.numel(), content.device
         self._held = _Here(content) if content.device.type == "cuda" else None
 

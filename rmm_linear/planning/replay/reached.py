@@ -27,8 +27,7 @@ def nodes_behind(results: Iterable[Tensor]) -> dict[Any, None]:
 def leaves_behind(results: Sequence[Tensor], own: Iterable[Tensor] = ()) -> list[Tensor]:
     """Return the tensors that get a gradient when one goes back from results that need it.
 
-    Args:
-        own: Leaves to leave out: those of what the step was given.
+    own: Leaves to leave out: those of what the step was given.
     """
     found = [leaf for leaf in results if leaf.is_leaf and leaf.requires_grad]  # returned as they are, without a node
     found += [node.variable for node in nodes_behind(results) if hasattr(node, "variable")]
@@ -47,8 +46,7 @@ def pull_back(
     The parameters' totals enter the graph as the gradient of one more use of each of them, later than the step's own:
     autograd then sums in the order in which it would for the whole chain, and rounds alike.
 
-    Args:
-        results: What the step returned and needs a gradient, with that gradient. The graph is used up.
+    results: What the step returned and needs a gradient, with that gradient. The graph is used up.
     """
     if not results or not (wanted or parameters):
         return [None] * len(wanted), list(totals)

@@ -37,8 +37,7 @@ def accelerators(leaves: Iterable[Any]) -> list[torch.device]:
 def generator_states(devices: Sequence[torch.device], last: list[Tensor] | None = None) -> list[Tensor]:
     """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others.
 
-    Args:
-        last: Earlier states. They are returned, and take no memory again, if nothing has been drawn since.
+    last: Earlier states. They are returned, and take no memory again, if nothing has been drawn since.
     """
     found = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
     if last is not None and all(torch.equal(new, old) for new, old in zip(found, last, strict=True)):
@@ -69,7 +68,6 @@ class Seen:
 
     Attributes:
         generators: States of the global random generators; empty where somebody else repeats the numbers.
-        buffers: Buffers of the modules.
     """
 
     generators: list[Tensor]
@@ -134,10 +132,9 @@ class Replayed:
     ) -> None:
         """Look at what there is before the first run.
 
-        Args:
-            arguments: What they are given, and what else must stay until the last repetition; others than tensors are
-                left out.
-            draws: Whether random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them too.
+        arguments: What they are given, and what else must stay until the last repetition; others than tensors are left
+        out. draws: Whether random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them
+        too.
         """
         self.modules = [*modules]
         self.parts, self.written = parts_of(self.modules), [*written]
@@ -244,11 +241,7 @@ class Replayed:
         return autocast_as(self.autocasts, cached=cached)
 
     def again(self, seen: Seen, *others: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-        """Return a context in which a run repeats one; a graph that is retained enters it once per backward pass.
-
-        Returns:
-            The context. It leaves generators and buffers as they are when it is entered.
-        """
+        """Return a context in which a run repeats one; a graph that is retained enters it once per backward pass."""
 
         @contextmanager
         def entered() -> Iterator[None]:

@@ -42,7 +42,6 @@ class Snapshot:
     """A state, and what the step after it reads besides.
 
     Attributes:
-        position: The step before which it was taken.
         leaves: The state's tensors, without what a view keeps alive beyond itself, and what is no tensor as it is.
         strides: Strides that the tensors had: a product of a transposed matrix may round otherwise.
         versions: Version counters of the tensors when they were taken, or None where they cannot be changed.
@@ -99,7 +98,6 @@ class StoredSnapshot:
     """A snapshot whose state is in a store, and leaves it with the snapshot, whatever happens.
 
     Attributes:
-        position: As of :class:`Snapshot`.
         seen: As of :class:`Snapshot`; it stays in memory.
     """
 

@@ -23,11 +23,7 @@ class Event(NamedTuple):
     """An allocation, a release, or the beginning of a module's forward pass.
 
     Attributes:
-        now: Live bytes after it.
-        pass_: The pass that is running: forward, backward or recomputation.
-        running: The innermost module that is running.
         change: Bytes allocated; negative for a release, 0 where a module begins.
-        owner: The module that made the storage.
     """
 
     now: int
@@ -47,8 +43,6 @@ class Place:
     """Where a step is.
 
     Attributes:
-        modules: The modules whose forward pass is running, outermost first.
-        backward: The module whose backward pass was entered last.
         entered: Is called when a module's forward pass begins.
     """
 
@@ -112,11 +106,7 @@ class FollowedTensors(LiveTensors):
     """Adds up live bytes and remembers every change with its place."""
 
     def __init__(self, result: Peak, place: Place, workspace: Workspace | None = None) -> None:
-        """Count into a result.
-
-        Args:
-            result: It has the peak so far; :meth:`finish` adds the rest.
-        """
+        """Count into a result. result: It has the peak so far; :meth:`finish` adds the rest."""
         super().__init__(result)
         self.place = place
         self.workspace = workspace or {}

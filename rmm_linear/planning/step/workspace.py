@@ -56,11 +56,7 @@ def allocator_peak(run: Callable[[], Any], *, is_cuda: bool = False) -> int:
 
 
 def allocations(run: Callable[[], Any], *, is_cuda: bool = False) -> list[dict[str, Any]]:
-    """Run something under PyTorch's profiler.
-
-    Returns:
-        Operators and allocations, in the form of a Chrome trace, in the order of time.
-    """
+    """Run something under PyTorch's profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
         run()

@@ -20,9 +20,8 @@ class Store(Protocol):
     def put(self, key: str, tensors: list[Tensor]) -> None:
         """Keep tensors under a key that no other state has.
 
-        Args:
-            key: Letters, digits and dashes: fit for a file's name.
-            tensors: Contiguous tensors on the CPU. They may be the state's own, so they must not be changed.
+        key: Letters, digits and dashes: fit for a file's name. tensors: Contiguous tensors on the CPU. They may be the
+        state's own, so they must not be changed.
         """
         ...
 

@@ -40,8 +40,6 @@ class Transfers:
     Attributes:
         waited: Seconds that the caller waited.
         count: States that went to the store.
-        bytes: Their bytes.
-        reads: States that came back.
     """
 
     def __init__(self, store: Store, *, owned: bool) -> None:
@@ -98,11 +96,7 @@ class Transfers:
             self._worker.submit(_drop, self._store, self._key(stored), self._held)
 
     def seconds(self, tensors: list[Tensor]) -> float:
-        """Measure how long a state like this one takes to the store or back, whichever is longer.
-
-        Returns:
-            The shorter of two trials, of which the first begins the thread and makes the store ready.
-        """
+        """Measure how long a state like this one takes to the store or back, whichever is longer."""
         key, devices = f"{self._run}-trial", [tensor.device for tensor in tensors]
         taken = []
         for _ in range(2):

@@ -36,13 +36,9 @@ class ProbeCall:
     """A probed call of a layer.
 
     Attributes:
-        step: Number of the step.
-        module: Name of the layer.
         kind: Family of the layer's sketch.
         spec: How the layer saves X; None if it saves X itself.
         mask_padding: Whether the sketch leaves padding out.
-        bits: Bits per saved element.
-        shape: Shape of X.
         mask: Token mask, shape (batch, sequence), or None.
         expected: ŷ, the norm estimator's prediction of ‖yᵢ‖ in this call, shape (N,); None without an estimator.
         missed: Whether the layer was recomputed with another X of this shape.
@@ -82,14 +78,7 @@ class ProbeCall:
     ) -> ProbeCall:
         """Record a call that has just been made.
 
-        Args:
-            step: Number of the step.
-            name: Name of the layer.
-            module: The layer.
-            x: Its input, shape (*, I).
-            mask: Token mask, or None.
-            config: How the layer saves its input, or would after a conversion.
-            bits: The width chosen by ``bits="auto"``, or None.
+        x: Its input, shape (*, I). config: How the layer saves its input, or would after a conversion.
         """
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
@@ -104,11 +93,7 @@ class ProbeCall:
         self.x, self.version = x.detach(), _version(x)
 
     def is_overwritten(self) -> bool:
-        """Say whether X has been modified in place since it was stored.
-
-        Returns:
-            True if its version counter has changed.
-        """
+        """Say whether X has been modified in place since it was stored."""
         return self.x is not None and _version(self.x) != self.version
 
     def close(self) -> None:
@@ -120,12 +105,8 @@ class ProbeCall:
     def relative_distance(self, x: Tensor) -> float:
         """Compare an input with the one of this call.
 
-        Args:
-            x: An input, shape (*, I).
-
-        Returns:
-            Largest difference between the sampled elements, divided by their largest magnitude; infinity if the shapes
-            differ or this call has no sample.
+        x: An input, shape (*, I). Returns largest difference between the sampled elements, divided by their largest
+        magnitude; infinity if the shapes differ or this call has no sample.
         """
         if self.sample is None or x.shape != self.shape:
             return math.inf
@@ -134,15 +115,7 @@ class ProbeCall:
         return float((new - old).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(new, old) else math.inf)
 
     def measure(self, x: Tensor, y: Tensor) -> ProbeRow:
-        """Compute the row from X and Y.
-
-        Args:
-            x: X, shape (*, I).
-            y: Y, shape (*, O).
-
-        Returns:
-            The row. Where X or Y is not finite, its numbers are NaN.
-        """
+        """Compute the row from X and Y. x: X, shape (*, I). y: Y, shape (*, O)."""
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             found = noises(x, y, self.spec, self.samples, self.mask, self.mask_padding, self.expected)
@@ -201,17 +174,12 @@ def noises(
 ) -> Noises:
     """Compute α, D²_SGD and D²_sketch of one layer and batch.
 
-    Args:
-        x: Layer input, shape (N, I).
-        y: Gradient with respect to the layer's output, shape (N, O).
-        spec: How the layer saves X; None if it saves X itself, without noise.
-        samples: (batch, sequence), or None for a variance over tokens.
-        mask: Token mask of N elements; ignored if masked tokens have a gradient, as layers ignore such a mask too.
-        mask_padding: Whether the sketch leaves out masked tokens.
-        expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for kinds that sample rows by it; None if there is none.
-
-    Returns:
-        The numbers; NaN if X or Y is not finite, or there are fewer than two samples.
+    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). spec: How the layer
+    saves X; None if it saves X itself, without noise. samples: (batch, sequence), or None for a variance over tokens.
+    mask: Token mask of N elements; ignored if masked tokens have a gradient, as layers ignore such a mask too.
+    mask_padding: Whether the sketch leaves out masked tokens. expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for
+    kinds that sample rows by it; None if there is none. Returns the numbers; NaN if X or Y is not finite, or there are
+    fewer than two samples.
     """
     moments = Moments.of(x, y)
     alpha = float(moments.g / moments.p)
@@ -247,11 +215,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Copy a few elements of an input.
-
-    Returns:
-        Elements from the whole of it, about 64, or all if there are fewer.
-    """
+    """Copy a few elements of an input: elements from the whole of it, about 64, or all if there are fewer."""
     stride = max(1, x.numel() // _SAMPLE) | 1  # odd: an even stride might hit the same column in every row
     return x.detach().reshape(-1)[::stride].clone()
 
@@ -259,8 +223,7 @@ def sample(x: Tensor) -> Tensor:
 def is_trained(module: nn.Module) -> bool:
     """Say whether a call of a layer leads to a gradient with respect to its weight.
 
-    Returns:
-        False for a frozen weight, and for a sketched layer in eval mode.
+    Returns False for a frozen weight, and for a sketched layer in eval mode.
     """
     weight: Any = module.weight
     return weight.requires_grad and (module.training or not isinstance(module, SketchedLayer))

@@ -16,12 +16,8 @@ from rmm_linear._support.installing import INSTALL_EXTRA
 def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Load a model in its own class, and batches that ``torch.save`` wrote.
 
-    Args:
-        model_name: A folder written by save_pretrained, or a model of the hub.
-        path: A mapping of the model's keyword arguments, labels among them, or a list of such.
-
-    Raises:
-        ValueError: If the file holds something else, or the model's class is not transformers'.
+    model_name: A folder written by save_pretrained, or a model of the hub. path: A mapping of the model's keyword
+    arguments, labels among them, or a list of such.
     """
     batches = read_batches(path)
     settings = import_transformers().AutoConfig.from_pretrained(model_name)
@@ -31,11 +27,7 @@ def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str,
 def read_batches(path: Path) -> list[dict[str, Any]]:
     """Read batches that ``torch.save`` wrote.
 
-    Args:
-        path: A mapping of a model's keyword arguments, labels among them, or a list of such.
-
-    Raises:
-        ValueError: If the file cannot be read, or holds something else.
+    path: A mapping of a model's keyword arguments, labels among them, or a list of such.
     """
     example = "torch.save({'input_ids': ..., 'labels': ...}, path)"
     try:
@@ -60,11 +52,7 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
 
 
 def model_class(settings: Any) -> Any:
-    """Return the class that a model was saved as.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Return the class that a model was saved as."""
     name = (settings.architectures or ["none"])[0]
     if not hasattr(import_transformers(), name):
         raise ValueError(f"The model's class must be one of transformers, got {name}. Save the model with its head.")
@@ -76,21 +64,11 @@ def load_texts(
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Load a model for sequence classification, and batches of labelled texts in random order.
 
-    Args:
-        model_name: A folder written by save_pretrained, or a model of the hub.
-        path: Text file without header, one example per line: text, tab, label; or text, tab, second text, tab, label.
-            Labels are the numbers of classes, or their names, as the model's ``label2id`` has them or, where it knows
-            none of them, in the order of the alphabet. Where all are numbers and one has a decimal point, the task is a
-            regression.
-        batch: Examples per batch.
-        steps: Batches to train on; one more is returned.
-        max_length: Tokens per example at most.
-
-    Returns:
-        The model in training mode, and the batches. The file is read again from its start if it is too short.
-
-    Raises:
-        ValueError: If the file is no such file, or has labels that are none of the model's.
+    model_name: A folder written by save_pretrained, or a model of the hub. path: Text file without header, one example
+    per line: text, tab, label; or text, tab, second text, tab, label. Labels are the numbers of classes, or their
+    names, as the model's ``label2id`` has them or, where it knows none of them, in the order of the alphabet. Where all
+    are numbers and one has a decimal point, the task is a regression. steps: Batches to train on; one more is returned.
+    max_length: Tokens per example at most.
     """
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not rows or {len(row) for row in rows} not in ({2}, {3}):
@@ -113,13 +91,8 @@ def make_batches(
 ) -> list[dict[str, Any]]:
     """Make training batches of examples in random order.
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-        texts: The first texts of all examples, and their second ones where there are such.
-        labels: Of all examples, shape (examples,).
-        batch: Examples per batch.
-        steps: Batches to train on; one more is returned.
-        max_length: Tokens per example at most.
+    texts: The first texts of all examples, and their second ones where there are such. labels: Of all examples, shape
+    (examples,). steps: Batches to train on; one more is returned. max_length: Tokens per example at most.
     """
     count = (steps + 1) * batch
     places = torch.cat([torch.randperm(len(labels)) for _ in range(-(-count // len(labels)))])[:count]
@@ -134,15 +107,8 @@ def make_batches(
 def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
     """Turn labels into numbers.
 
-    Args:
-        texts: The labels as they are written.
-        known: Name of a class to its number, as the model has it.
-
-    Returns:
-        int64 numbers of classes, or float32 of a regression, shape (examples,).
-
-    Raises:
-        ValueError: If a number of a class is negative, or only a part of the names is known.
+    texts: The labels as they are written. known: Name of a class to its number, as the model has it. Returns int64
+    numbers of classes, or float32 of a regression, shape (examples,).
     """
     try:
         numbers = [float(text) for text in texts]
@@ -167,11 +133,7 @@ def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
 
 
 def import_transformers() -> Any:
-    """Import transformers, silent about what it does.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import transformers, silent about what it does."""
     try:
         import transformers
     except ImportError as error:

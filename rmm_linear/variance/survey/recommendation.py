@@ -62,11 +62,7 @@ def quietest(noises: Sequence[MemoryNoise]) -> list[MemoryNoise]:
 
 
 def describe_layers(noises: Sequence[MemoryNoise], kinds: Sequence[str] = KINDS) -> str:
-    """Lay out the quietest kind and width of every layer.
-
-    Returns:
-        A table with a row for every layer and a column for every memory, without a final line break.
-    """
+    """Lay out the quietest kind and width of every layer."""
     best = {(e.layer, e.memory): e for e in quietest([entry for entry in noises if entry.setting in kinds])}
     layers, memories = dict.fromkeys(layer for layer, _ in best), dict.fromkeys(memory for _, memory in best)
     header = ("lowest variance ratio", *(f"{100 * memory:g} %" for memory in memories))

@@ -171,8 +171,7 @@ def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: floa
 def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
     """Return the median over layers by setting and memory.
 
-    Returns:
-        Title of the setting, with its bits, to memory to the median of D²_sketch / D²_SGD.
+    Returns title of the setting, with its bits, to memory to the median of D²_sketch / D²_SGD.
     """
     values: dict[str, dict[float, list[float]]] = {}
     for entry in noises:
