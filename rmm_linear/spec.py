@@ -33,10 +33,7 @@ class SaveSpec:
         check_block(self.kind, self.block)
 
     def kept_rows(self, tokens: int) -> int:
-        """Return how many rows are saved.
-
-        Returns K; with ``block``, rounded up to a multiple of the number of blocks. At most N.
-        """
+        """Return how many rows are saved: K; with ``block``, rounded up to whole blocks. At most N."""
         return kept_rows(tokens, self.rows, self.block)
 
     def samples_rows(self, tokens: int) -> bool:
@@ -46,8 +43,8 @@ class SaveSpec:
     def bytes(self, tokens: int, features: int, itemsize: int) -> int:
         """Return the bytes saved for an input: the sketch, and the seed or the indices and scales of the sampled rows.
 
-        itemsize: Bytes per element of the input. Returns K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when
-        packed. Sampled rows add 8·K, and the 8 bytes of the seed only when they are packed.
+        K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and the 8 bytes of the
+        seed only when they are packed.
         """
         rows = self.kept_rows(tokens)
         stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)

@@ -99,11 +99,10 @@ def pack_attention(
     bits_k: int,
     bits_v: int,
 ) -> Tensor:
-    """Pack queries, keys less their mean over the sequence, and values.
+    """Pack queries (B, h, Tq, d), keys (B, hk, Tk, d) less their mean over the sequence, and values (B, hk, Tk, dv).
 
-    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). index: Tokens whose queries are
-    packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: Tokens whose keys and values are packed,
-    likewise of B · Tk.
+    index: Tokens whose queries are packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: The same of
+    keys and values, of B · Tk.
     """
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
@@ -232,11 +231,13 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients with respect to queries, keys, values and a bias of the scores, from packed copies.
 
-    grad_output: dO, shape (B, Tq, h, dv). mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None. kept: Bits
-    of dropout, see :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None. bias: Added to the
-    scores, shape (B or 1, h or 1, Tq, Tk), or None. needs_bias: Whether the gradient with respect to the bias is
-    computed. Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous;
-    and that of ``bias``, float32 at least, or (0,) if it is not computed.
+    grad_output: dO, (B, Tq, h, dv). stored, index, kv_index, bits: Of :func:`pack_attention`. mask: Bool or additive,
+    (B or 1, h or 1, Tq, Tk), or None. kept: Bits of dropout, see
+    :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None. bias: Added to the scores, as wide as
+    the mask.
+
+    Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous; and that of
+    ``bias``, float32 at least, or (0,) without ``needs_bias``.
     """
     gradient = _empty(grad_output, bias, needs_bias).zero_()
     own = None if bias is None else Bias(bias, gradient if needs_bias else None)
@@ -285,11 +286,7 @@ def dropped_attention(
     is_causal: bool,
     p: float,
 ) -> Tensor:
-    """Return the output of attention with a known mask of dropout.
-
-    key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). mask: Bool or additive, or None. kept: Which scores dropout
-    keeps, bool, shape (B, h, Tq, Tk).
-    """
+    """Apply attention with a known mask of dropout, see :func:`rmm_linear.packing.attention.dropped_attention`."""
     spec = AttentionSpec(key.shape[2], key.shape[1], key.shape[3], scale, is_causal, p)
     return plain.dropped_attention(query, key, value, mask, kept, spec)
 
@@ -307,12 +304,11 @@ def fused_gradients(
     index: Tensor | None,
     kv_index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the gradients with respect to queries, keys and values, without dropout.
+    """Return the gradients with respect to queries, keys and values, without dropout; None where no fused kernel fits.
 
-    grad_output: dO, shape (B, Tq, h, dv), on CUDA. rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk,
-    hk · dv), dtype of ``grad_output``. mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None. index: Tokens
-    of the rows of queries; None for all. kv_index: Tokens of the rows of keys and values; None for all. Returns shapes
-    (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv); None where no fused kernel takes these arguments.
+    grad_output: dO, (B, Tq, h, dv), on CUDA. rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk, hk ·
+    dv), dtype of ``grad_output``. index, kv_index: Tokens of the rows; None for all. Returns shapes as
+    :func:`attention_backward`.
     """
     batch, queries, heads, _ = grad_output.shape
     group = heads // spec.kv_heads

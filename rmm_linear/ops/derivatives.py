@@ -97,11 +97,10 @@ def _backward_samples(case: Case) -> Iterator[Call]:
 def pack_derivative(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
 ) -> Tensor:
-    """Make the stand-in of the input of a pointwise function.
+    """Save the derivative of a pointwise function in few bits.
 
-    x: Input of the function, shape (N, C). index: Rows to store, int64, shape (n,); None for all. seed: Seed of the
-    rounding; None draws a new one. Not used where one bit is exact. bits: 8, 4, 2 or 1; 1 for "relu" and "leaky_relu",
-    at least 2 for "relu_squared". Returns uint8, one dimension: the tensors of :func:`stored_parts`.
+    x: Input of the function, shape (N, C). index: Rows to store, int64, shape (n,); None for all. bits: 8, 4, 2 or 1; 1
+    for "relu" and "leaky_relu", at least 2 for "relu_squared". Returns the bytes of :func:`stored_parts`.
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
@@ -135,11 +134,7 @@ def _(x, index, seed, name, parameters, bits):
 def apply_derivative(
     y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int
 ) -> Tensor:
-    """Multiply the gradient by the output of a pointwise function by the stored derivative.
-
-    y: dY, shape (N, C), floating point. Returns dX̂, shape (N, C), dtype of ``y``, contiguous; rows that are not stored
-    are zero.
-    """
+    """Multiply dY, shape (N, C), by the stored derivative; rows that are not stored get zeros."""
     rows, columns = y.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     if function.is_exact:
@@ -168,10 +163,10 @@ def _(y, stored, index, name, parameters, bits):
 def activate_and_pack(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Apply a pointwise function, and make the stand-in of its input: see :func:`rmm_linear.ops.dispatch.runs_fused`.
+    """Apply a pointwise function and save its derivative, see :func:`rmm_linear.ops.dispatch.runs_fused`.
 
-    x: Input of the function, shape (N, C). Returns g(x) of all rows, shape (N, C), dtype of ``x``, contiguous; and the
-    stand-in, the bytes of ``pack_derivative``.
+    Arguments as for :func:`pack_derivative`; the rows of ``index`` are distinct. Returns g(x) of all rows, shape (N,
+    C), contiguous; and the bytes of ``pack_derivative``.
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)

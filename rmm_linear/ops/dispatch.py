@@ -51,12 +51,12 @@ def call(*arguments: Any, **named: Any) -> Call:
 
 @dataclass(frozen=True)
 class Case:
-    """What samples of arguments are made of.
+    """A description from which samples of arguments are made.
 
     Attributes:
         taken: Which rows are valid or stored: "all" without an index, "listed" by one, "some" or "none".
         layout: How a matrix lies in memory: "rows", or a view of a larger one: "columns", "steps" or "transposed".
-        seed: Seed of what draws one itself for None.
+        seed: Seed of operators that draw one themselves for None.
     """
 
     rows: int = 6
@@ -174,7 +174,10 @@ class Operator:
     """An operator in the namespace ``rmm_linear``, and the function that eager code calls in its place.
 
     Attributes:
+        function: The function, with the arguments that callers have.
+        definition: The operator, with the arguments that a schema can have.
         flatten: Converts the former to the latter; None if they are the same.
+        samples: As for :class:`Operation`, arguments of the function.
         flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
             tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
@@ -192,11 +195,10 @@ class Operator:
         registered: Callable[..., Any] | None = None,
         native: Callable[..., Any] | None = None,
     ) -> None:
-        """Register the operator.
+        """Register the operator; the attributes say what the arguments are.
 
-        function: What it runs; it changes none of its arguments and returns none of their memory. flatten: None leaves
-        the arguments as they are. registered: What the operator runs, with ``function`` and the flat arguments; None
-        runs ``function``.
+        ``function`` changes none of its arguments and returns none of their memory. ``registered`` is what the operator
+        runs, with ``function`` and the flat arguments; None runs ``function``.
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
         self.native = native
@@ -220,7 +222,7 @@ class Operator:
     def run(self, *arguments: Any, **named: Any) -> Any:
         """Run the function where nothing sees it; arguments are as in a call.
 
-        *arguments: Memory holds the values of all: no subclasses of tensors, nor wrapped or lazily negated ones.
+        Memory holds the values of all tensors: no subclasses, nor wrapped or lazily negated ones, and none by name.
         """
         first = arguments[0]
         if self.native is not None and first.is_cpu and first.dtype in NARROW:

@@ -81,13 +81,11 @@ def keep_gated(
     needs_a: bool,
     needs_b: bool,
 ) -> Tensor:
-    """Make what a gated MLP saves: b · act'(a) and act(a), packed, and their seeds.
+    """Pack what a gated MLP saves: b · act'(a) where ``needs_a``, act(a) where ``needs_b``, and their seeds.
 
-    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape and dtype of ``a``.
-    activation: Name of act, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`. index: Rows to store, int64, shape
-    (n,); None for all. needs_a: Whether the gradient with respect to ``a`` is needed, and with it b · act'(a). needs_b:
-    Whether the gradient with respect to ``b`` is needed, and with it act(a). Returns uint8, one dimension: two seeds,
-    then codes and qparams of each product that is needed.
+    a, b: Floating point, shape (N, C), one dtype. activation: One of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
+    index: Rows to store, int64, shape (n,); None for all. Returns the bytes of
+    :func:`rmm_linear.packing.gated.stored_parts`.
     """
     check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
@@ -139,12 +137,9 @@ def _(y, stored, bits, index, needs_a, needs_b):
 def apply_gated(
     y: Tensor, stored: Tensor, bits: int, index: Tensor | None, needs_a: bool, needs_b: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients with respect to a and b from what a gated MLP saved.
+    """Compute the gradients with respect to a and b from what :func:`keep_gated` saved; None where not needed.
 
-    y: Gradient with respect to act(a) · b, floating point, shape (N, C). stored: Result of :func:`keep_gated`, as the
-    following ones were given to it. needs_a: Whether the gradient with respect to a is needed. needs_b: Whether the
-    gradient with respect to b is needed. Returns both gradients, shape (N, C), dtype of ``y``; None for one that is not
-    needed.
+    y: Gradient with respect to act(a) · b, shape (N, C). Rows that are not in ``index`` get zeros.
     """
     first, second = _apply(y, stored, bits, index, needs_a, needs_b)
     return first if needs_a else None, second if needs_b else None
@@ -161,11 +156,9 @@ def gate_and_pack(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute act(a) · b, and make what a gated MLP saves.
+    """Compute act(a) · b, and pack what a gated MLP saves.
 
-    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape and dtype of ``a``.
-    index: Rows to store, int64, shape (n,), distinct; None for all. needs_a: Whether the gradient with respect to ``a``
-    is needed. needs_b: Whether the gradient with respect to ``b`` is needed. Returns act(a), rounded to the dtype of
+    Arguments as for :func:`keep_gated`; the rows of ``index`` are distinct. Returns act(a), rounded to the dtype of
     ``a``, times b, shape (N, C), contiguous; and the bytes of ``keep_gated``.
     """
     check_factors(a, b)

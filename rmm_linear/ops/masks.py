@@ -33,11 +33,7 @@ APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton
 
 @operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask), native=native.pack_mask)
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
-    """Store which elements are not zero, in one bit each.
-
-    mask: Shape (N, C), any dtype. index: Rows to store, int64, shape (n,); None for all. Returns uint8, shape (n, ⌈C /
-    8⌉).
-    """
+    """Store which elements of a matrix (N, C) are not zero, in one bit each, of all rows or those of an index."""
     return PACK_MASK(mask, index)
 
 
@@ -49,10 +45,7 @@ def _(mask, index):
 
 @operator("apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y), native=native.apply_mask)
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
-    """Multiply the stored elements by a number, and set all others to zero.
-
-    y: Floating point, shape (N, C). Returns shape (N, C), dtype of ``y``, contiguous.
-    """
+    """Multiply the stored elements by a number, and set all others to zero."""
     return APPLY_MASK(y, bits, scale, index).contiguous()
 
 

@@ -65,10 +65,7 @@ NORMALIZE = operation("NORMALIZE", _normalize_plainly, None, triton.normalize, _
 
 
 def norm_bytes(rows: int, columns: int, bits: int) -> int:
-    """Return the bytes that are saved of the input of a norm.
-
-    rows: Rows that are saved, n. Returns bytes of the seed, of rstd, and of the packed copy, each rounded up to a
-    multiple of 16.
+    """Return the bytes saved of a norm's input: seed, rstd and packed copy, each rounded up to a multiple of 16.
 
     Example:
         >>> norm_bytes(1024, 768, 2), 1024 * 768 * 4
@@ -104,11 +101,10 @@ def _fused_samples(case: Case) -> Iterator[Call]:
     native=native.stored_norm,
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
-    """Normalize rows, and store them in few bits.
+    """Normalize rows, and store them in few bits: :func:`norm_bytes` bytes, of seed, rstd, codes and qparams.
 
     x: Floating point; its last ``dims`` dimensions have H elements together, and make a row of the others' N. index:
-    Rows to store, int64, shape (n,); None for all. Returns uint8, one dimension, :func:`norm_bytes` bytes: seed, rstd,
-    codes and qparams.
+    Rows to store, int64, shape (n,); None for all.
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
@@ -133,11 +129,10 @@ def _(x, index, seed, bits, eps, centered, dims=1):
     flops=lambda x, *_, **named: (2 * GROUP + 10) * math.prod(x),  # and γ and β
 )
 def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
-    """Compute a norm, and what :func:`pack_norm` stores of its input.
+    """Compute γ ∘ h + β of all rows, contiguous, and the bytes of :func:`pack_norm`.
 
-    gamma: γ, floating point, shape (H,); None is 1. beta: β, floating point, shape (H,); None is 0. before: The dtype
-    that the normalized rows are rounded to before they are multiplied by γ; float32 for none. Returns γ ∘ h + β of all
-    rows h, the shape of ``x``, contiguous; and the bytes of :func:`pack_norm`.
+    gamma, beta: Shape (H,); None is 1 and 0. before: The dtype that the normalized rows h are rounded to before they
+    are multiplied by γ; float32 for none. dtype: Of the output. The rows of ``index`` are distinct.
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
@@ -169,11 +164,10 @@ def norm_backward(
     dtype: torch.dtype,
     sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of a norm from what :func:`pack_norm` stored.
+    """Compute dX, and dγ and dβ if ``sums``, from the bytes of :func:`pack_norm`.
 
-    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is
-    1. sums: Whether dγ and dβ are needed. Returns dX, shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y``
-    is), shape (H,), or (0,) if not needed.
+    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, shape (H,); None is 1. Returns dX,
+    shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,).
     """
     seeds, rstd, codes, qparams = views(
         stored, norm_parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)

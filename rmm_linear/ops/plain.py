@@ -31,22 +31,20 @@ def sketch(
     p: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return SᵀM.
+    """Return SᵀM, shape (kept_rows, D); M itself if every row is saved in its dtype.
 
-    matrix: M, shape (N, D), floating point. seed: int64 with one element, on the device of ``matrix``. block: Tokens
-    per block, or None. p: Probability of every token, for kinds that sample rows by it. dtype: The dtype in which the
-    sketch is made; None is that of ``matrix``. Returns shape (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`;
-    ``matrix`` itself if every row is kept in its dtype.
+    matrix: M, shape (N, D), floating point. seed: int64 with one element, on the device of ``matrix``. p: Probability
+    of every token, for kinds that sample rows by it. dtype: The dtype in which the sketch is made; None is that of
+    ``matrix``.
     """
     matrix = matrix if dtype is None else matrix.to(dtype)
     return sketches.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)
 
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM); on CPU, SᵀM never exists as a whole.
+    """Return pack(SᵀM) of M, shape (N, D); on CPU, SᵀM never exists as a whole.
 
-    matrix: M, shape (N, D), floating point. Of float16, sketches are made in float32: the sums may exceed it. seed:
-    int64, shape (1,), on the device of ``matrix``; the seed of S and of the rounding. spec: Kind, rows, block and bits.
+    Of float16, sketches are made in float32: the sums may exceed it. ``seed`` is that of S and of the rounding.
     """
     matrix = matrix.float() if matrix.dtype == torch.float16 else matrix
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
@@ -59,12 +57,9 @@ def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask 
 def unpacked_product(
     y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return (SᵀY)ᵀ unpack(Z), with float32 accumulation at least.
+    """Return (SᵀY)ᵀ unpack(Z), shape (O, I), with float32 accumulation at least, for Y (N, O).
 
     The product is taken with Z still rotated and is unrotated afterwards, since it has O rows where Z has K.
-
-    y: Y, shape (N, O), floating point. codes: uint8, shape (K, ⌈I · bits / 8⌉). qparams: bfloat16, shape (K, ⌈I / 64⌉,
-    2). seed: The seed of S and of the rounding, int64, shape (1,). Returns shape (O, I), dtype of ``y``.
     """
     dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
@@ -84,8 +79,8 @@ def product_of_parts(
 ) -> Tensor:
     """Return the product of two matrices that are made a few rows at a time, the left one transposed.
 
-    y: Any matrix with the columns and dtype of the left one, O. columns: Of the right matrix, I. left: A function of
-    ``begin`` and ``end`` that returns the rows begin … end − 1 of the left matrix.
+    y: Any matrix with the columns and dtype of the left one. left, right: Functions of ``begin`` and ``end`` that
+    return the rows begin … end − 1.
     """
     product = None
     for part in product_parts(rows, columns, y.shape[1], y.dtype):
@@ -95,7 +90,10 @@ def product_of_parts(
 
 
 def product_parts(rows: int, columns: int, outputs: int, dtype: torch.dtype) -> Iterator[slice]:
-    """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU."""
+    """Cut the rows of Z into parts that are unpacked and multiplied one after the other on CPU.
+
+    Half types have one part, since they would round the sum after every part.
+    """
     step = _CHUNK // max(1, columns, outputs) if dtype in (torch.float32, torch.float64) else rows
     step -= step % _BLOCK if step > _BLOCK else 0
     for begin in range(0, rows, max(1, step)):
@@ -110,11 +108,9 @@ def sample_rows(
     mask: TokenMask | None,
     generator: Generator = philox,
 ) -> RowSample:
-    """Sample K rows of an input by their norms, as described in :mod:`rmm_linear.sketches.sampling`.
+    """Sample K of N rows by their norms, see :mod:`rmm_linear.sketches.sampling`: int32 indices, and scales.
 
-    x: Input X, shape (N, I), floating point. seed: int64, shape (1,), on the device of ``x``. spec: Kind, rows (K, less
-    than N) and uniform_mix. expected: ŷ, the expected norms ‖yᵢ‖, shape (N,); None without a prediction. Returns
-    indices of the rows, int32, and their scales, float32, both of shape (K,).
+    x: Input X, shape (N, I). expected: ŷ, the expected norms ‖yᵢ‖, shape (N,); None without a prediction.
     """
     p = sketches.probabilities(sketches.row_norms(x), spec.uniform_mix, expected, mask)
     keys = sketches.random_keys(seed, spec.rows, generator)
@@ -122,31 +118,21 @@ def sample_rows(
 
 
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) for sampled rows; on CPU, SᵀM never exists as a whole.
-
-    matrix: M, shape (N, D), floating point. seed: int64, shape (1,), on the device of ``matrix``; the seed of the
-    rounding. sample: Indices and scales of the rows, shape (K,).
-    """
+    """Return pack(SᵀM) of M, shape (N, D), for K sampled rows; on CPU, SᵀM never exists as a whole."""
     return packing.pack_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
 
 def row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
-    """Return a function that makes the sampled rows a few at a time.
-
-    matrix: M, shape (N, D). sample: Indices and scales of the rows, shape (K,). Returns a function of ``begin`` and
-    ``end`` that returns the rows begin … end − 1 of SᵀM.
-    """
+    """Return a function of ``begin`` and ``end`` that makes the sampled rows begin … end − 1 of SᵀM."""
     return lambda begin, end: sketches.gather(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))
 
 
 def fp16_scale(dtype: torch.dtype, tokens: int, rows: int) -> float:
-    """Return the power of two that keeps sums of a sketch within float16; 1 for all other dtypes.
+    """Return the power of two that keeps sums of a sketch within float16, 4√(N/K) at least; 1 for all other dtypes.
 
     SᵀX is divided by it before it is stored, SᵀY multiplied by it. Every row of SᵀX is a sum of tokens: on average
     √(N/K) times as large as a token, and hardly ever four times more than that. So where one channel is large in all
     tokens, SᵀX would be infinite in every step although X is finite. A loss scale would not help: it scales Y alone.
-
-    Returns a power of two, 4√(N/K) at least for float16.
     """
     if dtype != torch.float16 or rows >= tokens:
         return 1.0

@@ -71,10 +71,11 @@ def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
 def save(
     x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Make what is saved of an input.
+    """Compress an input X, shape (N, I): return the tensors that are saved.
 
-    x: Input, shape (N, I). expected: ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds that sample rows of X;
-    None without a prediction.
+    They are (Z, seed), or (codes, qparams, seed) when packed. Where rows are sampled, (Z, index, scale), or (codes,
+    qparams, index, scale, seed) when packed. ``expected`` is ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds
+    that sample rows of X; None without a prediction.
     """
     seeds = seed_on(x.device, seed)
     if spec.samples_rows(x.shape[0]):
@@ -98,20 +99,14 @@ def _(x, seed, expected, *arguments, **named):
 def save_input(
     x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Make what eager code saves of an input, with one operator.
-
-    x: Input, shape (N, I). Returns the tensors of :func:`save`; X alone where every row is saved as it is.
-    """
+    """Make the tensors of :func:`save` in eager code, with one operator; X alone where every row is saved as it is."""
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
         return (x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x,)  # without the seed
     return tuple(save(x, spec, mask, seed, expected))
 
 
 def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tuple[Tensor, ...]:
-    """Return uninitialized tensors with the shapes and dtypes of :func:`save`'s result.
-
-    spec: How the input is saved.
-    """
+    """Return uninitialized tensors with the shapes and dtypes of :func:`save`'s result."""
     rows = spec.kept_rows(tokens)
     stored = (like.new_empty(rows, features),)
     if spec.bits is not None:
@@ -124,9 +119,9 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
 
 
 def is_view_of_more(x: Tensor) -> bool:
-    """Say whether saving a tensor would keep much more memory alive than it needs, as ``hidden[:, 0]`` does.
+    """Say whether saving a tensor would keep more than twice its bytes alive, as ``hidden[:, 0]`` does.
 
-    Returns True if its storage has more than twice its bytes. Always False in compiled code, which saves no views.
+    Not so in compiled code, which saves no views.
     """
     return not torch.compiler.is_compiling() and 0 < 2 * x.nbytes < x.untyped_storage().nbytes()
 
@@ -152,8 +147,8 @@ def save_traced(x: Tensor, spec: SaveSpec, mask: TokenMask | None) -> Tensor:
     Seeds come from PyTorch's global CPU generator, as in eager code, but call by call.
 
     x: Input of the layer itself, shape (*, I), not a view: compilers do not merge operators on two views of a tensor
-    that is also an output of the model, as the last hidden state of an encoder is. Returns uint8, one dimension: the
-    tensors of :func:`save` one after the other, each aligned to 16 bytes.
+    that is also an output of the model, as the last hidden state of an encoder is. Returns the tensors of :func:`save`
+    in one of bytes, each aligned to 16.
     """
     saved = save.function(x.reshape(-1, x.shape[-1]), spec, mask, draw_seed())
     stored = empty_stored(x, _parts(saved)).zero_()
@@ -194,11 +189,7 @@ def _flat_gradient(function, y, stored, columns, *how, **named):
     registered=_flat_gradient,
 )
 def weight_gradient_traced(y: Tensor, stored: Tensor, spec: SaveSpec, features: int, mask: TokenMask | None) -> Tensor:
-    """Return the estimate of dW = YᵀX in compiled code.
-
-    y: Gradient with respect to the layer's output, shape (N, O), dtype of the input. Returns (SᵀY)ᵀ Z, shape (O, I),
-    dtype of ``y``.
-    """
+    """Return the estimate of dW = YᵀX, (SᵀY)ᵀ Z of shape (O, I), in compiled code."""
     saved = empty_saved(y.new_empty(0, device="meta"), y.shape[0], features, spec)
     return weight_gradient(y, views(stored, _parts(saved)), spec, features, mask, in_operator=True)
 

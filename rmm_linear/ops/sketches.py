@@ -146,10 +146,7 @@ PACKED_ROWS = operation(
 
 
 def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None = None, *_: object) -> int:
-    """Count the multiplications and additions of a sketch, as PyTorch counts those of a product.
-
-    shape: (N, D). block: Tokens per block, or None.
-    """
+    """Count the multiplications and additions of a sketch of a matrix (N, D), as PyTorch counts those of a product."""
     tokens, columns = shape
     if kept_rows(tokens, rows, block) >= tokens:
         return 0
@@ -180,11 +177,9 @@ def _product_flops(y: Sequence[int], codes: Sequence[int], qparams, seed, column
 def scaled_sketch(
     matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Return SᵀM times a number, in new memory.
+    """Return SᵀM times a number, in new memory, contiguous, shape (kept_rows, D) and dtype of M.
 
-    matrix: M, shape (N, D), floating point. seed: int64, shape (1,), on the device of ``matrix``. scale: The number,
-    see :func:`rmm_linear.ops.plain.fp16_scale`. If it is not 1, the sketch is made in float32. Returns shape
-    (kept_rows, D), see :func:`rmm_linear.sketches.kept_rows`; dtype of ``matrix``, contiguous.
+    scale: See :func:`rmm_linear.ops.plain.fp16_scale`. If it is not 1, the sketch is made in float32.
     """
     dtype = None if scale == 1 else torch.float32
     result = SKETCH(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=dtype)
@@ -255,10 +250,9 @@ def weight_gradient(
     *,
     in_operator: bool = False,
 ) -> Tensor:
-    """Return the estimate of dW = YᵀX.
+    """Return the estimate of dW = YᵀX from :func:`rmm_linear.ops.save.save`'s result: (SᵀY)ᵀ Z, shape (O, I).
 
-    y: Gradient with respect to the layer's output, shape (N, O). in_operator: Whether the caller is an operator, which
-    may call no other one. Returns (SᵀY)ᵀ Z, shape (O, I), dtype of ``y``.
+    ``in_operator`` says that the caller is an operator, which may call no other one.
     """
     sketch, gather, product = (
         one.function if in_operator else one for one in (scaled_sketch, gather_rows, unpacked_product)

@@ -54,8 +54,11 @@ class AttentionSpec:
     """How an attention computes its output.
 
     Attributes:
+        keys: Keys per sequence, Tk.
         kv_heads: Heads of keys and values; each serves the same number of heads of queries.
         width: Features of a head of queries and keys, d.
+        scale: Factor of the scores.
+        p: Probability of dropout.
     """
 
     keys: int
@@ -83,12 +86,10 @@ def check_attention_bits(bits: object) -> None:
 def attention_rows(
     query: Tensor, key: Tensor, value: Tensor, index: Tensor | None = None, kv_index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is packed of queries, keys and values.
+    """Return the rows that are packed: queries (n, h · d), keys (nk, hk · d) less their mean, values (nk, hk · dv).
 
-    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). index: Tokens whose queries are
-    packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: Tokens whose keys and values are packed,
-    likewise of B · Tk. Returns shapes (n, h · d), (nk, hk · d) and (nk, hk · dv); the keys less their mean over each
-    sequence.
+    query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). index: Tokens whose queries are packed, int64,
+    shape (n,), ascending, of B · Tq; None for all. kv_index: The same of keys and values, of B · Tk.
     """
     key = key - key.mean(2, keepdim=True)
     places = ((query, index), (key, kv_index), (value, kv_index))
@@ -103,10 +104,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
-    """Return the parts of what is saved: seeds, then codes and qparams of queries, keys and values.
-
-    Returns shapes and dtypes.
-    """
+    """Return the parts that are saved: seeds, then codes and qparams of queries, keys and values."""
     parts = [SEEDS]
     for count, width, one in zip((rows, kv_rows, kv_rows), columns, bits, strict=True):
         parts.append(((count, (width * one + 7) // 8), torch.uint8))
@@ -128,7 +126,7 @@ def parts_of(
 def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """Say whether no valid query sees the key of a padded token.
 
-    valid: Which tokens are no padding, bool, shape (B, T). mask: Bool (true where a query sees a key) or additive,
+    valid: Which tokens are not padding, bool, shape (B, T). mask: Bool (true where a query sees a key) or additive,
     shape (B or 1, h or 1, T, T); None for none.
     """
     if mask is None:  # seen by any valid query, or by one that is not before the key
@@ -152,14 +150,14 @@ def score_rows(index: Tensor | None, heads: int, queries: int) -> Tensor | None:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as numbers that are added to scores: the shape of ``mask``; −∞ where it is false."""
+    """Return a mask as numbers that are added to scores: −∞ where it is false."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
 def block_size(device: torch.device) -> int:
-    """Return how many scores are made at a time: scores; on CPU, as many as fit into the caches of all threads."""
+    """Return how many scores are made at a time; on CPU, as many as fit into the caches of all threads."""
     return _BLOCK * torch.get_num_threads() if device.type == "cpu" else _BLOCK << 8
 
 
@@ -168,8 +166,8 @@ def dropped_attention(
 ) -> Tensor:
     """Return the output with a known mask of dropout, as ``F.scaled_dot_product_attention`` does up to rounding.
 
-    query: Shape (B, h, Tq, d). key: Shape (B, hk, Tk, d). value: Shape (B, hk, Tk, dv). mask: Bool or additive, shape
-    (B or 1, h or 1, Tq, Tk), or None. kept: Which scores dropout keeps, bool, shape (B, h, Tq, Tk).
+    query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). mask: Bool or additive, (B or 1, h or 1, Tq, Tk),
+    or None. kept: The scores that dropout keeps, bool, (B, h, Tq, Tk).
     """
     batch, heads, queries, _ = query.shape
     bias = _visible(query, mask, spec, torch.promote_types(query.dtype, torch.float32))

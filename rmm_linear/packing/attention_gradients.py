@@ -58,17 +58,23 @@ def attention_gradients(
     steps: Steps | None = None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to queries, keys and values.
+    """Return the gradients with respect to queries, keys and values: (B, Tq, h, d), (B, Tk, hk, d), (B, Tk, hk, dv).
 
-    grad_output: dO, shape (B, Tq, h, dv). rows: Functions of ``begin`` and ``end`` that return the rows begin … end − 1
-    of what :func:`~rmm_linear.packing.attention.attention_rows` returns: queries, keys, values. mask: Bool or additive,
-    shape (B or 1, h or 1, Tq, Tk), or None. kept: Which scores dropout kept, one bit each, as
-    :func:`rmm_linear.packing.masks.pack_mask` stores the rows :func:`~rmm_linear.packing.attention.score_rows` of (B ·
-    h · Tq, Tk); None without dropout. index: Tokens of the rows of queries, ascending; None for all. kv_index: Tokens
-    of the rows of keys and values, likewise. bias: Added to the scores, or None. steps: Faster functions for the steps
-    between the products; None for those in plain PyTorch. block: Scores at a time; None for what suits the device.
-    Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``; 0 for tokens that have
-    no row.
+    Tokens that have no row get 0.
+
+    Args:
+        grad_output: dO, shape (B, Tq, h, dv).
+        rows: Functions of ``begin`` and ``end`` that return the rows begin … end − 1 of what
+            :func:`~rmm_linear.packing.attention.attention_rows` returns: queries, keys, values.
+        spec: The attention.
+        mask: Bool or additive, shape (B or 1, h or 1, Tq, Tk), or None.
+        kept: Which scores dropout kept, one bit each, as :func:`rmm_linear.packing.masks.pack_mask` stores the rows
+            :func:`~rmm_linear.packing.attention.score_rows` of (B · h · Tq, Tk); None without dropout.
+        index: Tokens of the rows of queries, ascending; None for all.
+        kv_index: Tokens of the rows of keys and values, likewise.
+        bias: Added to the scores, or None.
+        steps: Faster functions for the steps between the products; None for those in plain PyTorch.
+        block: Scores at a time; None for what suits the device.
     """
     batch, queries, heads, value_width = grad_output.shape
     block = block or block_size(grad_output.device)
@@ -247,9 +253,8 @@ def _by_token(tensor: Tensor, count: int, group: int) -> Tensor:
 def biased(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bias of scores and a mask as numbers that are added to scores, as transformers puts them together.
 
-    mask: Bool, true where a query sees a key, or additive, or None. bias: Of the scores, as relative positions have
-    one; the mask's shape, or one that broadcasts with it. Returns the sum; where a bool mask is false, the lowest
-    number of the bias's dtype.
+    mask: Bool, true where a query sees a key, or additive, or None. bias: Broadcasts with the mask. Where a bool mask
+    is false, the sum is the lowest number of the bias's dtype.
     """
     if mask is None:
         return bias.to(dtype)
@@ -260,7 +265,7 @@ def biased(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores beside the mask.
+    """A bias that is added to the scores in addition to the mask.
 
     Attributes:
         values: Shape (B or 1, h or 1, Tq, Tk).

@@ -37,11 +37,11 @@ from rmm_linear.packing.stored import SEED, Part
 def pack_derivative(
     x: Tensor, function: Pointwise, bits: int, seed: Tensor | None = None, index: Tensor | None = None
 ) -> Tensor:
-    """Round g'(x) to ``bits`` per element.
+    """Round g'(x) to ``bits`` per element: codes, uint8, shape (n, ⌈C · bits / 8⌉).
 
     x: Input of the function, floating point, shape (N, C). bits: 8, 4, 2 or 1; 1 for a function that is exact in one
-    bit. seed: Seed of the rounding, int64 with one element, on the device of ``x``. Not used where one bit is exact.
-    index: Rows to store, int64, shape (n,); None for all. Returns codes, uint8, shape (n, ⌈C · bits / 8⌉).
+    bit. seed: int64 with one element; not used where one bit is exact. index: Rows to store, int64, shape (n,); None
+    for all.
 
     Example:
         >>> pack_derivative(torch.tensor([[1.0, -1.0, 2.0]]), Pointwise("relu"), 1)
@@ -73,11 +73,7 @@ def apply_derivative(
     seed: Tensor | None = None,
     index: Tensor | None = None,
 ) -> Tensor:
-    """Multiply a gradient by stored derivatives.
-
-    y: dY, the gradient by the function's output, floating point, shape (N, C). Returns dX̂, shape (N, C), dtype of
-    ``y``; rows that are not stored are zero.
-    """
+    """Multiply dY, shape (N, C), by stored derivatives; rows that are not stored get zeros."""
     out = torch.empty_like(y, memory_format=torch.contiguous_format) if index is None else y.new_zeros(y.shape)
     noise = _noise(function, seed, *_shape(codes, y))
     places, shifts = _places(y.shape[1], bits, y.device)
@@ -97,10 +93,10 @@ def apply_derivative(
 
 
 def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
-    """Return what the stand-in of a function is made of.
+    """Return the shapes and dtypes that are stored for a function's derivative.
 
-    Returns shapes and dtypes of the codes, and of what else belongs to them: the seed where they are random, first, and
-    for ReLU² the qparams of its groups, last.
+    They are the codes, with the seed before them where they are random, and for ReLU² the qparams of its groups after
+    them.
     """
     codes: Part = (rows, (columns * bits + 7) // 8), torch.uint8
     if function.is_exact:
@@ -121,7 +117,7 @@ def stored_layout(
 
 
 def check_width(function: Pointwise, bits: int) -> None:
-    """Refuse widths that a function's stand-in cannot have."""
+    """Refuse a width that a function's derivative cannot be stored in."""
     if not function.is_bounded:
         check_bits(bits)
     elif bits != 1 and (function.is_exact or bits not in (8, 4, 2)):
@@ -129,7 +125,7 @@ def check_width(function: Pointwise, bits: int) -> None:
 
 
 def below(y: Tensor, function: Pointwise) -> Tensor | float:
-    """Return dX where the derivative of a function that is exact in one bit is not 1."""
+    """Return dX where the derivative of a function that is exact in one bit is not 1: 0, or the slope times dY."""
     return y * function.parameters[0] if function.parameters else 0
 
 

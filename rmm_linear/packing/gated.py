@@ -45,11 +45,10 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 def pack_gated(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
 ) -> list[Packed | None]:
-    """Pack p = b · act'(a) and s = act(a).
+    """Pack p = b · act'(a) and s = act(a); None for one that is not wanted.
 
-    a: The gate's output, floating point, shape (N, C). b: What act(a) is multiplied by, shape (N, C). seeds: int64,
-    shape (2,): of p and of s. activation: Name of act, one of :data:`ACTIVATIONS`. wanted: Whether p and s are needed.
-    index: Rows to store, int64, shape (n,); None for all. Returns p and s, packed; None for one that is not wanted.
+    a, b: Floating point, shape (N, C). seeds: int64, shape (2,): of p and of s. activation: One of :data:`ACTIVATIONS`.
+    index: Rows to store, int64, shape (n,); None for all.
 
     Example:
         >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
@@ -78,10 +77,9 @@ def pack_gated(
 def apply_gated(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
-    """Multiply a gradient by p and by s.
+    """Multiply a gradient of act(a) · b, shape (N, C), by p and by s: da and db; None where one is missing.
 
-    y: Gradient with respect to act(a) · b, floating point, shape (N, C). Returns da and db, shape (N, C), dtype of
-    ``y``; None where there is no product.
+    Rows that are not stored get zeros.
     """
     stored = _wide(y if index is None else y.index_select(0, index))
     found: list[Tensor | None] = []
@@ -96,11 +94,7 @@ def apply_gated(
 
 
 def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
-    """Return what a gated MLP saves.
-
-    count: How many of the two products are stored. Returns shapes and dtypes of the two seeds, and of codes and qparams
-    of each product.
-    """
+    """Return the shapes and dtypes of the two seeds, and of codes and qparams of each product that is stored."""
     codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
     qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
     return [SEEDS, *[codes, qparams] * count]

@@ -9,10 +9,10 @@ _BITS = 8
 
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
-    """Store which elements are not zero.
+    """Store which elements of a matrix (N, C) are not zero: uint8, shape (n, ⌈C / 8⌉).
 
-    mask: Shape (N, C), any dtype. index: Rows to store, int64, shape (n,); None for all. Returns uint8, shape (n, ⌈C /
-    8⌉): bit j of byte i of a row says whether its element 8·i + j is not zero.
+    Bit j of byte i of a row says whether its element 8·i + j is not zero. index: Rows to store, int64, (n,); None for
+    all.
 
     Example:
         >>> pack_mask(torch.tensor([[2.0, 0.0, 2.0]]))
@@ -25,8 +25,6 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
     """Multiply the stored elements by a number and all others by zero, so that NaN and infinities arrive.
-
-    y: Floating point, shape (N, C). Returns shape (N, C), dtype of ``y``.
 
     Example:
         >>> apply_mask(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5]], dtype=torch.uint8), 2.0)

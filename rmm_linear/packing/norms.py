@@ -34,7 +34,7 @@ from rmm_linear.packing.stored import SEED, Part
 
 
 class NormCopy(NamedTuple):
-    """What is saved of the input of a norm.
+    """The packed copy that is saved of a norm's input.
 
     Attributes:
         codes: Of h, uint8, shape (n, ⌈H · bits / 8⌉).
@@ -55,12 +55,7 @@ def norm_parts(rows: int, columns: int, bits: int) -> list[Part]:
 
 
 class NormGradients(NamedTuple):
-    """The gradients of a norm.
-
-    Attributes:
-        x: Of its input, shape (N, H).
-        weight: Of γ, shape (H,), or (0,) if the sums over rows are not needed.
-    """
+    """The gradients of a norm: of its input, (N, H), and of γ and β, (H,), or (0,) if the sums are not needed."""
 
     x: Tensor
     weight: Tensor
@@ -71,11 +66,10 @@ class NormGradients(NamedTuple):
 def pack_norm(
     x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
 ) -> NormCopy:
-    """Normalize rows, and round them to ``bits`` per element.
+    """Normalize rows of a matrix (N, H), and round them to ``bits`` per element.
 
-    x: Floating point, shape (N, H). Statistics are computed in float32, of float64 in float64. seed: int64 with one
-    element, on the device of ``x``; the seed of the rotation and the rounding. index: The rows to save, int64, shape
-    (n,); None for all.
+    Statistics are computed in float32, of float64 in float64. seed: int64 with one element. index: The rows to save,
+    int64, shape (n,); None for all.
 
     Example:
         >>> saved = pack_norm(torch.tensor([[1.0, 3.0]]), 2, torch.tensor([0]), eps=0.0)
@@ -97,11 +91,10 @@ def normalize(
     eps: float,
     centered: bool = True,
 ) -> Tensor:
-    """Compute γ ∘ h + β.
+    """Compute γ ∘ h + β of a matrix (N, H), in float32 at least.
 
-    x: Floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is 1. beta: β, floating point, shape
-    (H,); None is 0. dtypes: What h is rounded to before it is multiplied by γ, float32 for not at all; and dtype of the
-    result. Returns shape (N, H), computed in float32 at least.
+    gamma, beta: Shape (H,); None is 1 and 0. dtypes: That h is rounded to before it is multiplied by γ, float32 for not
+    at all; and that of the result.
     """
     h = wide(x)
     h = h - h.mean(1, keepdim=True) if centered else h
@@ -126,10 +119,9 @@ def norm_gradients(
 ) -> NormGradients:
     """Compute the gradients of a norm from the packed copy of its normalized input.
 
-    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, floating point, shape (H,); None is
-    1. index: The rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read. dtype: dtype of
-    dX; None is that of ``y``. sums: Whether dγ and dβ are needed. Returns dX, and in float32 (float64 if ``y`` is) the
-    sums over rows, which are accumulated in float64.
+    y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, shape (H,); None is 1. index: The
+    rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read. sums: Whether dγ and dβ are
+    needed; they are float32 (float64 if ``y`` is), accumulated in float64.
     """
     rows = wide(y if index is None else y.index_select(0, index))
     columns, rstd = y.shape[1], saved.rstd.to(rows.dtype).unsqueeze(1)
@@ -146,9 +138,9 @@ def norm_gradients(
 
 
 def copy_variance(qparams: Tensor, columns: int) -> Tensor:
-    """Return v, the variance of every element of a packed copy, which is the same within a group.
+    """Return v = scale² / 12, the variance of every element of a packed copy, float64, shape (n, H).
 
-    qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2). Returns scale² / 12, float64, shape (n, H).
+    qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2).
 
     Example:
         >>> copy_variance(torch.tensor([[[0.0, 6.0]]]), 2)
@@ -158,5 +150,5 @@ def copy_variance(qparams: Tensor, columns: int) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return half types in float32: the tensor in float32, or itself if it is float32 or float64."""
+    """Return half types in float32, other dtypes as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

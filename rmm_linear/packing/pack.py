@@ -64,10 +64,10 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
 
     A NaN makes its whole group NaN.
 
-    matrix: Floating point, shape (rows, columns). seed: int64 with one element, on the device of ``matrix``; the seed
-    of the rotation and the rounding. Returns codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i
-    holds the elements i, i + h, …, lower bits first, where h is the group's bytes. And qparams, bfloat16, shape (rows,
-    ⌈columns / 64⌉, 2): offset and scale of every group.
+    matrix: Floating point, shape (rows, columns). seed: int64 with one element, on the device of ``matrix``. Returns
+    codes, uint8, shape (rows, ⌈columns · bits / 8⌉): for each group, byte i holds the elements i, i + h, …, lower bits
+    first, where h is the group's bytes. And qparams, bfloat16, shape (rows, ⌈columns / 64⌉, 2): offset and scale of
+    every group.
     """
     return pack_parts(lambda begin, end: matrix[begin:end], matrix.shape, bits, seed)
 
@@ -77,8 +77,7 @@ def pack_parts(
 ) -> tuple[Tensor, Tensor]:
     """Pack a matrix as :func:`pack` does, a few rows at a time, so that it never exists as a whole.
 
-    part: A function of ``begin`` and ``end`` that returns the rows begin … end − 1. shape: Rows and columns of the
-    matrix.
+    part: A function of ``begin`` and ``end`` that returns the rows begin … end − 1.
     """
     check_bits(bits)
     rows, columns = shape
@@ -128,11 +127,7 @@ def unpack(
 def unpack_parts(
     codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype
 ) -> Callable[[int, int], Tensor]:
-    """Unpack a matrix as :func:`unpack` does, some rows at a time.
-
-    qparams: Offset and scale of every group. Returns a function of ``begin`` and ``end`` that returns the rows begin …
-    end − 1; whole groups stay rotated.
-    """
+    """Return a function of ``begin`` and ``end`` that unpacks these rows, whole groups still rotated."""
     noise = RoundingNoise.of(seed, codes.shape[0], columns)
 
     def part(begin: int, end: int) -> Tensor:
@@ -144,11 +139,7 @@ def unpack_parts(
 
 
 def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
-    """Undo the rotation of a matrix's whole groups of 64 columns.
-
-    matrix: A result of ``unpack(..., rotated=True)``, or a product of any matrix with it, shape (rows, columns).
-    Returns shape (rows, columns), dtype of ``matrix``.
-    """
+    """Undo the rotation of whole groups in a result of ``unpack(..., rotated=True)``, or in a product with it."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     return rotate_groups(wide, RoundingNoise.of(seed, 0, GROUP).rotation.T).to(matrix.dtype)
 
@@ -156,8 +147,7 @@ def unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
 def rounding_variance(qparams: Tensor, columns: int) -> Tensor:
     """Return the variance that packing added to every row, exactly: Σ over its elements of scale² / 12.
 
-    qparams: Offset and scale of every group, as :func:`pack` returns them, shape (rows, ⌈columns / 64⌉, 2). Returns
-    E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
+    qparams: Of :func:`pack`. Returns E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
 
     Example:
         >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
@@ -177,18 +167,12 @@ def check_bits(bits: int | None) -> int:
 
 
 def mark_infinite(qparams: Tensor) -> None:
-    """Make every group NaN whose qparams are not finite: with a NaN, an infinity, or a scale beyond float32.
-
-    qparams: Offset and scale of every group, shape (rows, groups, 2); written to.
-    """
+    """Make every group NaN, in place, whose qparams are not finite: a NaN, an infinity, or a scale beyond float32."""
     qparams.masked_fill_(~qparams.isfinite().all(-1, keepdim=True), torch.nan)
 
 
 def row_parts(rows: int, columns: int, device: torch.device, chunk: int = _CHUNK) -> Iterator[slice]:
-    """Cut a matrix into parts of rows that are handled one after the other: on CPU they fit into its cache.
-
-    Yields the rows of a part; on other devices than the CPU, all rows.
-    """
+    """Cut a matrix into parts of rows that fit into a CPU's cache; on other devices, all rows are one part."""
     step = max(1, chunk // max(1, columns)) if device.type == "cpu" else max(1, rows)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))

@@ -35,14 +35,13 @@ class Pointwise:
     parameters: tuple[float, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the function. x: Floating point, any shape."""
+        """Apply the function to floating-point numbers."""
         return FUNCTIONS[self.name].value(x, *self.parameters)
 
     def derivative(self, x: Tensor) -> Tensor:
-        """Compute g'(x). At a jump of g' it is what PyTorch's backward pass takes.
+        """Compute g'(x) of float32 or float64. At a jump of g' it is what PyTorch's backward pass takes.
 
-        x: float32 or float64, any shape. Returns g'(x). NaN counts as −∞, unless the derivative is exact in one bit:
-        then it is PyTorch's.
+        NaN counts as −∞, unless the derivative is exact in one bit: then it is PyTorch's.
         """
         if not self.is_exact and self.is_bounded:
             x = x.nan_to_num(-_FAR).clamp(-_FAR, _FAR)
@@ -70,21 +69,18 @@ class Pointwise:
         return FUNCTIONS[self.name].range
 
     def bits(self, wanted: int) -> int:
-        """Return the width in which the stand-in is stored.
-
-        Returns 1 where that is exact, at least 2 for the square of ReLU, else ``wanted``.
-        """
+        """Return the width of the stored derivative: 1 where that is exact, at least 2 for ReLU², else ``wanted``."""
         return 1 if self.is_exact else wanted if self.is_bounded else max(2, wanted)
 
     def step(self, bits: int) -> float:
-        """Return the distance of two codes, by which the range is cut into 2^bits − 1 parts."""
+        """Return the distance of two codes: the range is cut into 2^bits − 1 parts."""
         low, high = self.range
         return (high - low) * (1 + _MARGIN) / (2**bits - 1)
 
 
 @dataclass(frozen=True)
 class PointwiseFamily:
-    """What a name in :data:`FUNCTIONS` stands for."""
+    """The functions of a name in :data:`FUNCTIONS`: g, g' for finite x, and g's range with the default parameters."""
 
     value: Callable[..., Tensor]
     derivative: Callable[..., Tensor]

@@ -40,7 +40,7 @@ class RoundingNoise:
 
     @classmethod
     def of(cls, seed: Tensor, rows: int, columns: int, generator: Generator = philox) -> RoundingNoise:
-        """Draw the numbers for a matrix. seed: int64 with one element."""
+        """Draw the numbers for a matrix of so many rows and columns."""
         counters = torch.arange(max(rows, columns, 2), device=seed.device)
         a, c, words, _ = generator(seed, counters, ROUNDING_STREAM)
         signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)

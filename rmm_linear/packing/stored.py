@@ -21,9 +21,7 @@ SEED: Part = ((1,), torch.int64)
 
 
 def stored_bytes(parts: Sequence[Part]) -> int:
-    """Return the bytes that parts take together.
-
-    Returns the sum of their bytes, each rounded up to a multiple of 16.
+    """Return the bytes that parts take together, each rounded up to a multiple of 16.
 
     Example:
         >>> stored_bytes([((3, 5), torch.uint8), SEED])
@@ -33,7 +31,7 @@ def stored_bytes(parts: Sequence[Part]) -> int:
 
 
 def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return uninitialized bytes for parts: uint8, one dimension."""
+    """Return uninitialized bytes for parts."""
     return like.new_empty(_places(tuple(parts))[1], dtype=torch.uint8)
 
 

@@ -26,14 +26,14 @@ def sketch(
     p: Tensor | None = None,
     generator: Generator = philox,
 ) -> Tensor:
-    """Return SᵀM for the S of a kind and a seed.
+    """Return SᵀM for the S of a kind and a seed: shape (:func:`kept_rows`, D), dtype of M.
 
     If all tokens fit into K rows (K ≥ N, or K ≥ n valid tokens with a mask), the result is their rows, unchanged.
 
     matrix: M, shape (N, D), floating point. seed: int64 with one element, on the device of ``matrix``. block: Tokens
     per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens. mask: The valid tokens; the
-    others are left out of S. None for all. p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample
-    rows; see :func:`probabilities`. Returns shape (:func:`kept_rows`, D), dtype of ``matrix``.
+    others are left out of S. p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample rows; see
+    :func:`probabilities`.
 
     Example:
         >>> import torch
@@ -73,10 +73,9 @@ def sketch_parts(
     mask: TokenMask | None = None,
     generator: Generator = philox,
 ) -> Callable[[int, int], Tensor]:
-    """Return a function that makes SᵀM a few rows at a time, on CPU, so that it need never exist as a whole.
+    """Return a function of ``begin`` and ``end`` that makes these rows of :func:`sketch`'s result, on CPU.
 
-    matrix: M, shape (N, D), floating point, on CPU. seed: int64 with one element. block: Tokens per block, or None.
-    Returns a function of ``begin`` and ``end`` that returns the rows begin … end − 1 of the result of :func:`sketch`.
+    So SᵀM need never exist as a whole. The kinds of :data:`SAMPLERS` cannot do that where K < N.
     """
     tokens = matrix.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
@@ -124,11 +123,10 @@ def variance(
     mask: TokenMask | None = None,
     p: Tensor | None = None,
 ) -> Tensor:
-    """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module.
+    """Return E‖dŴ − dW‖² of the sketched gradient exactly, as derived in each family's module, a float64 scalar.
 
     x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O); zero where the mask is
-    false. block: Tokens per block, or None. p: Probability of every token, shape (N,), for the kinds of
-    :data:`SAMPLERS`; None uses ‖xᵢ‖ alone. Returns float64 scalar.
+    false. p: Probability of every token, shape (N,), for the kinds of :data:`SAMPLERS`; None uses ‖xᵢ‖ alone.
     """
     tokens = x.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int]:
-    """Return the sizes of a block-diagonal sketch.
-
-    rows: Rows requested, K ≤ N. block: Tokens per block; None is one block.
-    """
+    """Return tokens per block, number of blocks, and rows per block K_b; blocks · K_b is at least ``rows``."""
     block = min(block or tokens, tokens)
     blocks = -(-tokens // block)
     return block, blocks, -(-rows // blocks)
@@ -19,8 +16,8 @@ def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int
 def even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
     """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that every block has tokens.
 
-    size: Tokens per block if all tokens are valid. count: n, the number of valid tokens, int64, shape (1,). Returns
-    Index of every block's tokens, shape (blocks, size), and which of them are tokens of the block.
+    count: n, int64, shape (1,). Returns the index of every block's tokens, shape (blocks, size), and which of them are
+    tokens of the block.
     """
     place = torch.arange(size, device=count.device)
     length = (count + blocks - 1) // blocks

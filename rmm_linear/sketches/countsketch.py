@@ -27,13 +27,11 @@ from rmm_linear.sketches.philox import Generator, philox, unpack_signs
 
 
 def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator = philox) -> tuple[Tensor, Tensor]:
-    """Return the sign of every token and the cyclic shift of every segment, uniform in [0, rows).
+    """Return the sign of every token, int8 (N,), and the cyclic shift of every segment, int64 (⌈N/K⌉,) in [0, rows).
 
     The sign of token i is bit i % 32 of the first word of counter i // 32. The shift of segment s comes from the second
     word of counter s: the high word of its product with ``rows`` is uniform up to rows / 2**32. The first segment
     has the shift 0 and the signs +1.
-
-    seed: int64 with one element. Returns signs, int8, shape (N,), and shifts, int64, shape (⌈N/K⌉,).
     """
     segments, words = -(-tokens // rows), -(-tokens // 32)
     first, second, *_ = generator(seed, torch.arange(max(segments, words), device=seed.device), 0)
@@ -43,7 +41,7 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int, generator: Generator 
 
 
 def destinations(shifts: Tensor, tokens: int, rows: int) -> Tensor:
-    """Return the row of Z that every token is added to: int64 in [0, rows), shape (tokens,)."""
+    """Return the row of Z that every token is added to, int64."""
     index = torch.arange(tokens, device=shifts.device)
     return (index % rows + shifts[index // rows]) % rows
 
@@ -56,11 +54,7 @@ def sketch(
     count: Tensor | None = None,
     generator: Generator = philox,
 ) -> Tensor:
-    """Return SᵀM.
-
-    matrix: M, shape (N, D). seed: int64 with one element, on the device of ``matrix``. Returns shape (K, D), dtype of
-    ``matrix``; sums are accumulated in float32 at least.
-    """
+    """Return SᵀM of M (N, D), summed in float32 at least. Zero rows at the end have no effect."""
     tokens = matrix.shape[0]
     if matrix.device.type == "cpu":
         return part(matrix, seed, rows, generator)(0, rows)
@@ -75,22 +69,14 @@ def sketch(
 
 
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
-    """Return a function that makes SᵀM a few rows at a time.
-
-    matrix: M, shape (N, D), on CPU. seed: int64 with one element. Returns a function of ``begin`` and ``end`` that
-    returns the rows begin … end − 1, in the dtype of ``matrix``.
-    """
+    """Return a function of ``begin`` and ``end`` that makes these rows of SᵀM on CPU."""
     if matrix.shape[0] <= rows:
         return lambda begin, end: _zero_padded(matrix[begin:end], end - begin)
     return hashed_part(matrix, *signs_and_shifts(seed, matrix.shape[0], rows, generator), rows)
 
 
 def hashed_part(matrix: Tensor, signs: Tensor, shifts: Tensor, rows: int) -> Callable[[int, int], Tensor]:
-    """Return a function that makes SᵀM a few rows at a time, for N > K.
-
-    matrix: M, shape (N, D), on CPU. signs: Sign of every token, int8, shape (N,). shifts: Shift of every segment,
-    int64, shape (⌈N/K⌉,).
-    """
+    """Return a function that makes rows of SᵀM, N > K, from signs, int8 (N,), and shifts, int64 (⌈N/K⌉,)."""
     tokens, dtype = matrix.shape[0], accumulator_dtype(matrix.dtype)
     sign, others = signs.to(dtype).unsqueeze(1), list(enumerate(shifts.tolist()))[1:]
 
@@ -114,10 +100,7 @@ def _zero_padded(matrix: Tensor, rows: int) -> Tensor:
 
 
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
-    """Return E‖dŴ − dW‖² exactly.
-
-    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). Returns float64 scalar.
-    """
+    """Return E‖dŴ − dW‖² exactly, a float64 scalar, for x (N, I) and y (N, O)."""
     inside = [Moments.of(*pair).signed for pair in zip(x.split(rows), y.split(rows), strict=True)]
     return (Moments.of(x, y).signed - torch.stack(inside).sum()) / rows
 

@@ -45,11 +45,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Moments:
-    """The three numbers from which every variance is computed.
-
-    Attributes:
-        g: ‖XᵀY‖²_F, the squared norm of the exact gradient.
-    """
+    """The three numbers from which every variance is computed: P, g and d."""
 
     p: Tensor
     g: Tensor
@@ -57,10 +53,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> Moments:
-        """Compute the moments, in float64: variances are differences of them, and cancel where α is near 1.
-
-        x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O).
-        """
+        """Compute the moments of X (N, I) and Y (N, O), in float64: their differences cancel where α is near 1."""
         x, y = x.double(), y.double()
         x_norms, y_norms = x.square().sum(1), y.square().sum(1)
         return cls(x_norms.sum() * y_norms.sum(), (x.T @ y).square().sum(), (x_norms * y_norms).sum())
@@ -72,5 +65,5 @@ class Moments:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, else float32. dtype: dtype of the matrix that is sketched."""
+    """Return the dtype of sums: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)

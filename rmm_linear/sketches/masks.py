@@ -24,9 +24,7 @@ class TokenMask:
 
     @classmethod
     def of(cls, mask: Tensor) -> TokenMask:
-        """Rank the rows of a mask.
-
-        mask: True or non-zero for tokens that reach the loss, shape (N,).
+        """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss.
 
         Example:
             >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order

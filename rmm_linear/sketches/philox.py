@@ -28,13 +28,12 @@ _CHUNK = 1 << 14
 
 
 def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four independent 32-bit words per counter.
+    """Return four independent 32-bit words per counter: int64 in [0, 2**32), of the shape of ``offset``.
 
-    Costs about a hundred elementwise integer operations on the shape of ``offset``.
+    Costs about a hundred elementwise integer operations on that shape.
 
-    seed: Key of the generator, int64 with one element, any value. It is not copied to the host. offset: Counters,
-    int64, any shape, on the device of ``seed``. stream: Number of an independent stream under the same seed, in [0,
-    2**32). Returns four int64 tensors of the shape of ``offset`` with values in [0, 2**32).
+    seed: int64 with one element, any value. It is not copied to the host. offset: Counters, int64, any shape. stream:
+    Number of an independent stream under the same seed, in [0, 2**32).
 
     Example:
         >>> words = philox(torch.tensor(7), torch.arange(2))
@@ -51,12 +50,7 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
 
 
 def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of a counter of four words.
-
-    seed: Key, int64 with one element. c0: Lowest word of the counter, int64 in [0, 2**32), any shape. c1: Second word,
-    same shape. c2: Third word, same shape. c3: Highest word, same shape. Returns four int64 tensors of the same shape
-    with values in [0, 2**32).
-    """
+    """Return the four words of counters of four words, lowest first, all int64 in [0, 2**32)."""
     seed = seed.reshape(())
     rounds = torch.arange(_ROUNDS, device=seed.device)
     keys_a = ((seed & _WORD) + rounds * _KEY_A) & _WORD
@@ -71,38 +65,25 @@ def philox4x32(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> 
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Convert 32-bit words to float32 numbers in [0, 1), as Triton's ``tl.rand`` does.
-
-    words: Words of :func:`philox`, int64 in [0, 2**32), any shape. Returns float32 of the same shape.
-    """
+    """Convert 32-bit words, as int64, to float32 numbers in [0, 1), as Triton's ``tl.rand`` does."""
     signed = torch.where(words >= 2**31, words - 2**32, words)
     return torch.where(signed < 0, -signed - 1, signed).to(torch.float32) * 4.6566127342e-10
 
 
 def normal(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert two words to two standard normal numbers by the Box-Muller transform, as Triton's ``tl.randn`` does.
-
-    first: Words that give the radius, int64, any shape. second: Words that give the angle, same shape. Returns two
-    float32 tensors of the same shape.
-    """
+    """Convert two words to two standard normal numbers by the Box-Muller transform, as Triton's ``tl.randn``."""
     radius = torch.sqrt(-2.0 * torch.log(uniform(first).clamp_min(1.0e-7)))
     angle = (2 * math.pi) * uniform(second)
     return radius * torch.cos(angle), radius * torch.sin(angle)
 
 
 def signs(seed: Tensor, count: int, stream: int = 0, generator: Generator = philox) -> Tensor:
-    """Return ``count`` random signs; sign i is bit i % 32 of word i // 32.
-
-    seed: int64 with one element. Returns tensor of +1 and -1, int8, shape (count,).
-    """
+    """Return ``count`` random signs, int8; sign i is bit i % 32 of word i // 32."""
     words = generator(seed, torch.arange((count + 31) // 32, device=seed.device), stream)[0]
     return unpack_signs(words).reshape(-1)[:count]
 
 
 def unpack_signs(words: Tensor) -> Tensor:
-    """Convert every 32-bit word to 32 signs, lowest bit first; a set bit is -1.
-
-    words: int64 in [0, 2**32), shape (*,). Returns tensor of +1 and -1, int8, shape (*, 32).
-    """
+    """Convert every 32-bit word to 32 signs, int8 (*, 32), lowest bit first; a set bit is -1."""
     bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1
     return 1 - 2 * bits.to(torch.int8)

@@ -24,10 +24,7 @@ def has_blocks(kind: str) -> bool:
 
 
 def kept_rows(tokens: int, rows: int, block: int | None = None) -> int:
-    """Return how many rows a sketch has: K, with ``block`` rounded up to a multiple of the number of blocks.
-
-    block: Tokens per block, or None. Returns the number of rows, at most N; N where every row is kept.
-    """
+    """Return how many rows a sketch has: K, with ``block`` rounded up to whole blocks; at most N."""
     if rows >= tokens or block is None:
         return min(rows, tokens)
     _, blocks, rows_per_block = block_rows(tokens, rows, block)
@@ -41,7 +38,7 @@ def check_kind(kind: object) -> None:
 
 
 def check_block(kind: str, block: int | None) -> None:
-    """Refuse a block where it means nothing. block: Tokens per block, or None."""
+    """Refuse a block where it means nothing."""
     if block is not None and not has_blocks(kind):
         able = ", ".join(name for name in KINDS if has_blocks(name))
         raise ValueError(f"block is for {able} only, got block={block} with kind={kind!r}. Use block=None.")

@@ -22,7 +22,7 @@ _KEYS = 2
 
 
 def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tensor:
-    """Return random 63-bit keys. seed: int64 with one element. Returns int64 in [0, 2**63), shape (count,)."""
+    """Return random 63-bit keys, int64 in [0, 2**63), shape (count,)."""
     words = generator(seed, torch.arange(count, device=seed.device), _KEYS)
     return (words[0] << 31) | (words[1] >> 1)
 
@@ -30,12 +30,11 @@ def random_keys(seed: Tensor, count: int, generator: Generator = philox) -> Tens
 def sample(
     seed: Tensor, population: int, size: int, count: Tensor | None = None, generator: Generator = philox
 ) -> Tensor:
-    """Sample ``size`` of ``population`` indices, uniformly and without replacement.
+    """Sample ``size`` of ``population`` indices, ascending, uniformly and without replacement.
 
     They are the indices with the smallest of N random 63-bit keys; two equal keys have probability below N² / 2**64.
 
-    seed: int64 with one element. count: n, int64, shape (1,): sample from the first n indices; others are only taken if
-    K > n. None is N. Returns int64, shape (K,), ascending.
+    count: n, int64, shape (1,): sample from the first n indices; others are only taken if K > n. None is N.
     """
     keys = random_keys(seed, population, generator)
     if count is not None:
@@ -52,11 +51,7 @@ def sketch(
     count: Tensor | None = None,
     generator: Generator = philox,
 ) -> Tensor:
-    """Return SᵀM: the sampled rows, scaled.
-
-    matrix: M, shape (N, D). seed: int64 with one element, on the device of ``matrix``. count: n; only the first n rows
-    are sampled. None is N. Returns shape (K, D), dtype of ``matrix``.
-    """
+    """Return SᵀM of M (N, D): K of its first n rows, sampled and scaled."""
     if count is None:
         return part(matrix, seed, rows, generator)(0, rows)
     sampled = matrix.index_select(0, sample(seed, matrix.shape[0], rows, count, generator))
@@ -64,22 +59,14 @@ def sketch(
 
 
 def part(matrix: Tensor, seed: Tensor, rows: int, generator: Generator = philox) -> Callable[[int, int], Tensor]:
-    """Return a function that makes SᵀM a few rows at a time.
-
-    matrix: M, shape (N, D). seed: int64 with one element. Returns a function of ``begin`` and ``end`` that returns the
-    rows begin … end − 1.
-    """
+    """Return a function of ``begin`` and ``end`` that makes these rows of SᵀM."""
     tokens = matrix.shape[0]
     sampled = sample(seed, tokens, rows, generator=generator)
     return lambda begin, end: matrix.index_select(0, sampled[begin:end]).mul_(sqrt(tokens / rows))
 
 
 def variance(x: Tensor, y: Tensor, rows: int, block: int | None = None, count: Tensor | None = None) -> Tensor:
-    """Return E‖dŴ − dW‖² exactly.
-
-    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). count: n; the rows from
-    n on are zero. None is N. Returns float64 scalar.
-    """
+    """Return E‖dŴ − dW‖² exactly, a float64 scalar, for x (N, I) and y (N, O), whose rows from n on are zero."""
     tokens, m = x.shape[0] if count is None else int(count), Moments.of(x, y)
     return (tokens - rows) / (rows * max(tokens - 1, 1)) * (tokens * m.d - m.g)
 

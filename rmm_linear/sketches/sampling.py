@@ -60,7 +60,7 @@ class Sampler:
 
     Attributes:
         summary: One line for tables and help texts.
-        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are kept unscaled. ``tails[c]`` is
+        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are saved unscaled. ``tails[c]`` is
             the sum of all probabilities but the c largest.
     """
 
@@ -83,10 +83,7 @@ WTA = Sampler("wta", "rows with the largest expected shares saved exactly, the r
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """Return the Euclidean norm of every row.
-
-    matrix: Floating point, shape (N, D). Returns float32 or float64, shape (N,).
-    """
+    """Return the Euclidean norm of every row of a matrix (N, D), float32 or float64."""
     dtype, is_half = accumulator_dtype(matrix.dtype), matrix.dtype in (torch.float16, torch.bfloat16)
     has_graph = matrix.requires_grad and torch.is_grad_enabled()
     if matrix.device.type != "cpu" or not is_half or has_graph or torch.compiler.is_compiling():
@@ -106,14 +103,14 @@ def probabilities(
     expected: Tensor | None = None,
     mask: TokenMask | None = None,
 ) -> Tensor:
-    """Return the probability of every token, p = (1 − u) · w/Σw + u/n with w = ‖x‖·ŷ.
+    """Return the probability of every token, p = (1 − u) · w/Σw + u/n with w = ‖x‖·ŷ, float64, shape (N,).
 
     Rows whose norm is not finite share half of the probability, the others the other half: K samples miss the former
     with a probability of 2⁻ᴷ, so that dW is not finite, as it would be without a sketch. Where ŷ is negative or not
     finite, the mean of its other values replaces it. If all weights are 0, p is uniform.
 
-    norms: ‖xᵢ‖, shape (N,), N ≥ 1. expected: ŷ, shape (N,); None without a prediction. Returns float64, shape (N,); its
-    sum is 1.
+    norms: ‖xᵢ‖, shape (N,), N ≥ 1. expected: ŷ, shape (N,); None without a prediction. mask: The n valid tokens; the
+    others have probability 0.
 
     Example:
         >>> probabilities(torch.tensor([3.0, 1.0]), 0.5)
@@ -143,11 +140,11 @@ def probabilities(
 
 
 def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None = None) -> RowSample:
-    """Sample K rows by the inverse of the cumulative distribution.
+    """Sample K rows by the inverse of the cumulative distribution: indices and scales, of the shape of ``keys``.
 
     p: Probability of every token, float64, shape (N,), N > K; 0 for tokens that are not valid or never sampled. keys:
-    63-bit random keys, int64, shape (..., K): one sample for every vector of K. Returns indices and scales, each of the
-    shape of ``keys``. For wta the c tokens with scale 1 come first.
+    63-bit random keys, int64, shape (..., K): one sample for every vector of K. For wta the c tokens with scale 1 come
+    first.
     """
     rows = keys.shape[-1]
     if not 1 <= rows < len(p):
@@ -175,21 +172,15 @@ def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor
 
 
 def gather(matrix: Tensor, sample: RowSample) -> Tensor:
-    """Return SᵀM for sampled rows.
-
-    matrix: M, shape (N, D). sample: Indices and scales of the rows. Returns shape (K, D), dtype of ``matrix``; zero
-    where the scale is 0, even if the row is not finite.
-    """
+    """Return SᵀM, (K, D), for sampled rows of M (N, D); zero where the scale is 0, even if the row is not finite."""
     scale = sample.scale.to(accumulator_dtype(matrix.dtype)).unsqueeze(-1)
     return torch.where(scale == 0, 0, matrix.index_select(0, sample.index.long()) * scale).to(matrix.dtype)
 
 
 def variance(x: Tensor, y: Tensor, p: Tensor, rows: int, kind: Sampler) -> Tensor:
-    """Return E‖dŴ − dW‖² exactly.
+    """Return E‖dŴ − dW‖² exactly, a float64 scalar, for x (N, I), y (N, O) and probabilities p (N,).
 
-    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). p: Probability of every
-    token, shape (N,). Returns float64 scalar; infinite if a token of probability 0 has a gradient, which would be
-    missing from dW.
+    It is infinite if a token of probability 0 has a gradient, which would be missing from dW.
     """
     order, tails, winners = _ranked(p.double(), rows, kind)
     rest = order[int(winners) :]

@@ -42,7 +42,7 @@ def peek_seed() -> int:
 
 
 def seed_on(device: torch.device, seed: int | None) -> Tensor:
-    """Return a seed as a tensor: int64, shape (1,). While a graph is captured, every replay has another."""
+    """Return a seed as a tensor, int64, shape (1,). While a graph is captured, every replay has another."""
     seeds = torch.full((1,), draw_seed() if seed is None else seed, dtype=torch.int64, device=device)
     _vary(seeds)
     return seeds
@@ -55,10 +55,7 @@ def fill_seed(seeds: Tensor, seed: int | None) -> None:
 
 
 def fill_seeds(seeds: Tensor, seed: int | None) -> None:
-    """Write the seeds of several matrices that are packed together, whose errors must be independent.
-
-    seeds: int64, shape (n,); written to. seed: What they follow from; None draws one.
-    """
+    """Write the seeds, int64 (n,), of several matrices that are packed together, whose errors must be independent."""
     for i, one in enumerate(seeds_of(seed, len(seeds))):
         seeds[i].fill_(one)
     _vary(seeds)

@@ -12,11 +12,7 @@ from rmm_linear.sketches import SAMPLERS, TokenMask, check_block, check_kind, pr
 
 
 def check_pair(x: Tensor, grad_output: Tensor) -> None:
-    """Check that two tensors can be the input and the output gradient of one layer, or of L layers.
-
-    x: Layer input, shape (N, I) or (L, N, I). grad_output: Gradient with respect to the layer's output, shape (N, O) or
-    (L, N, O).
-    """
+    """Check that X, (N, I) or (L, N, I), and Y, (N, O) or (L, N, O), can belong to one layer, or to L layers."""
     if x.dim() not in (2, 3) or x.shape[:-1] != grad_output.shape[:-1]:
         raise ValueError(
             "x must have the shape (N, I) and grad_output (N, O), or (L, N, I) and (L, N, O) for L layers, "
@@ -30,10 +26,10 @@ def check_pair(x: Tensor, grad_output: Tensor) -> None:
 def sampling_probabilities(
     x: Tensor, kind: str, rows: int, weights: Tensor | None, mask: TokenMask | None
 ) -> Tensor | None:
-    """Return the probabilities with which a kind samples the rows of x.
+    """Return the probabilities with which a kind samples the rows of x (N, I), float64 (N,), 0 for masked tokens.
 
-    x: Layer input, shape (N, I). weights: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone with the default
-    ``uniform_mix``. Returns float64, shape (N,), with sum 1 and 0 for masked tokens; None if no rows are sampled.
+    weights: Probabilities, up to a factor, shape (N,). None is ‖x‖ alone with the default ``uniform_mix``. None is
+    returned if the kind samples no rows.
     """
     if weights is not None and kind not in SAMPLERS:
         raise ValueError(f"probabilities are for {' and '.join(SAMPLERS)}, got kind={kind!r}. Use probabilities=None.")
@@ -54,11 +50,7 @@ def sampling_probabilities(
 
 
 def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Tensor | None) -> None:
-    """Check the arguments that describe a sketch of x, which closed forms and simulations have in common.
-
-    x: Layer input, shape (N, I) or (L, N, I). block: Tokens per block, or None. mask: True for valid tokens, shape
-    (N,), or None.
-    """
+    """Check the arguments that describe a sketch of x, which closed forms and simulations have in common."""
     check_kind(kind)
     check_integer("rows", rows)
     check_integer("block", block, optional=True)
@@ -68,12 +60,7 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
 
 
 def over_layers(closed_form: Callable[..., Tensor], x: Tensor, grad_output: Tensor, p: Tensor | None = None) -> Tensor:
-    """Apply a closed form to one layer after the other, with the memory of one layer.
-
-    closed_form: Takes X (N, I) and Y (N, O), and p (N,) if it is not None; returns a float64 scalar. x: Layer input,
-    shape (N, I) or (L, N, I). grad_output: Gradient with respect to the layer's output, shape (N, O) or (L, N, O). p:
-    Probabilities of the rows, shape (N,) or (L, N), or None. Returns float64, shape () or (L,).
-    """
+    """Apply a closed form to one layer after the other, with the memory of one layer: float64, shape () or (L,)."""
     check_pair(x, grad_output)
     tensors = [tensor.detach() for tensor in (x, grad_output, p) if tensor is not None]
     if x.dim() == 2:

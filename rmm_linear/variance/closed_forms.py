@@ -92,8 +92,8 @@ def sgd_variance(x: Tensor, grad_output: Tensor, *, samples: tuple[int, int] | T
 def between_samples(x: Tensor, y: Tensor, groups: list[Tensor], g: Tensor) -> Tensor:
     """Return D²_SGD from ‖XᵀY‖²_F, for callers that have computed this already.
 
-    x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). g: ‖XᵀY‖²_F, a scalar
-    from a product in float64: if the samples agree, all but its last digits cancel. Returns float64 scalar.
+    g: ‖XᵀY‖²_F, a scalar from a product in float64: if the samples agree, all but its last digits cancel. groups: Of
+    :func:`rows_by_length`.
     """
     count = sum(len(index) for index in groups)
     squares = torch.stack([_squared_gradients(x, y, index.to(x.device)) for index in groups]).sum()
@@ -102,10 +102,7 @@ def between_samples(x: Tensor, y: Tensor, groups: list[Tensor], g: Tensor) -> Te
 
 
 def rows_by_length(samples: tuple[int, int] | Tensor | None, rows: int) -> list[Tensor]:
-    """Return the rows of every sample, grouped by the length of the samples.
-
-    Returns for every length T that occurs, int64 of shape (samples, T).
-    """
+    """Return the rows of every sample, grouped by length T: int64 of shape (samples, T)."""
     groups = [torch.arange(rows).unsqueeze(1)] if samples is None else _sequences(samples, rows)
     count = sum(len(index) for index in groups)
     if count < 2:

@@ -80,7 +80,7 @@ class Passes:
     def gradients(self) -> list[Tensor]:
         """Compute the gradient of the batch, with the same random numbers of the model every time.
 
-        Returns that of every trained parameter; zeros for one that has no part in the loss.
+        A parameter that has no part in the loss gets zeros.
         """
         self._rewind()
         return self._gradients(self.batch)
@@ -88,10 +88,9 @@ class Passes:
     def sgd_variance(self, at_most: int | None = None) -> dict[str, float]:
         """Compute D²_SGD = n / (n − 1) · Σ ‖G_s − G/n‖², with G_s the part of sequence s in the batch's gradient G.
 
-        With fewer passes than sequences, m in each, it is n / (n/m − 1) / m · Σ ‖G_p − G m/n‖², with G_p the part of a
-        pass, which has the same mean, as sequences are drawn independently; the n mod m last ones are left out.
-
-        at_most: Passes, three or more; None for one per sequence.
+        With fewer passes than sequences, ``at_most`` (three or more), m in each, it is n / (n/m − 1) / m · Σ ‖G_p − G
+        m/n‖², with G_p the part of a pass, which has the same mean, as sequences are drawn independently; the n mod m
+        last ones are left out.
         """
         count = sequences_in(dict(self.batch))
         if count < 2:

@@ -165,11 +165,7 @@ def draw_sketches(
     mask: TokenMask | None = None,
     p: Tensor | None = None,
 ) -> Tensor:
-    """Return SᵀM for several seeds.
-
-    matrix: M, shape (N, D). seeds: int64, shape (M,). block: Tokens per block, or None. p: Sampling probabilities of
-    the rows, for kinds that sample them.
-    """
+    """Return SᵀM of M (N, D) for several seeds, int64 (M,)."""
 
     def one(seed: Tensor) -> Tensor:
         return SKETCH(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p)

@@ -113,10 +113,7 @@ def _by_head(rows: Tensor, batch: int, tokens: int, heads: int, group: int) -> T
 
 
 def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
-    """Do what :func:`rmm_linear.packing.attention_gradients.softmax_gradients` does.
-
-    scores: float32, shape (…, Tk), contiguous; overwritten. dp: float32, the same shape, contiguous; overwritten.
-    """
+    """Do what :func:`rmm_linear.packing.attention_gradients.softmax_gradients` does, with contiguous float32."""
     columns = scores.shape[-1]
     rows = scores.numel() // max(1, columns)
     function("rmm_softmax_gradients")(pointer(scores), pointer(dp), rows, columns, threads(scores))

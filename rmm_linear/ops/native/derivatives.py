@@ -38,6 +38,7 @@ class DerivativeTable:
         begin: x of the first knot.
         density: Knots per unit of x.
         end: From this x on, the derivative is ``above``.
+        below: The derivative up to ``begin``, and of NaN.
     """
 
     knots: Tensor

@@ -248,11 +248,7 @@ def unpacked_rows(
     *,
     rotated: bool = False,
 ) -> Callable[[int, int], Tensor]:
-    """Unpack a matrix as :func:`unpack` does, some rows at a time.
-
-    qparams: Offset and scale of every group. rotated: Whether whole groups stay rotated. Returns a function of
-    ``begin`` and ``end`` that returns the rows begin … end − 1.
-    """
+    """Return a function of ``begin`` and ``end`` that unpacks rows as :func:`rmm_linear.packing.unpack` does."""
     codes, qparams, value = codes.contiguous(), qparams.contiguous(), int(seed)
     made = dtype if dtype in TYPES and rotated else torch.float32
 

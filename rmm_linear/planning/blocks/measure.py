@@ -168,10 +168,9 @@ def measure(
 
 
 def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Divide the live bytes of a step among blocks.
+    """Divide the live bytes of a step among blocks: what remains after the forward pass, and the peak.
 
-    Returns name to the bytes kept after its forward pass, and to those of its worst moment, without what the blocks
-    before it keep.
+    The peak is without what the blocks before it save.
     """
     after: dict[str, int] = {}
     highest: dict[str, int] = dict.fromkeys(blocks, 0)

@@ -35,10 +35,7 @@ class Observed:
 
 
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
-    """Run a forward pass and note what every block saves and does.
-
-    Returns name to what was seen, in the order in which the blocks ran; blocks that did not run are left out.
-    """
+    """Run a forward pass and note what every block saves and does, in the order in which blocks ran."""
     found: dict[str, Observed] = {}
     running, order = list[str](), list[str]()
     given: list[tuple[str, Tensor, int]] = []

@@ -34,10 +34,11 @@ class Proposals:
     """The options of every block, as a value, and the plans made of them.
 
     Attributes:
-        cost: What the solver makes least.
+        budget: Bytes of a step.
+        cost: The sum that the solver minimizes.
         configure: Makes the configuration for the converted blocks of a plan.
         folder: Of files, for offloaded blocks of a model on the CPU.
-        rows: Of every block, its options; if left out, blocks keep everything.
+        rows: Of every block, its options; if left out, blocks stay as they are.
     """
 
     model: nn.Module
@@ -89,7 +90,7 @@ class Proposals:
         return BlockPlan(rows, config=config, folder=self.folder, **known).made_for(self.model)
 
     def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:
-        """Make a plan. peak: Of a step with it, as far as it is known."""
+        """Make a plan; ``peak`` is that of a step with it, as far as it is known."""
         return self.plan_of(
             [self.rows[number][index] for number, index in enumerate(chosen)],
             memory=self.budget,

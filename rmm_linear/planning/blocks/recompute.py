@@ -25,10 +25,7 @@ class Recomputed:
     """
 
     def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
-        """Wrap a module's forward pass; :meth:`attach` puts it in place.
-
-        selective: Whether the results of products are kept and all others recomputed.
-        """
+        """Wrap a module's forward pass, for :meth:`attach`. ``selective`` saves the results of products."""
         self.module = module
         self.selective = selective
         self.replaced = module.__dict__.get("forward")  # by another library

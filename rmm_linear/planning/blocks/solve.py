@@ -28,13 +28,13 @@ _TOLERANCE = 10**6  # what HiGHS takes for an integer may be off by a millionth
 
 @dataclass(frozen=True)
 class Option:
-    """What may happen to a block.
+    """A choice for a block.
 
     Attributes:
-        kept: Bytes that live after the block's forward pass.
-        worst: Bytes at the worst moment of its forward, recomputation or backward pass, without what blocks before it
-            keep.
-        noise: Sum over the block's layers of the stand-ins' variance by the minibatch's.
+        kept: Bytes that remain after the block's forward pass.
+        worst: Peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save.
+        seconds: Time that is added.
+        noise: Variance ratio that is added.
     """
 
     name: str
@@ -83,7 +83,7 @@ def choose(
 
 
 def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
-    """Return the bytes at the worst moment of any block, with what the blocks before it keep.
+    """Return the peak in any block, with what the blocks before it save.
 
     Example:
         >>> peak_of([[Option("keep", 5, 6, 0.0)], [Option("keep", 5, 6, 0.0)]], [0, 0])
@@ -191,7 +191,7 @@ def _milp(blocks: Blocks, prices: Prices, budget: int) -> list[int] | None:
 
 
 def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
-    """Solve a dynamic program over what blocks keep beyond the least, rounded up to a grid of bytes.
+    """Solve a dynamic program over what blocks save beyond the least, rounded up to a grid of bytes.
 
     It takes about a millisecond per block. Exact where at most 20,000 bytes are free; else what rounding leaves of the
     budget is spent on options that cost less.

@@ -48,7 +48,8 @@ class Splits(Protocol):
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
         """Say what to do first with steps and slots.
 
-        is_stored: Whether the state at the beginning has a slot of its own, which -1 frees before a graph is kept.
+        y > 0: store the state after y steps. y < 0: record step -y and save its graph. 0: record the last step.
+        ``is_stored``: the state at the beginning has a slot of its own, which -1 frees before a graph is saved.
         """
         ...
 

@@ -26,11 +26,11 @@ _FINEST = 64  # most slots of a graph that is measured: one of them is lost by r
 class Action(NamedTuple):
     """One thing that a plan does.
 
-    "advance" runs the steps from ``step`` to ``end`` - 1, "store" keeps the state before ``step``, "record" runs
-    ``step`` for its backward pass and keeps its graph, "backward" is the backward pass of ``step`` and drops that
+    "advance" runs the steps from ``step`` to ``end`` - 1, "store" saves the state before ``step``, "record" runs
+    ``step`` for its backward pass and saves its graph, "backward" is the backward pass of ``step`` and drops that
     graph, "drop" drops the state before ``step``, and "take" drops it too, when the next action is the last that begins
-    there. What advances or is recorded first after another action begins at the newest state that is kept, which may be
-    the one that a recorded step ends with.
+    there. After any other action, advance and record start from the newest saved state (possibly the end of a recorded
+    step).
 
     Attributes:
         end: For "advance", where it ends.

@@ -22,11 +22,7 @@ _CAST = "ToCopyBackward0"
 
 @dataclass
 class Trial:
-    """What two recorded steps show.
-
-    Attributes:
-        parameters: Tensors beside inputs and state that get a gradient.
-    """
+    """Two recorded steps: the bytes that one saves, and the tensors other than inputs and state that get a gradient."""
 
     bytes: StepBytes
     parameters: list[Tensor]
@@ -36,7 +32,7 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
     """Record a step twice, and leave random numbers and buffers as they were.
 
     What both graphs save is not a step's own: parameters, their copies under autocast, what the cell has captured.
-    Where a step draws random numbers or changes buffers, every kept state and graph has the generators' states and the
+    Where a step draws random numbers or changes buffers, every saved state and graph has the generators' states and the
     buffers' values with it.
     """
     replayed = Replayed(modules_behind(step.cell), (*x, *state), draws=True)

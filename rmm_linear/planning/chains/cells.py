@@ -57,10 +57,9 @@ def module_of(cell: Any) -> nn.Module | None:
 
 @dataclass
 class RecordedCell:
-    """One step with its graph; lists of leaves, in which what is no tensor stands as it is.
+    """One step with its graph: what it read of the inputs and the state, detached, what it put out, and the new state.
 
-    Attributes:
-        inputs: What the step read of the inputs, detached.
+    All are lists of leaves, in which a leaf that is not a tensor stands as it is.
     """
 
     inputs: list[Any]

@@ -38,11 +38,7 @@ def two_level(interval: int, slots: int) -> Any:
 
 
 def hierarchical(steps: int, ram: int, disk: int, write: float, read: float) -> Any:
-    """Return H-Revolve's schedule for two levels.
-
-    ram: States in fast memory, the initial one among them. write: Time in which a state goes to the store, in forward
-    steps.
-    """
+    """Return H-Revolve's schedule for two levels: ``ram`` counts the initial state, times are in forward steps."""
     return package().HRevolve(steps, ram, disk, wd=write, rd=read)
 
 

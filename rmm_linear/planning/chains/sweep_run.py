@@ -57,10 +57,7 @@ class SweepRun:
         transfers: Transfers | None,
         report: SweepReport,
     ) -> None:
-        """Run nothing yet.
-
-        early: States before the first steps, which were computed to learn about them: from step 0 on, no gap.
-        """
+        """Run nothing yet. ``early`` are the states before the first steps, computed to learn about them."""
         self._stepper, self._schedule, self._length = stepper, schedule, length
         self._replayed, self._transfers, self._report = replayed, transfers, report
         # Not the saved ones: hooks of saved tensors may give others back, which no step reaches.
@@ -99,7 +96,7 @@ class SweepRun:
         return [leaf.detach() for leaf in self._work]
 
     def backward(self, initial: Sequence[Tensor], gradients: Gradients) -> tuple[Gradients, Gradients]:
-        """Run the chain backwards. gradients: With respect to the tensors of the final state."""
+        """Run the chain backwards, from the gradients with respect to the tensors of the final state."""
         if self._ended:
             raise RuntimeError(
                 "A sweep must go backwards once, got a second backward pass, but the states that it needs are gone "

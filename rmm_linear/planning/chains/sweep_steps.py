@@ -70,7 +70,7 @@ class Stepper:
 def reached(recorded: RecordedStep, since: int | None = None) -> list[Tensor]:
     """Return the leaves, other than the state's, that a recorded step asks gradients for.
 
-    since: Number of a node of this thread that was made before it; None does not look at that.
+    ``since`` is the number of a node of this thread that was made before it; None does not look at that.
     """
     for node in nodes_behind(recorded.outputs) if since is not None else ():
         if not hasattr(node, "variable") and node._sequence_nr() <= since:

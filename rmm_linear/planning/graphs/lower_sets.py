@@ -109,8 +109,7 @@ class LowerSets:
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
         """Say which part each node belongs to, and which parts are recomputed.
 
-        Returns by node: its part; and the parts that are recomputed, which are all but those that keep everything and
-        the last, whose recomputation frees nothing.
+        These are all but those that save everything and the last, whose recomputation frees nothing.
         """
         part, recomputed = [0] * self.count, set[int]()
         for number, stage in enumerate(stages):
@@ -189,10 +188,7 @@ class LowerSets:
 
 
 def chen_segments(costs: GraphCosts, limit: int) -> list[tuple[int, int]]:
-    """Divide a graph into segments of about the same bytes, between nodes where one tensor alone crosses.
-
-    limit: Bytes that a segment makes before it is closed.
-    """
+    """Divide a graph into segments of about ``limit`` bytes, between nodes where one tensor alone crosses."""
     crossing, made = [0] * (costs.count + 1), [0] * costs.count
     for key, place in costs.made.items():
         made[place] += costs.size[key]

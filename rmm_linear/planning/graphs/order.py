@@ -81,7 +81,7 @@ def improve(costs: GraphCosts, before: Sequence[set[int]], first: list[int]) -> 
 
 
 def estimate(costs: GraphCosts, nodes: Sequence[int]) -> tuple[int, int]:
-    """Estimate the peak of a step without recomputation: the peak in bytes, and the sum of the bytes of all moments."""
+    """Estimate the peak of a step without recomputation, in bytes, and the sum of the bytes of all moments."""
     count = costs.count
     place = {node: position for position, node in enumerate(nodes)}
     forward, backward = [0] * (count + 1), [0] * (count + 1)

@@ -32,10 +32,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """What a piece needs.
+    """The needs of a piece.
 
     Attributes:
-        peak: Bytes at its worst moment, on top of what earlier pieces leave.
+        peak: Bytes at its peak, on top of what earlier pieces leave.
+        kept: Bytes that it leaves.
         seconds: A rough time of its recomputation.
     """
 
@@ -61,7 +62,10 @@ class PieceCosts:
                 self.dying[place].append(key)
 
     def beginning(self, begin: int, ends: Collection[int]) -> list[PieceCost]:
-        """Return the costs of pieces with one begin."""
+        """Return the costs of pieces with one begin: saved, and recomputed where that is possible.
+
+        The last piece is never recomputed, which would free nothing.
+        """
         costs, found = self.costs, list[PieceCost]()
         repeatable, stop = costs.repeatable(begin), max(ends)
         saved = waiting = bound = 0  # bytes: saved, made in the piece and not saved so far, used after it
@@ -100,7 +104,7 @@ class PieceCosts:
 
 
 def estimate(costs: GraphCosts, parts: Parts) -> tuple[int, float]:
-    """Estimate what a graph in pieces needs: the peak in bytes, and the time of the recomputation."""
+    """Estimate the peak in bytes of a graph in pieces, and the time of the recomputation."""
     part, recomputed = parts
     order = sorted(range(costs.count), key=part.__getitem__)
     ordered = [part[place] for place in order]

@@ -59,10 +59,7 @@ class RecomputedPiece(nn.Module):
 def run_in_pieces(
     costs: GraphCosts, part: Sequence[int], recomputed: set[int], order: Sequence[int] = ()
 ) -> fx.GraphModule:
-    """Split a graph and recompute some of its parts.
-
-    order: The nodes in the order in which they run, if that is another one.
-    """
+    """Split a graph and recompute some of its parts; ``order`` is that of the nodes, if it is another one."""
     ordered = _in_order(costs, part, order) if recomputed or order else costs.graph
     if not recomputed:
         return ordered

@@ -29,8 +29,8 @@ class OffloadChain:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Begin without a file.
 
-        folder: Where blocks on the CPU put files, each process in a folder of its own inside of it, removed at the
-        latest when the process ends; None is for models on an accelerator.
+        ``folder`` is where blocks on the CPU put files, each process in a folder of its own inside of it, removed at
+        the latest when the process ends; None is for models on an accelerator.
         """
         self.folder = None if folder is None else Path(folder)
         self._files: Files | None = None
@@ -47,7 +47,7 @@ class OffloadChain:
         return device.type == "cuda" or (device.type == "cpu" and self.folder is not None)
 
     def copy(self, content: Tensor) -> Copy:
-        """Copy bytes out. content: Shape (N,), uint8, on a device that it takes."""
+        """Copy bytes out, uint8 of one dimension."""
         if isinstance(content, FakeTensor):
             return SizeCopy(content)
         if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
@@ -108,10 +108,7 @@ class Offloaded:
     """
 
     def __init__(self, module: nn.Module, chain: OffloadChain) -> None:
-        """Wrap a module's forward pass; :meth:`attach` puts it in place.
-
-        chain: Shared with the other offloaded blocks of the model.
-        """
+        """Wrap a module's forward pass, for :meth:`attach`. The model's offloaded blocks share the chain."""
         self.module = module
         self.chain = chain
         self.inner: Callable[..., Any] = module.forward

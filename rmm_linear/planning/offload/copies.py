@@ -62,16 +62,13 @@ class FileCopy:
     """A file, written when it is made and removed when it is forgotten."""
 
     def __init__(self, content: Tensor, files: Files) -> None:
-        """Write the file. content: Bytes on the CPU, shape (N,), uint8."""
+        """Write bytes of the CPU, uint8 of one dimension, to the file."""
         self._files, self._key, self._size = files, f"offload-{next(files.numbers):08d}", content.numel()
         files.store.put(self._key, [content])
         weakref.finalize(self, _drop, files.store, self._key, files.owner)
 
     def begin(self) -> _FromFile:
-        """Allocate, and let the thread read.
-
-        Returns the bytes, on their way; an error comes when they are asked for, as perhaps nobody does.
-        """
+        """Allocate, and let the thread read; an error comes when the bytes are asked for, which may never happen."""
         return _FromFile(self._size, self._files, self._key)
 
     def let_go(self) -> None:
@@ -127,7 +124,7 @@ class PinnedCopy:
     """Pinned memory, filled on a stream of its own. Neither the host nor the stream that computes waits for that."""
 
     def __init__(self, content: Tensor) -> None:
-        """Begin to copy. content: Bytes on an accelerator, shape (N,), uint8. They live until :meth:`let_go`."""
+        """Begin to copy bytes of an accelerator, uint8 of one dimension. They live until :meth:`let_go`."""
         self._pinned = torch.empty(content.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._device = content.device
         self._held: _OnDevice | None = _OnDevice.copied(self._pinned, content, content)
@@ -182,7 +179,7 @@ class SizeCopy:
     """Of fake bytes, only how many they are; they live as long as the others would."""
 
     def __init__(self, content: Tensor) -> None:
-        """Note the size. content: Fake bytes, shape (N,), uint8."""
+        """Note the size of fake bytes."""
         self._size, self._device = content.numel(), content.device
         self._held = _Here(content) if content.device.type == "cuda" else None
 

@@ -31,7 +31,7 @@ class Saved(Protocol):
         ...
 
     def unpack(self, number: int) -> Tensor:
-        """Return all of its bytes: shape (N,), uint8."""
+        """Return all of its bytes, uint8 of one dimension."""
         ...
 
 
@@ -72,7 +72,7 @@ class Packer:
     def __init__(
         self, module: nn.Module, takes: Callable[[torch.device], bool], save: Callable[[Tensor], Saved]
     ) -> None:
-        """Begin a forward pass. save: Copies the bytes of a storage out, shape (N,), uint8."""
+        """Begin a forward pass; ``save`` copies the bytes of a storage out, uint8 of one dimension."""
         self._takes, self._save = takes, save
         self._own = {storage._cdata for storage in storages([*module.parameters(), *module.buffers()])}
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}

@@ -25,10 +25,7 @@ def nodes_behind(results: Iterable[Tensor]) -> dict[Any, None]:
 
 
 def leaves_behind(results: Sequence[Tensor], own: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Return the tensors that get a gradient when one goes back from results that need it.
-
-    own: Leaves to leave out: those of what the step was given.
-    """
+    """Return the tensors that get a gradient from results that need it, other than ``own``, those a step was given."""
     found = [leaf for leaf in results if leaf.is_leaf and leaf.requires_grad]  # returned as they are, without a node
     found += [node.variable for node in nodes_behind(results) if hasattr(node, "variable")]
     known = {id(leaf) for leaf in own}
@@ -41,12 +38,10 @@ def pull_back(
     parameters: Sequence[Tensor],
     totals: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Run the backward pass of one step.
+    """Run the backward pass of one step, and use up its graph.
 
     The parameters' totals enter the graph as the gradient of one more use of each of them, later than the step's own:
     autograd then sums in the order in which it would for the whole chain, and rounds alike.
-
-    results: What the step returned and needs a gradient, with that gradient. The graph is used up.
     """
     if not results or not (wanted or parameters):
         return [None] * len(wanted), list(totals)

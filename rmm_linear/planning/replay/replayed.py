@@ -37,7 +37,7 @@ def accelerators(leaves: Iterable[Any]) -> list[torch.device]:
 def generator_states(devices: Sequence[torch.device], last: list[Tensor] | None = None) -> list[Tensor]:
     """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others.
 
-    last: Earlier states. They are returned, and take no memory again, if nothing has been drawn since.
+    If nothing has been drawn since ``last``, earlier states, these are returned, and take no memory again.
     """
     found = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
     if last is not None and all(torch.equal(new, old) for new, old in zip(found, last, strict=True)):
@@ -64,10 +64,10 @@ def forked(devices: Sequence[torch.device]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a forward pass reads besides its arguments and its parameters, at one moment.
+    """The random numbers and buffers that a forward pass reads, at one moment.
 
     Attributes:
-        generators: States of the global random generators; empty where somebody else repeats the numbers.
+        generators: States of the global random generators; empty where other code repeats the numbers.
     """
 
     generators: list[Tensor]
@@ -130,11 +130,10 @@ class Replayed:
         written: Sequence[Tensor] = (),
         draws: bool = False,
     ) -> None:
-        """Look at what there is before the first run.
+        """Look at the state before the first run.
 
-        arguments: What they are given, and what else must stay until the last repetition; others than tensors are left
-        out. draws: Whether random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them
-        too.
+        ``arguments`` are what the modules are given, and what else must stay until the last repetition. ``draws`` says
+        that random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them too.
         """
         self.modules = [*modules]
         self.parts, self.written = parts_of(self.modules), [*written]
@@ -241,7 +240,10 @@ class Replayed:
         return autocast_as(self.autocasts, cached=cached)
 
     def again(self, seen: Seen, *others: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-        """Return a context in which a run repeats one; a graph that is retained enters it once per backward pass."""
+        """Return a context in which a run repeats one, and which leaves generators and buffers as it finds them.
+
+        A graph that is retained enters it once per backward pass.
+        """
 
         @contextmanager
         def entered() -> Iterator[None]:

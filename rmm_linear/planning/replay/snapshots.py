@@ -39,10 +39,11 @@ def is_differentiable(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, and what the step after it reads besides.
+    """A state, with the generators and buffers that the step after it reads.
 
     Attributes:
-        leaves: The state's tensors, without what a view keeps alive beyond itself, and what is no tensor as it is.
+        position: The step before which it was taken.
+        leaves: The state's tensors, without what a view keeps alive beyond itself; other leaves as they are.
         strides: Strides that the tensors had: a product of a transposed matrix may round otherwise.
         versions: Version counters of the tensors when they were taken, or None where they cannot be changed.
         seen: Random generators and buffers, or None where they need not be set.
@@ -95,11 +96,7 @@ class Snapshot:
 
 
 class StoredSnapshot:
-    """A snapshot whose state is in a store, and leaves it with the snapshot, whatever happens.
-
-    Attributes:
-        seen: As of :class:`Snapshot`; it stays in memory.
-    """
+    """A snapshot whose state is in a store, and leaves it with the snapshot, whatever happens."""
 
     def __init__(self, snapshot: Snapshot, store: Store, run: str) -> None:
         """Put a state into a store."""

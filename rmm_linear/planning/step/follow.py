@@ -23,7 +23,10 @@ class Event(NamedTuple):
     """An allocation, a release, or the beginning of a module's forward pass.
 
     Attributes:
+        now: Live bytes after it.
+        running: The innermost module that is running.
         change: Bytes allocated; negative for a release, 0 where a module begins.
+        owner: The module that made the storage.
     """
 
     now: int
@@ -40,9 +43,11 @@ class Event(NamedTuple):
 
 @dataclass
 class Place:
-    """Where a step is.
+    """The modules that a step is in.
 
     Attributes:
+        modules: The modules whose forward pass is running, outermost first.
+        backward: The module whose backward pass was entered last.
         entered: Is called when a module's forward pass begins.
     """
 
@@ -106,7 +111,7 @@ class FollowedTensors(LiveTensors):
     """Adds up live bytes and remembers every change with its place."""
 
     def __init__(self, result: Peak, place: Place, workspace: Workspace | None = None) -> None:
-        """Count into a result. result: It has the peak so far; :meth:`finish` adds the rest."""
+        """Count into a result, which has the peak so far; :meth:`finish` adds the rest."""
         super().__init__(result)
         self.place = place
         self.workspace = workspace or {}

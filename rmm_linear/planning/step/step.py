@@ -89,15 +89,12 @@ def needs_values(model: nn.Module) -> bool:
 
 
 def has_memory(model: nn.Module) -> bool:
-    """Say whether a model's parameters have values: False if one of them is on the meta device."""
+    """Say whether a model's parameters have values: none of them is on the meta device."""
     return not any(parameter.is_meta for parameter in model.parameters())
 
 
 def runs_on_fakes(model: nn.Module) -> bool:
-    """Say on which tensors a model's step runs.
-
-    Returns False for a converted model with values, whose step runs on its real tensors.
-    """
+    """Say whether a model's step runs on fake tensors: not a converted model with values."""
     return not (needs_values(model) and has_memory(model))
 
 

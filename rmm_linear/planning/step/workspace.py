@@ -56,7 +56,7 @@ def allocator_peak(run: Callable[[], Any], *, is_cuda: bool = False) -> int:
 
 
 def allocations(run: Callable[[], Any], *, is_cuda: bool = False) -> list[dict[str, Any]]:
-    """Run something under PyTorch's profiler."""
+    """Run a function under PyTorch's profiler: operators and allocations, as in a Chrome trace, by time."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
         run()

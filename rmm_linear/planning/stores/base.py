@@ -18,10 +18,9 @@ class Store(Protocol):
     """What keeps states until they are asked for. One thread calls it, one call at a time."""
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
-        """Keep tensors under a key that no other state has.
+        """Store tensors under a key that no other state has: letters, digits and dashes.
 
-        key: Letters, digits and dashes: fit for a file's name. tensors: Contiguous tensors on the CPU. They may be the
-        state's own, so they must not be changed.
+        The tensors are contiguous and on the CPU. They may be the state's own, so they must not be changed.
         """
         ...
 

@@ -35,12 +35,7 @@ _PATIENCE = 10.0  # seconds for each thing that the thread has to do before it s
 
 
 class Transfers:
-    """The states of one sweep on their way to a store and back.
-
-    Attributes:
-        waited: Seconds that the caller waited.
-        count: States that went to the store.
-    """
+    """The states of one sweep on their way to a store and back, with the seconds that the caller waited for them."""
 
     def __init__(self, store: Store, *, owned: bool) -> None:
         """Begin nothing yet."""
@@ -96,7 +91,10 @@ class Transfers:
             self._worker.submit(_drop, self._store, self._key(stored), self._held)
 
     def seconds(self, tensors: list[Tensor]) -> float:
-        """Measure how long a state like this one takes to the store or back, whichever is longer."""
+        """Measure the seconds that a state like this one takes to the store or back, whichever is longer.
+
+        Of two trials, the first of which begins the thread and makes the store ready, the shorter one counts.
+        """
         key, devices = f"{self._run}-trial", [tensor.device for tensor in tensors]
         taken = []
         for _ in range(2):

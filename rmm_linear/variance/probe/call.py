@@ -76,10 +76,7 @@ class ProbeCall:
         config: RMMConfig,
         bits: int | None,
     ) -> ProbeCall:
-        """Record a call that has just been made.
-
-        x: Its input, shape (*, I). config: How the layer saves its input, or would after a conversion.
-        """
+        """Record a call that has just been made, with input (*, I)."""
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
         spec = None if _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, bits)
@@ -103,10 +100,9 @@ class ProbeCall:
             self.handle.remove()
 
     def relative_distance(self, x: Tensor) -> float:
-        """Compare an input with the one of this call.
+        """Return the largest difference of sampled elements from this call's, relative to their largest magnitude.
 
-        x: An input, shape (*, I). Returns largest difference between the sampled elements, divided by their largest
-        magnitude; infinity if the shapes differ or this call has no sample.
+        Infinity if the shapes differ or this call has no sample.
         """
         if self.sample is None or x.shape != self.shape:
             return math.inf
@@ -115,7 +111,7 @@ class ProbeCall:
         return float((new - old).abs().amax()) / scale if scale > 0 else (0.0 if torch.equal(new, old) else math.inf)
 
     def measure(self, x: Tensor, y: Tensor) -> ProbeRow:
-        """Compute the row from X and Y. x: X, shape (*, I). y: Y, shape (*, O)."""
+        """Compute the row from X (*, I) and Y (*, O); its numbers are NaN where one is not finite."""
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             found = noises(x, y, self.spec, self.samples, self.mask, self.mask_padding, self.expected)
@@ -177,9 +173,8 @@ def noises(
     x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). spec: How the layer
     saves X; None if it saves X itself, without noise. samples: (batch, sequence), or None for a variance over tokens.
     mask: Token mask of N elements; ignored if masked tokens have a gradient, as layers ignore such a mask too.
-    mask_padding: Whether the sketch leaves out masked tokens. expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for
-    kinds that sample rows by it; None if there is none. Returns the numbers; NaN if X or Y is not finite, or there are
-    fewer than two samples.
+    expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for kinds that sample rows by it. The numbers are NaN if X or Y is
+    not finite, or there are fewer than two samples.
     """
     moments = Moments.of(x, y)
     alpha = float(moments.g / moments.p)
@@ -215,15 +210,12 @@ def _version(x: Tensor) -> int | None:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Copy a few elements of an input: elements from the whole of it, about 64, or all if there are fewer."""
+    """Copy about 64 elements from the whole of an input, or all if there are fewer."""
     stride = max(1, x.numel() // _SAMPLE) | 1  # odd: an even stride might hit the same column in every row
     return x.detach().reshape(-1)[::stride].clone()
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Say whether a call of a layer leads to a gradient with respect to its weight.
-
-    Returns False for a frozen weight, and for a sketched layer in eval mode.
-    """
+    """Say whether a call of a layer leads to a gradient of its weight: not if frozen, or sketched in eval mode."""
     weight: Any = module.weight
     return weight.requires_grad and (module.training or not isinstance(module, SketchedLayer))

@@ -18,7 +18,7 @@ from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 
 
 def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
-    """Choose the layers that a probe looks at."""
+    """Choose the layers that a probe measures."""
     names = {module: name for name, module in model.named_modules() if name}
     linears = {name: module for module, name in names.items() if _can_be_probed(module)}
     if not linears:

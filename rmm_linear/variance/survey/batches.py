@@ -14,21 +14,14 @@ from rmm_linear._support.installing import INSTALL_EXTRA
 
 
 def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Load a model in its own class, and batches that ``torch.save`` wrote.
-
-    model_name: A folder written by save_pretrained, or a model of the hub. path: A mapping of the model's keyword
-    arguments, labels among them, or a list of such.
-    """
+    """Load a model in its own class, and batches that ``torch.save`` wrote: mappings of its keyword arguments."""
     batches = read_batches(path)
     settings = import_transformers().AutoConfig.from_pretrained(model_name)
     return model_class(settings).from_pretrained(model_name).train(), batches
 
 
 def read_batches(path: Path) -> list[dict[str, Any]]:
-    """Read batches that ``torch.save`` wrote.
-
-    path: A mapping of a model's keyword arguments, labels among them, or a list of such.
-    """
+    """Read batches that ``torch.save`` wrote: one or a list of mappings of a model's keyword arguments."""
     example = "torch.save({'input_ids': ..., 'labels': ...}, path)"
     try:
         content = torch.load(path, weights_only=True)
@@ -62,13 +55,12 @@ def model_class(settings: Any) -> Any:
 def load_texts(
     model_name: str, path: Path, *, batch: int, steps: int, max_length: int
 ) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Load a model for sequence classification, and batches of labelled texts in random order.
+    """Load a model for sequence classification, in training mode, and batches of labelled texts in random order.
 
-    model_name: A folder written by save_pretrained, or a model of the hub. path: Text file without header, one example
-    per line: text, tab, label; or text, tab, second text, tab, label. Labels are the numbers of classes, or their
-    names, as the model's ``label2id`` has them or, where it knows none of them, in the order of the alphabet. Where all
-    are numbers and one has a decimal point, the task is a regression. steps: Batches to train on; one more is returned.
-    max_length: Tokens per example at most.
+    path: Text file without header, one example per line: text, tab, label; or text, tab, second text, tab, label. It is
+    read again from its start if it is too short. Labels are the numbers of classes, or their names, as the model's
+    ``label2id`` has them or, where it knows none of them, in the order of the alphabet. Where all are numbers and one
+    has a decimal point, the task is a regression. steps: Batches to train on; one more is returned.
     """
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not rows or {len(row) for row in rows} not in ({2}, {3}):
@@ -89,11 +81,7 @@ def load_texts(
 def make_batches(
     tokenizer: Any, texts: Sequence[Sequence[str]], labels: Tensor, *, batch: int, steps: int, max_length: int
 ) -> list[dict[str, Any]]:
-    """Make training batches of examples in random order.
-
-    texts: The first texts of all examples, and their second ones where there are such. labels: Of all examples, shape
-    (examples,). steps: Batches to train on; one more is returned. max_length: Tokens per example at most.
-    """
+    """Make ``steps`` + 1 training batches of examples in random order."""
     count = (steps + 1) * batch
     places = torch.cat([torch.randperm(len(labels)) for _ in range(-(-count // len(labels)))])[:count]
     batches = []
@@ -105,11 +93,7 @@ def make_batches(
 
 
 def read_labels(texts: Sequence[str], known: Mapping[str, int]) -> Tensor:
-    """Turn labels into numbers.
-
-    texts: The labels as they are written. known: Name of a class to its number, as the model has it. Returns int64
-    numbers of classes, or float32 of a regression, shape (examples,).
-    """
+    """Turn labels into int64 numbers of classes, or float32 of a regression; ``known`` has the model's names."""
     try:
         numbers = [float(text) for text in texts]
     except ValueError:

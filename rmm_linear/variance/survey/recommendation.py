@@ -62,7 +62,7 @@ def quietest(noises: Sequence[MemoryNoise]) -> list[MemoryNoise]:
 
 
 def describe_layers(noises: Sequence[MemoryNoise], kinds: Sequence[str] = KINDS) -> str:
-    """Lay out the quietest kind and width of every layer."""
+    """Return a table of the kind and width with the lowest variance ratio: a row per layer, a column per memory."""
     best = {(e.layer, e.memory): e for e in quietest([entry for entry in noises if entry.setting in kinds])}
     layers, memories = dict.fromkeys(layer for layer, _ in best), dict.fromkeys(memory for _, memory in best)
     header = ("lowest variance ratio", *(f"{100 * memory:g} %" for memory in memories))

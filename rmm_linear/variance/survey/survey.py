@@ -169,10 +169,7 @@ def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: floa
 
 
 def medians(noises: Sequence[MemoryNoise]) -> dict[str, dict[float, float]]:
-    """Return the median over layers by setting and memory.
-
-    Returns title of the setting, with its bits, to memory to the median of D²_sketch / D²_SGD.
-    """
+    """Return the median variance ratio over layers, by setting (with its bits) and memory."""
     values: dict[str, dict[float, list[float]]] = {}
     for entry in noises:
         title = entry.setting if entry.setting == AUTO else f"{entry.setting}, {entry.bits} bits"
