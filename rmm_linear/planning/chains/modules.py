@@ -71,7 +71,7 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
         >>> plan = minimum_peak(chain_sizes(chain, x))
         >>> checkpoint_chain(chain, x, plan).sum().backward()
         >>> print(plan)
-        peak of 112 bytes, keeps 6 of 16 outputs: 0, 5, 9, 12, 14, 15
+        peak of 112 bytes, saves 6 of 16 outputs: 0, 5, 9, 12, 14, 15
     """
     chain = _chain(modules)
     if plan.kept[-1] != len(chain):
