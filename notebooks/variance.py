@@ -13,10 +13,13 @@
 # %% [markdown]
 # # How noisy is a sketched weight gradient?
 #
-# A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens; the other
-# operations of a block keep what their gradient needs in few bits. The gradient stays unbiased and becomes noisy.
-# Minibatch sampling adds noise anyway, so the two are compared: where the sketch adds less, it hardly affects
-# training. All noises here are exact or measured; nothing needs a network.
+# You can measure the noise of compressed activations here, and repeat the published variance study. Remember:
+#
+# - A sketched linear layer computes its weight gradient from K random mixtures of its N input tokens. Other operations
+#   save codes of few bits. The gradient stays unbiased and becomes noisy.
+# - Minibatch sampling adds noise anyway. The *variance ratio*, added variance divided by the minibatch's, says how much
+#   more it is; well below 1 it hardly affects training.
+# - Every figure here is exact or measured, and nothing needs a network.
 
 # %%
 import os
@@ -64,8 +67,8 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## A task and a model
 #
-# Generated sentences, half of them ungrammatical, as in CoLA; and a RoBERTa: MiniLM's pretrained weights in RoBERTa's
-# classes if the package that contains them is installed, else a small model with random weights.
+# The sentences are generated, half of them ungrammatical, as in CoLA. The model is MiniLM in RoBERTa's classes if the
+# package with its weights is installed, else a small RoBERTa with random weights.
 
 # %%
 examples = make_corpus(BATCH * STEPS, 2)[0]
@@ -109,7 +112,7 @@ ABOUT = f"RoBERTa with {LAYERS} layers, generated sentences, batches of {BATCH}"
 # %% [markdown]
 # ## Convert it, train a little
 #
-# One call converts linear layers, activations, norms, attention and dropout; the training loop is unchanged.
+# One call converts linear layers, activations, norms, attention and dropout. The training loop stays the same.
 
 # %%
 model = load_model().train()
@@ -127,20 +130,20 @@ rmm_linear.revert(model)
 # %% [markdown]
 # ## The gradient of the whole model
 #
-# What an operation adds to the gradients of all parameters, block by block, measured with new random numbers and
-# divided by the noise of a minibatch of these sentences. Operations below a random one inherit its noise.
+# Measure the variance that each operation adds to the gradients of all parameters, block by block, with new random
+# numbers, relative to a minibatch of these sentences. Operations below a random one inherit its noise.
 
 # %%
 few = {name: value[:16] for name, value in batches[STEPS - 1].items()}
 print(gradient_noise(model, few, draws=2))
 
 # %% [markdown]
-# From here on linear layers alone: for them, everything follows from closed forms.
+# From here on, linear layers alone: their variances have closed forms.
 #
 # ## Kinds and bits at equal memory
 #
 # `train_and_record` trains exactly on all batches but the last, and records each layer's input X and output gradient Y
-# on that. `noise_at_memory` evaluates D²_sketch / D²_SGD for every kind and width; the samples of D²_SGD are sequences.
+# on that one. `noise_at_memory` computes D²_sketch / D²_SGD for every kind and width; D²_SGD is over sequences.
 
 # %%
 records, choices = train_and_record(model, batches[: 2 if SHORT else 6])
@@ -149,13 +152,12 @@ noises = noise_at_memory(records[::6], kinds=kinds, choices=choices)  # every si
 plot_noise_against_memory(noises).set_title(ABOUT)
 
 # %% [markdown]
-# More rows with fewer bits are better until every token has a row: then rounding is all that is left, and no memory
-# lowers it, which is the floor where 2 bits end. The published method, a dense Gaussian that sketches the padding as
-# well, is the dotted line.
+# More rows with fewer bits are better until every token has a row. Then only rounding is left, and no memory lowers it:
+# the floor where 2 bits end. The dotted line is the published method, a dense Gaussian that sketches padding too.
 #
 # ## Is that right? Simulate it
 #
-# Every closed form can be checked by drawing random sketches, or minibatches, for the same X and Y.
+# Check the closed forms: draw random sketches, and minibatches, for the same X and Y.
 
 # %%
 record = records[len(records) // 2]
@@ -170,8 +172,8 @@ print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, simul
 # %% [markdown]
 # ## Choose a ratio from a noise target
 #
-# Which fraction of the rows makes the sketch as noisy as the minibatch (target 1), or ten times less? At noise 1 a
-# batch has the variance of one of half its size.
+# Which share of the rows makes the sketch as noisy as the minibatch (target 1), or ten times less? At a variance ratio
+# of 1, a batch has the variance of one of half its size.
 
 # %%
 targets = {
@@ -190,10 +192,10 @@ print(f"at noise 1, a batch of {BATCH} acts like {effective_batch(BATCH, 1.0):g}
 # %% [markdown]
 # ## The paper's variance study
 #
-# A CoLA-like task, batches of 64, ρ = 0.5, one `intermediate.dense` of a middle layer, measured on one batch after
-# every epoch over the same sentences; trained with the paper's sketch, a dense Gaussian. The paper takes tokens as
-# samples, states (P − g)/K as the variance and (α + 1)/α as a bound on K/(N − 1) times the ratio. The exact variance
-# of its sketch is (P + g)/K.
+# Train on a CoLA-like task with the paper's sketch, a dense Gaussian: batches of 64, ρ = 0.5. After every epoch over
+# the same sentences, measure `intermediate.dense` of a middle layer on one batch. The paper takes tokens as samples,
+# states (P − g)/K as the variance, and (α + 1)/α as a bound on K/(N − 1) times the ratio. The exact variance of its
+# sketch is (P + g)/K.
 
 # %%
 PUBLISHED = (0.97, 1.01)  # D²_sketch/D²_SGD per epoch on CoLA, arXiv 2201.13195
@@ -233,11 +235,11 @@ ax.legend()
 print(study[["step", "alpha"]].assign(noise=study["sketch_variance"] / study["sgd_variance"]))
 
 # %% [markdown]
-# With α as small as here the exact and the published formula agree, and the bound is far above both; in general it does
-# not hold at all (`paper_bound` has a counterexample). With K = N/2 and a small α the ratio over tokens is 2 P/(N d): 2
-# if the squared norms of a token in X and in Y are uncorrelated, and 1, as published, if N d is twice P. So the ratio
-# depends on the norms of the tokens in a model, and differs here. For training, the noise over sequences matters; for
-# all layers:
+# With α as small as here, the exact and the published formula agree, and the bound is far above both. In general it
+# does not hold (`paper_bound` has a counterexample). With K = N/2 and a small α, the ratio over tokens is 2 P/(N d): 2
+# if the squared norms of a token in X and in Y are uncorrelated, and 1, as published, if N d is twice P. So it depends
+# on the norms of the tokens in a model, and differs here. For training, the noise over sequences matters. Of all
+# layers:
 
 # %%
 table = pd.DataFrame(table)
