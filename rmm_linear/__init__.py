@@ -1,4 +1,4 @@
-"""rmm_linear: transformers that save a tenth of what their backward pass needs, at random and without bias.
+"""rmm_linear: train transformers with a tenth of the activation memory, with random, unbiased gradients.
 
 import rmm_linear
 print(rmm_linear.convert(model, ratio=0.1))   # train as before

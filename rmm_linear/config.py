@@ -30,7 +30,7 @@ def _field(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class RMMConfig(SavedSettings):
-    """How a model's modules save what their backward pass needs. Immutable; validated on construction.
+    """Configure how a model's modules save their activations. Immutable; validated on construction.
 
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
@@ -50,20 +50,20 @@ class RMMConfig(SavedSettings):
         min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
             row per sequence.
         mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
-        checkpointed: What modules do that activation checkpointing recomputes, whose stand-ins it would drop and make
-            again: "exact" leaves them as they are, without noise; "packed" makes the stand-ins, which lowers the peak
-            inside of the one block that is being recomputed. In compiled code it is always "packed".
-        operations: What is converted: "linear" (a sketch of the input), "activation" (its derivative in few bits; a
-            gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention" (query,
-            key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in chunks,
-            exact but for the order of summation). ("linear",) is the published method.
+        checkpointed: For modules that activation checkpointing recomputes, which would drop what they compress and
+            compress it again: "exact" leaves them as they are, without noise; "packed" compresses, which lowers the
+            peak inside of the one block that is being recomputed. In compiled code it is always "packed".
+        operations: The operations to convert: "linear" (a sketch of the input), "activation" (its derivative in few
+            bits; a gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention"
+            (query, key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in
+            chunks, exact but for the order of summation). ("linear",) is the published method.
         activation_bits: Bits per element of an activation's derivative: 8, 4, 2, 1, or "auto", see
             :mod:`rmm_linear.conversion.packed`. ReLU takes 1 and is exact.
         norm_bits: Bits per element of a norm's input: 8, 4 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
             the gradient is biased.
         fused: Whether outputs of activations, gated products and, without autocast, norms are made in the pass that
-            packs, where Triton's kernels run: a third fewer bytes move, and outputs differ from the exact in last bits.
+            packs, where Triton's kernels run: a third fewer bytes move, and outputs differ in their last bits.
         target_modules: Linear layers to convert: "all-linear" (all but the output head), a regular expression that the
             whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
         exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.

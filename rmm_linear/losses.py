@@ -1,11 +1,11 @@
-"""The cross entropy of a vocabulary, computed a few rows of logits at a time.
+"""Compute the cross entropy of a vocabulary, a few rows of logits at a time.
 
 The logits of N tokens, hidden · weightᵀ with V columns, are the largest tensor of many language models, and their
 gradient is as large again. Here they exist for one chunk of rows at a time: its logits are made, turned into the loss
 and into the gradient softmax − one-hot in place, multiplied by the weight and by the hidden states, and dropped. Both
 products are made in the forward pass: the loss is a number, so its backward pass only scales them. To compute the
 logits again in the backward pass instead would save the weight's gradient for a moment, and cost a fourth product of
-N · H · V beside the three that are needed anyway.
+N · H · V in addition to the three that are needed anyway.
 
 Loss and gradients are those of ``F.cross_entropy(hidden @ weight.T, labels)`` up to the order of summation. The
 logits are rounded to the dtype of the hidden states, as a linear layer does it; all else is computed in float32, or

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions of packages, the commit, the machine."""
+"""Record where a result comes from: versions of packages, the commit, the machine."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class SavedSettings:
 
     Attributes:
         version: Of the library that writes.
-        other_keys: Keys that other parts of the library put beside the fields.
+        other_keys: Keys that other parts of the library put next to the fields.
     """
 
     version: ClassVar[str]

@@ -1,1 +1,1 @@
-"""Modules that save a packed stand-in instead of what their backward pass needs: exact forward, unbiased gradients."""
+"""Modules that save packed activations for the backward pass: exact forward, unbiased gradients."""

@@ -168,7 +168,7 @@ class AttendingModule(PackedModule):
         vars(self)["rmm_exact"] = reason
 
     def _why_not_called(self) -> str:
-        """Why a call of the module has not come to :meth:`_attend`."""
+        """Say why a call of the module has not come to :meth:`_attend`."""
         return _NOT_CALLED
 
 

@@ -100,7 +100,7 @@ class AttentionFunction(SavingFunction):
 
 
 def _added(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-    """What is added to the scores, and whether they are causal beside it."""
+    """Return the mask to add to the scores, and whether they are causal in addition."""
     if bias is None:
         return mask, is_causal
     if is_causal:
@@ -109,7 +109,7 @@ def _added(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> tuple[T
 
 
 def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
-    """Which scores dropout keeps, by the random numbers that PyTorch's dropout of all scores draws on CPU."""
+    """Find the scores that dropout keeps, by the random numbers that PyTorch's dropout draws on CPU."""
     return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - p)
 
 

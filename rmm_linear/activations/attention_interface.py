@@ -143,7 +143,7 @@ def packed_sdpa(
 
 
 def _reason(kwargs: dict[str, Any], scores: tuple[int, ...]) -> str | None:
-    """Why arguments are not supported."""
+    """Say why arguments are not supported."""
     bias = kwargs.get("position_bias")
     shapes = {(batch, heads, *scores[2:]) for batch in (1, scores[0]) for heads in (1, scores[1])}
     if bias is not None and tuple(bias.shape) not in shapes:

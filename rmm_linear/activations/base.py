@@ -1,4 +1,4 @@
-"""PackedModule, the base class of modules that save a packed stand-in, and packed_class, which joins two classes."""
+"""PackedModule, the base class of modules that save packed activations, and packed_class, which joins two classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class PackedModule(ConvertedModule):
-    """Base class of modules that save a packed stand-in. Used through :func:`packed_class`."""
+    """Base class of modules that save packed activations. Used through :func:`packed_class`."""
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
@@ -49,7 +49,7 @@ _PAIRS: dict[type, tuple[type[PackedModule], type[nn.Module]]] = {}
 
 @functools.cache
 def packed_class(packed: type[PackedModule], original: type[nn.Module]) -> type[Any]:
-    """Make the class of a module that saves a packed stand-in."""
+    """Make the class of a module that saves packed activations."""
     made = type(f"Packed{original.__name__}", (packed, original), {"__module__": packed.__module__})
     _PAIRS[made] = packed, original
     return made

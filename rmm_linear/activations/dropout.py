@@ -71,7 +71,7 @@ def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, fl
 
 @functools.lru_cache(maxsize=64)
 def _scale(dtype: torch.dtype, p: float) -> float:
-    """What PyTorch multiplies kept elements by, rounded to their dtype."""
+    """Return PyTorch's factor of kept elements, rounded to their dtype."""
     with torch.inference_mode(False), unset_fake_temporarily():
         return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
 

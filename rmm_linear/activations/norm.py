@@ -21,7 +21,7 @@ from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
 
 class _Norm(NamedTuple):
-    """What the autograd function knows of a call beside tensors."""
+    """The arguments of a call that are not tensors."""
 
     form: NormForm
     bits: int
@@ -96,7 +96,7 @@ class PackedNorm(PackedModule):
         return output, stored
 
     def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
-        """How the kernel is to round that makes the output; None if the module makes it."""
+        """How the kernel that makes the output is to round; None if the module makes it."""
         if not self.rmm_config.fused:  # models that were pickled when there was no such field have no casts
             return None
         dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
@@ -105,7 +105,7 @@ class PackedNorm(PackedModule):
         return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
 
     def _entry(self, input: Tensor, norm: _Norm) -> CacheEntry | None:
-        """Where norms of the same input share its packed copy."""
+        """The cache in which norms of the same input share its packed copy."""
         context = self.rmm_context
         if norm.call.seed is None or context is None or not context.is_open():
             return None

@@ -1,4 +1,4 @@
-"""What a module that may be a norm computes, found by what it does to a probe, not by its name.
+"""Find the formula of a module that may be a norm, by running it on probes, not by its name.
 
 How it rounds is found in the same way: the dtype of its output, and whether the normalized rows are rounded before γ.
 In half types, nn.LayerNorm and Gemma's RMSNorm round once, at the end; LLaMA's and T5's round the normalized rows

@@ -1,4 +1,4 @@
-"""Pointwise activations that save their derivative in few bits, and the search for what a module computes."""
+"""Pointwise activations that save their derivative in few bits, and the search for a module's function."""
 
 from __future__ import annotations
 

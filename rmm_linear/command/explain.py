@@ -1,4 +1,4 @@
-"""``rmm-linear explain``: what a conversion saves of a model of transformers."""
+"""``rmm-linear explain``: show what a conversion of a model of transformers saves."""
 
 from __future__ import annotations
 

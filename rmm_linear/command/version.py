@@ -1,4 +1,4 @@
-"""``rmm-linear version``: what a bug report needs to know of a machine."""
+"""``rmm-linear version``: describe a machine for a bug report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def version() -> str:
 
 
 def _cpu_backend() -> str:
-    """What runs on CPU; the warning of a library that is not there is a part of it, and is not logged."""
+    """Describe what runs on CPU; a missing library's warning is a part of it, and is not logged."""
     said = BufferingHandler(capacity=100)
     propagate = library.logger.propagate
     library.logger.addHandler(said)

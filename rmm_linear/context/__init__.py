@@ -1,1 +1,1 @@
-"""What the layers of a converted model share during one forward pass."""
+"""State that the layers of a converted model share during one forward pass."""

@@ -167,7 +167,7 @@ def _are_ids(value: object) -> bool:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor is; of a fake one, which has no memory, where the object of its storage is."""
+    """Return a tensor's address; of a fake one, which has no memory, that of its storage object."""
     return tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 

@@ -19,7 +19,7 @@ CHECKPOINTED = "checkpointed"
 
 
 class StepChecks:
-    """What the first training steps of a model have shown.
+    """The observations of a model's first training steps.
 
     Attributes:
         said: What was logged already, once for all modules.

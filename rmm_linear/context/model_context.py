@@ -1,4 +1,4 @@
-"""What the layers of a converted model share during one forward pass: seeds, masks, token ids and sketches.
+"""Share seeds, masks, token ids and sketches among the layers of a converted model during a forward pass.
 
 Hooks on the model and on every submodule whose forward takes an ``attention_mask`` note where a forward pass begins and
 ends. The outermost of these modules that runs is the step, so wrappers that call ``forward`` directly (as PEFT's do)
@@ -202,7 +202,7 @@ class ModelContext:
 
     @property
     def current_pass(self) -> Any:
-        """What the node of a layer must hold for its recomputation; None where no forward pass is running."""
+        """Return what the node of a layer must hold for its recomputation; None outside of a forward pass."""
         return None if in_backward() else self._pending.current
 
     def note_backward(self) -> None:

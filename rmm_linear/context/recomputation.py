@@ -28,7 +28,7 @@ from rmm_linear.context.surroundings import next_node, running_node
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _MOST = 64  # forward passes that are remembered
-_PASSES = "rmm_linear"  # in what is known of a node, beside what anomaly detection notes there
+_PASSES = "rmm_linear"  # in what is known of a node, next to what anomaly detection notes there
 
 
 @dataclass(eq=False)
@@ -230,7 +230,7 @@ def _same(first: AttentionMask | None, second: AttentionMask | None) -> bool:
 
 
 class RepeatedSeeds:
-    """Where the layers of a module began to take seeds in one call of it; made before its forward pass."""
+    """The place where the layers of a module began to take seeds in one call; made before its forward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         """Note what the layers have taken until now."""

@@ -1,4 +1,4 @@
-"""Where models look for the class that were pickled when it was here."""
+"""The former place of SketchCache, for models that were pickled then."""
 
 from rmm_linear.context.model_context import SketchCache
 

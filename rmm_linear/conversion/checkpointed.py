@@ -1,4 +1,4 @@
-"""Which blocks of a model activation checkpointing recomputes, as far as the model says so itself or a pass shows it.
+"""Find the blocks that activation checkpointing recomputes, by what the model says or a forward pass shows.
 
 Without an example, ``torch.utils.checkpoint`` in a loop of one's own is seen in the first training step, see
 ``layers/converted.py``.

@@ -1,4 +1,4 @@
-"""convert: make a model's modules save small stand-ins for the backward pass, in place."""
+"""Convert a model's modules in place, so that they save compressed activations for the backward pass."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def convert(
     example: Any = None,
     **overrides: Any,
 ) -> ConversionReport:
-    """Make a model's modules save small stand-ins for the backward pass, in place. Outputs stay the same to the bit.
+    """Make a model's modules save compressed activations for the backward pass. Outputs stay the same to the bit.
 
-    ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers the sketched ``Conv1D``;
-    the other operations' modules get a class derived from their own. The objects, their parameters, hooks and the
-    state_dict stay the same, so an optimizer made before keeps working. Names are matched as in PEFT. Everything is
-    checked before the first module changes. Three conditions are logged as warnings: an entry of ``target_modules``
-    that matches nothing, a conversion of linear layers alone, none of whose weights requires a gradient, and modules
-    that activation checkpointing recomputes, see ``RMMConfig.checkpointed``.
+    The model changes in place: ``nn.Linear`` layers become :class:`~rmm_linear.RMMLinear`, GPT-2's ``Conv1D`` layers
+    the sketched ``Conv1D``; the other operations' modules get a class derived from their own. The objects, their
+    parameters, hooks and the state_dict stay the same, so an optimizer made before keeps working. Names are matched as
+    in PEFT. Everything is checked before the first module changes. Three conditions are logged as warnings: an entry of
+    ``target_modules`` that matches nothing, a conversion of linear layers alone, none of whose weights requires a
+    gradient, and modules that activation checkpointing recomputes, see ``RMMConfig.checkpointed``.
 
     Args:
         model: Model whose submodules are converted.
@@ -61,7 +61,7 @@ def convert(
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
-        What was converted and what was skipped, with the reason. Print it.
+        The modules that were converted and those that were skipped, with the reason. Print it.
 
     Raises:
         ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
@@ -117,7 +117,7 @@ def convert(
 def _choose(
     model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], example: Any
 ) -> tuple[ConversionReport, dict[str, nn.Module], dict[str, PackedChoice]]:
-    """What is to be converted: as a report, and the modules themselves."""
+    """Return what is to be converted, as a report, and the modules themselves."""
     is_sketching = "linear" in config.operations
     linears, skipped = choose_linears(model, config, names) if is_sketching else ({}, {})
     packed, unpacked = choose_packed(names, config)
@@ -175,7 +175,7 @@ def _choose(
 
 @contextmanager
 def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, PackedChoice]) -> Iterator[None]:
-    """Convert the modules that save a packed stand-in, and no linear layer, inside of the block."""
+    """Convert all operations but linear layers inside of the block."""
     if not choices:
         yield
         return

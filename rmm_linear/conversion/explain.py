@@ -1,4 +1,4 @@
-"""explain: what a conversion would save."""
+"""Explain what a conversion would save, by converting a model for a while."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rmm_linear.conversion.explanation import Explanation
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:
     """Run a model before and after a trial conversion and report the bytes saved for backward.
 
-    By operation; by what is left without a stand-in, and why; and by linear layer, with the reason where a sketch would
-    not reduce them. Three forward passes in training mode are run, and no backward pass. Layers, buffers, random number
-    generators and training mode are restored.
+    They are listed by operation; by what is still saved uncompressed, and why; and by linear layer, with the reason
+    where a sketch would not reduce them. Three forward passes in training mode are run, and no backward pass. Layers,
+    buffers, random number generators and training mode are restored.
 
     Args:
         model: A model that is not converted.

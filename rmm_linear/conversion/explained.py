@@ -40,7 +40,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         why.note_attention(model)
         block = block_memory(model, batch) if report.checkpointed else None
     layers: dict[str, LayerMemory] = {}
-    # Of layers with the same input, the first one that is trained keeps it: beside LoRA, not the frozen one.
+    # Of layers with the same input, the first one that is trained saves it: with LoRA, not the frozen one.
     owners: dict[StorageKey | None, str] = {}
     for name in sorted(inputs, key=lambda name: report.converted[name].frozen):
         owners.setdefault(inputs[name].storage, name)
@@ -60,7 +60,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:
-    """Why a layer stays exact."""
+    """Say why a layer stays exact, or return None."""
     layer = report.converted[name]
     if name in report.checkpointed and layer.config.checkpointed == "exact":
         return RECOMPUTED

@@ -41,12 +41,12 @@ class OperationMemory:
 
 @dataclass(frozen=True)
 class Keeper:
-    """Modules that save something of which there is no stand-in after the conversion.
+    """Modules that still save something uncompressed after the conversion.
 
     Attributes:
         modules: Their name; where several differ in numbers only, ``layer.*.name``; "" is the model itself.
-        bytes: What all of them save so, those that save it first.
-        share: ``bytes`` by all that the model saves now.
+        bytes: Bytes that they save uncompressed, each storage counted for the module that saves it first.
+        share: ``bytes`` divided by all that the model saves now.
         reason: Why.
     """
 
@@ -66,9 +66,9 @@ class Explanation:
         after: The same after the conversion.
         operations: "linear", "activation" and so on to the bytes that modules of this operation save, and modules
             inside of them; "other" is what belongs to none. Their sums are ``before`` and ``after``.
-        remaining: What is saved after the conversion and is no stand-in, the most bytes first.
-        stand_ins: Bytes of stand-ins after the conversion; ``after`` is these and those of ``remaining``.
-        recomputed: What the first block that activation checkpointing recomputes saves meanwhile; None without such.
+        remaining: Modules that still save something uncompressed, the most bytes first.
+        stand_ins: Bytes of compressed activations; ``after`` is the sum of these and of ``remaining``.
+        recomputed: Bytes of the first block that activation checkpointing recomputes, while it does; or None.
         unfused: See :class:`~rmm_linear.ConversionReport`.
     """
 

@@ -79,7 +79,7 @@ def _nearest(name: str, found: Mapping[str, str]) -> str | None:
 
 
 class Reasons:
-    """Why modules save what they save after a conversion. Make it before the model is converted."""
+    """Explains why modules save what they save after a conversion. Make it before the model is converted."""
 
     def __init__(
         self, model: nn.Module, batch: Any, report: ConversionReport, names: dict[nn.Module, str], exact: dict[str, str]

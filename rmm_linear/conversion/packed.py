@@ -1,4 +1,4 @@
-"""Choose the modules that save less than they do: activations, norms, attention, dropout and output layers.
+"""Choose the modules that are to save less: activations, norms, attention, dropout and output layers.
 
 Activations take 4 bits with ``activation_bits="auto"``, and the lowest quarter of them 2. The error of an activation's
 derivative is in the gradients of every layer below it, so that of the top ones is in nearly all and that of the lowest
@@ -191,7 +191,7 @@ def choose_heads(
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether a module's forward, its own or its class's, comes from Liger."""
+    """Say whether a module's forward, its own or its class's, comes from Liger."""
     forward = inspect.unwrap(module.forward)
     source = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
     return source.split(".")[0] == "liger_kernel"
@@ -226,7 +226,7 @@ def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: R
 
 
 def _reason(choice: PackedChoice) -> str | None:
-    """Why the module's own output stays, always or under autocast, where kernels run."""
+    """Say why the module's own output stays, always or under autocast, where kernels run."""
     module, computes = choice.module, choice.computes
     if isinstance(computes, NormForm):
         return _AUTOCAST if casts_of(module, computes) else _UNKNOWN
@@ -238,7 +238,7 @@ def _reason(choice: PackedChoice) -> str | None:
 
 
 def _no_kernels(module: nn.Module, everywhere: Places) -> str | None:
-    """Where the module is, if no kernels run there: of one without parameters, where the model is."""
+    """Return the module's device if no kernels run there; one without parameters is where the model is."""
     places = _places(module) or everywhere
     has_kernels = not places or any(backend_of(device, dtype) == "triton" for device, dtype in places)
     return None if has_kernels else _named(places)

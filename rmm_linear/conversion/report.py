@@ -1,4 +1,4 @@
-"""What a conversion did: one line to grep, a table to read, a dictionary to save."""
+"""Report a conversion: one line to grep, a table to read, a dictionary to save."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class ConvertedLayer:
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """One module of a conversion that saves a packed stand-in.
+    """One module of a conversion that saves a packed activation.
 
     Attributes:
         name: Dotted name in the model.
         type: Class of the original module.
         operation: "activation", "norm", "attention", "dropout" or "logits".
-        saved: What it saves, in words.
+        saved: Words for what it saves.
         config: Its configuration.
     """
 
@@ -70,10 +70,10 @@ class ConversionReport:
         skipped: Name to the reason, for every other linear-like layer and for modules of other operations that could
             not be converted.
         dry_run: Whether the model was left unchanged.
-        packed: Name to module that saves a packed stand-in, in the model's order.
+        packed: Name to module of the other operations, in the model's order.
         checkpointed: Names of those, of both kinds, that are inside of blocks that activation checkpointing recomputes,
             as far as the model says so.
-        memory: What the whole model saves before and after, if there was an ``example``.
+        memory: Bytes that the whole model saves before and after, if there was an ``example``.
         unfused: Where ``fused=True`` has no effect on the model as it is now, and why, norms under autocast among it;
             None where it has one everywhere, or is not set.
         context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
@@ -183,7 +183,7 @@ class ConversionReport:
         return f"{self.modules()}\n\n{memory}"
 
     def modules(self) -> str:
-        """Return what became of each module.
+        """List what happens to each module.
 
         Returns:
             The summary line, and a table in which numbered siblings share a row.

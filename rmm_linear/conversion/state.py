@@ -1,8 +1,8 @@
-"""The state of a conversion that a checkpoint needs beside the parameters.
+"""Save and load the state of a conversion, which a checkpoint needs in addition to the parameters.
 
-Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. A small JSON file beside
-them holds what ``bits="auto"`` has chosen or measured so far, and which layers share a sketch. The state of norm
-estimators consists of tensors; they go into a safetensors file beside the JSON file, see
+Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. A small JSON file next
+to them holds what ``bits="auto"`` has chosen or measured so far, and which layers share a sketch. The state of norm
+estimators consists of tensors; they go into a safetensors file next to it, see
 :mod:`rmm_linear.conversion.state_files`. Layers have the names of the unwrapped model.
 """
 
@@ -26,7 +26,7 @@ from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
 
 
 def sketch_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the sketched layers of a model have chosen, as plain JSON types.
+    """Return the choices of a model's sketched layers, as plain JSON types.
 
     Args:
         model: A converted model.
@@ -136,7 +136,7 @@ def _read_estimators(
 
 
 def save_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file beside it.
+    """Write :func:`sketch_state` as JSON, and :func:`sketch_tensors`, if there are any, into a file next to it.
 
     An earlier state at the same path stays valid until the new one is complete. Tensors need the package safetensors,
     which transformers depends on.
@@ -170,7 +170,7 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
-    """Load a state that was read from a JSON file, and the tensors beside that file, into a model."""
+    """Load a state that was read from a JSON file, and the tensors next to that file, into a model."""
     try:
         load_sketch_state(model, state, read_tensors(path, state))
     except ValueError as error:

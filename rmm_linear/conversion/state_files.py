@@ -1,6 +1,6 @@
 """Save a JSON file and the tensors that belong to it, atomically as a pair.
 
-The tensors are in a safetensors file beside the JSON file, with their digest in its name, so a new save never
+The tensors are in a safetensors file next to the JSON file, with their digest in its name, so a new save never
 overwrites the tensors that the JSON file on disk refers to. Replacing the JSON file, which is atomic, makes the new
 save the current one; the old tensors are removed last. If the process is killed or the disk is full at any point,
 either the old or the new save is complete.

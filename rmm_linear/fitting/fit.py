@@ -1,4 +1,4 @@
-"""fit: make a model train within a memory budget, with one call."""
+"""Make a model train within a memory budget, with one call."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def fit(
 ) -> FitReport:
     """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
 
-    Every block (a layer of a transformer; embeddings and heads are blocks too) keeps what its backward pass needs,
-    saves random stand-ins of it at one of a few widths, is recomputed, wholly or without its products, or is
-    offloaded; a language model's loss may be computed in chunks. The exact model is tried first. What each option
-    saves is measured on the example, what it costs in time on a block of each kind, its noise on the example's own
-    gradient. A solver proposes, simulated steps judge, and the model is changed once a plan fits.
-    ``rmm_linear.revert(model)`` undoes it.
+    Every block (a layer of a transformer; embeddings and heads are blocks too) saves its activations, compresses them
+    to one of a few widths, is recomputed, wholly or without its products, or is offloaded; a language model's loss may
+    be computed in chunks. The exact model is tried first. The bytes of each option are measured on the example, its
+    time on a block of each kind, its variance on the example's own gradient. A solver proposes, simulated steps judge,
+    and the model is changed once a plan fits. ``rmm_linear.revert(model)`` undoes it.
 
-    Source: one option per block with a row per block's worst moment, as in Chen et al. 2016 (arXiv 1604.06174) and
-    what followed it; stand-ins as in Bershatsky et al. 2022 (arXiv 2201.13195).
+    Source: one option per block with a row per block's peak, as in Chen et al. 2016 (arXiv 1604.06174) and
+    later work; compressed activations as in Bershatsky et al. 2022 (arXiv 2201.13195).
 
     Args:
         model: The model, neither converted nor planned. On the meta device it is planned without values.
@@ -58,19 +57,19 @@ def fit(
             left out with ``time``.
         optimizer: An optimizer, its class, or a function of parameters that makes one, whose state is counted; None
             counts none.
-        max_noise: The most noise that stand-ins may add to the gradient of a layer's weights, by the minibatch's own
-            (D² / D²_SGD); options above it are left out.
+        max_noise: The largest variance ratio, D² / D²_SGD, that compression may cause in the gradient of a layer's
+            weights; 1 is as much as the minibatch has. Options above it are left out.
         allow: Of "keep", "sketch" (linear layers), "pack" (other operations; chunks of the loss), "recompute" and
             "offload".
-        time: A bound for the time of a step, by that of an exact one; then memory is minimised.
-        objective: "time": least time, then least noise; or "noise": the other way round.
+        time: A bound for the time of a step, relative to the exact step; then memory is minimized.
+        objective: "time": least time, then least variance; or "noise": the other way round.
         folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.
         shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
         accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
-            accumulation, or where ``zero_grad(set_to_none=False)`` keeps them.
+            accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
 
     Returns:
-        What was done. Print it.
+        The report. Print it.
 
     Raises:
         ValueError: If nothing fits: with the least, the block that binds, and what would help; if an argument is out

@@ -1,4 +1,4 @@
-"""What a fit does: measure, search, apply, check."""
+"""Carry out a fit: measure, search, apply, check."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Fitting:
         self.candidates = Candidates(self.proposals, conversions, allow)
 
     def cost(self, option: Option) -> float:
-        """What the solver makes least: the objective, and a little of the other."""
+        """Return the sum that the solver minimizes: the objective, and a little of the other."""
         seconds = option.seconds / self.candidates.seconds if self.candidates.seconds else 0.0
         greater, lesser = (seconds, option.noise) if self.objective == "time" else (option.noise, seconds)
         return greater + _LESSER[self.objective] * lesser

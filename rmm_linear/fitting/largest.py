@@ -41,7 +41,7 @@ class LargestBatch:
         plan: The plan for ``batch``; ``plan.apply()`` makes the model train by it. None if nothing fits.
         peak: Bytes of a training process with the plan and that batch, simulated.
         memory: The budget in bytes.
-        notes: What was left out, and why.
+        notes: Options that were left out, with the reason.
     """
 
     batch: int
@@ -80,8 +80,8 @@ def max_batch(
 ) -> LargestBatch:
     """Find the largest batch that fits into memory with a plan, and compare it with what fits without one.
 
-    Bytes of every option are measured for two sizes of the batch; what lies on the line through them is solved, and the
-    plan that comes out is simulated with a batch of that size. The model stays as it is.
+    Bytes of every option are measured for two sizes of the batch, and extrapolated along a line. A plan is solved with
+    them, and simulated with a batch of that size. The model stays as it is.
 
     Args:
         model: The model, neither converted nor planned.

@@ -1,4 +1,4 @@
-"""What stand-ins add to the variance of a gradient, by block and setting, on the example's own gradient."""
+"""Measure the variance that compression adds to the example's gradient, by block and setting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an optimizer needs: its state, and what its step makes and frees again.
+"""Measure an optimizer's memory: its state, and the temporaries of its step.
 
-Both are found by a dry run: two steps of a twin, an optimizer of the same class with the same hyperparameters on
-stand-ins for the parameters. The stand-ins are tensors without data if the optimizer's step can do with them, first on
+Both are found by a dry run: two steps of a twin, an optimizer of the same class with the same hyperparameters on dummy
+parameters. These are tensors without data if the optimizer's step can do with them, first on
 the meta device, where small tensors that an optimizer puts on the CPU keep their values, then as fake tensors, which
 have the device of the parameters. Where the step needs values, it runs on real tensors, one for each shape, dtype and
 group of parameters, and what it takes is multiplied.
@@ -168,19 +168,19 @@ def _on_real(optimizer: Any, members: Sequence[_Member], device: torch.device) -
 def _dry_run(
     optimizer: Any, members: Sequence[_Member], made: torch.device, device: torch.device, one_per_kind: bool = False
 ) -> OptimizerMemory:
-    """Make two steps on stand-ins: the first makes the state, the second has it."""
+    """Make two steps on dummy parameters: the first makes the state, the second has it."""
     kinds: dict[Any, nn.Parameter] = {}
-    standins: dict[int, nn.Parameter] = {}  # by the identity of the parameter
-    times: Counter[int] = Counter()  # how many parameters without state a stand-in is for
+    dummies: dict[int, nn.Parameter] = {}  # by the identity of the parameter
+    times: Counter[int] = Counter()  # how many parameters without state a dummy represents
     for member in members:
         key = member.kind if one_per_kind else id(member.parameter)
-        standin = kinds.get(key)
-        if standin is None:
-            standin = kinds[key] = _standin(member, made)
-        standins[id(member.parameter)] = standin
-        times[id(standin)] += not member.has_state
+        dummy = kinds.get(key)
+        if dummy is None:
+            dummy = kinds[key] = _dummy(member, made)
+        dummies[id(member.parameter)] = dummy
+        times[id(dummy)] += not member.has_state
     if isinstance(optimizer, Optimizer):
-        twin = _twin(optimizer, standins)
+        twin = _twin(optimizer, dummies)
     else:
         twin = _unwrapped(optimizer(list(kinds.values())))
         if not isinstance(twin, Optimizer):
@@ -197,19 +197,19 @@ def _dry_run(
     return OptimizerMemory(_multiplied(twin, times, device), transient)
 
 
-def _standin(member: _Member, device: torch.device) -> nn.Parameter:
-    standin = nn.Parameter(torch.ones(member.shape, dtype=member.parameter.dtype, device=device))
-    standin.grad = torch.ones_like(standin)
-    return standin
+def _dummy(member: _Member, device: torch.device) -> nn.Parameter:
+    dummy = nn.Parameter(torch.ones(member.shape, dtype=member.parameter.dtype, device=device))
+    dummy.grad = torch.ones_like(dummy)
+    return dummy
 
 
-def _twin(optimizer: Optimizer, standins: dict[int, nn.Parameter]) -> Optimizer:
+def _twin(optimizer: Optimizer, dummies: dict[int, nn.Parameter]) -> Optimizer:
     """An optimizer like another, on other parameters, without its state and its hooks."""
 
     def replaced(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return standins[id(leaf)] if id(leaf) in standins else leaf.detach().clone()
+        return dummies[id(leaf)] if id(leaf) in dummies else leaf.detach().clone()
 
     kind = type(optimizer)
     twin = kind.__new__(kind)
@@ -221,7 +221,7 @@ def _twin(optimizer: Optimizer, standins: dict[int, nn.Parameter]) -> Optimizer:
     twin.state = defaultdict(dict)
     twin.param_groups = []
     for group in optimizer.param_groups:
-        own = {id(standins[id(p)]): standins[id(p)] for p in group["params"] if id(p) in standins}
+        own = {id(dummies[id(p)]): dummies[id(p)] for p in group["params"] if id(p) in dummies}
         rest = {name: tree_map(replaced, value) for name, value in group.items() if name != "params"}
         twin.param_groups.append({"params": list(own.values()), **rest})
     return twin

@@ -24,10 +24,10 @@ class FitReport:
     """The result of :func:`rmm_linear.fit`.
 
     All peaks are bytes of a whole training process on one device: parameters, buffers, the optimizer's state and DDP's
-    buckets, and on top of them what a step makes: gradients, what is saved, temporary results.
+    buckets, and on top of them what a step makes: gradients, saved activations, temporary results.
 
     Attributes:
-        plan: What every block does; the model trains by it.
+        plan: The choice for every block; the model trains by it.
         memory: The budget in bytes; None where time alone was bounded.
         static: Bytes that a training process needs in addition to its steps.
         exact_peak: Without a plan, simulated.
@@ -37,7 +37,7 @@ class FitReport:
         time: Time of a step relative to the exact step, measured block by block; None where nothing could be timed.
         noise: Variance ratio of the whole gradient: the variance that compression adds, divided by that of the
             minibatch, D²_SGD. None if unknown. ``max_noise`` limits the ratio of single layers, which is larger.
-        notes: What was left out or could not be measured, and why.
+        notes: Options left out and measurements that failed, with the reason.
         before: Memory over an exact step.
         after: Memory over a step with the plan.
     """

@@ -59,7 +59,7 @@ SETTINGS = (
 
 
 class Conversions:
-    """What may be converted in every block of a model."""
+    """The modules that may be converted in every block of a model."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Look at a model; it stays as it is."""

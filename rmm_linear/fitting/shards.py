@@ -1,4 +1,4 @@
-"""What one rank holds of a model that ``fully_shard`` divides, or has divided.
+"""Compute the bytes that one rank holds of a model that ``fully_shard`` divides, or has divided.
 
 The rules are those of PyTorch's documentation of ``torch.distributed.fsdp.fully_shard`` and of what it does by default:
 
@@ -11,7 +11,7 @@ The rules are those of PyTorch's documentation of ``torch.distributed.fsdp.fully
   of a block are whole until they are copied into the input of the reduce-scatter; that input is kept until the block
   before it has run, since the communication overlaps with it.
 
-So the worst moment is in the backward pass of a block: its parameters and those of the block before it, its gradients
+So the peak is in the backward pass of a block: its parameters and those of the block before it, its gradients
 and those of the block after it, and the parameters and gradients of the root. Mixed precision is not in this model:
 what is gathered has the dtype of the parameter.
 """

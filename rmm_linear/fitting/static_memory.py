@@ -1,4 +1,4 @@
-"""How much memory a training run needs beside its activations."""
+"""Count the memory that a training run needs in addition to its activations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StaticMemory:
 
     @property
     def in_optimizer_step(self) -> int:
-        """Bytes at the worst moment of the optimizer's step, when nothing is gathered any more."""
+        """Peak in bytes of the optimizer's step, when nothing is gathered any more."""
         return self.before_step - self.gathered + self.gradients + self.optimizer_transient
 
     def to_dict(self) -> dict[str, int]:
@@ -113,7 +113,7 @@ def _check(model: nn.Module, tensors: Iterable[Tensor], shards: Shards | None) -
 
 
 def _device_type(tensor: Tensor) -> str:
-    """Where it is computed with; parts of a ``DTensor`` may lie on the CPU meanwhile."""
+    """Return the device it is computed on; parts of a ``DTensor`` may lie on the CPU meanwhile."""
     return tensor.device_mesh.device_type if is_dtensor(tensor) else tensor.device.type  # pyright: ignore[reportAttributeAccessIssue]
 
 

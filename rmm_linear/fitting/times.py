@@ -1,4 +1,4 @@
-"""What time the options of a block add to a step, from a block of each kind that runs by itself."""
+"""Benchmark every option on one representative block per kind."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _ratios(seconds: Sequence[float], plain: Sequence[float]) -> list[float]:
 
 
 def _agree(seconds: Sequence[float], plain: Sequence[float]) -> bool:
-    """Whether the rounds say the same of an option: nothing else took the machine's time in some of them."""
+    """Say whether the rounds agree on an option: nothing else took the machine's time in some of them."""
     ratios = _ratios(seconds, plain)
     return max(ratios) - min(ratios) <= _SPREAD * statistics.median(ratios)
 

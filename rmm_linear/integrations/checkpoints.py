@@ -28,13 +28,13 @@ class SketchStateCallback(TrainerCallback):
 
     The state is the widths that ``bits="auto"`` chose, the groups of layers that share a sketch, and the tensors of
     norm estimators. With it, a resumed run continues bit for bit like one that was never interrupted. The first process
-    writes its state as ``sketch_state.json``, with tensors in a safetensors file beside it. Each rank learns from its
+    writes its state as ``sketch_state.json``, with tensors in a safetensors file next to it. Each rank learns from its
     own batches; after resuming, all ranks continue from the first one's state. The plan of a fitted model is written as
     ``rmm_plan.json``; a resumed run trains by it, whatever plan the model has then.
 
     The Trainer completes a checkpoint, and removes earlier ones, before it calls its callbacks. So that a process that
     is killed in between loses nothing, both are written before that, as ``sketch_state-STEP.json`` and
-    ``rmm_plan-STEP.json`` beside the checkpoint, and removed once they are in it. For this, callbacks that request
+    ``rmm_plan-STEP.json`` next to the checkpoint, and removed once they are in it. For this, callbacks that request
     checkpoints themselves (``control.should_save``) must be added before this one; otherwise both are written into the
     checkpoint only.
 
@@ -163,7 +163,7 @@ def _write(model: torch.nn.Module, state: Path, plan: Path) -> bool:
 
 
 def _found(folder: Path, state: TrainerState, name: str) -> Path | None:
-    """Return the path of a file in a checkpoint, or of its early version beside it; None if there is neither."""
+    """Return the path of a file in a checkpoint, or of its early version next to it; None if there is neither."""
     return next((path for path in (folder / name, _early(folder, state, name)) if path.is_file()), None)
 
 

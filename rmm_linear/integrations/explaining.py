@@ -1,4 +1,4 @@
-"""What a callback finds out about the conversion of a model that is being trained."""
+"""Explain the conversion of a model that is being trained, for a callback."""
 
 from __future__ import annotations
 

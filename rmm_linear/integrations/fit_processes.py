@@ -1,4 +1,4 @@
-"""What processes that train together agree on, so that all train by one plan; one process alone asks nobody."""
+"""Broadcast rank 0's plan and the largest batch to all DDP ranks; no-ops in a single process."""
 
 from __future__ import annotations
 

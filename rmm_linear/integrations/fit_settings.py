@@ -1,4 +1,4 @@
-"""What ``fit=`` of a callback, and the flags of commands, say about a fit."""
+"""Read the settings of a fit: ``fit=`` of a callback, and the flags of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save the conversion of a model beside its weights, and convert another model from it.
+"""Save the conversion of a model next to its weights, and convert another model from it.
 
 Weights are those of the original model, so ``model.save_pretrained(folder)`` and every other way of saving stays as it
 is. The configuration of the conversion and the state of the sketches go into one small JSON file in the same folder,
@@ -98,10 +98,10 @@ def convert_as_saved(
         model: A model with the layers of the saved one, as ``from_pretrained(folder)`` returns it, wrapped or not.
         folder: The folder of :func:`save_conversion`.
         offload_folder: Where offloaded blocks of a model on the CPU write files. The one that the saved plan names is
-            not used, as it may come from somebody else.
+            not used, as it may come from another user.
 
     Returns:
-        What was converted; nothing, for a plan without conversions. ``model.rmm_plan`` is the plan.
+        The report of the conversion, empty for a plan without conversions. ``model.rmm_plan`` is the plan.
 
     Raises:
         FileNotFoundError: If the folder contains neither a conversion nor a plan.

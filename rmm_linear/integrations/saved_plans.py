@@ -1,4 +1,4 @@
-"""The plan of a fitted model as a file beside its weights, or in a checkpoint."""
+"""Save the plan of a fitted model as a file next to its weights, or in a checkpoint, and restore it."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def restore_plan(
 
 
 def _does(plan: BlockPlan) -> tuple[Any, ...]:
-    """What a plan does to a model, without what it costs."""
+    """Return the part of a plan that changes a model, without its costs."""
     return [(block.name, block.option, block.inner) for block in plan.blocks], plan.config, plan.folder

@@ -1,4 +1,4 @@
-"""What a callback needs of its Trainer, which passes itself to none, and has no call around a training step."""
+"""Find the Trainer that runs a callback and wrap its next ``training_step``; transformers has no hook for either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for transformers' Trainer: log the noise of the sketches, and save their state in checkpoints.
+"""Callbacks for transformers' Trainer: log the variance of the sketches, and save their state in checkpoints.
 
 Needs transformers; nothing else in the library imports this module.
 """
@@ -49,39 +49,39 @@ _PREFIX = "rmm/"
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
-    """Logs the noise of the sketches through the Trainer, and so to TensorBoard, W&B and its other integrations.
+    """Logs the variance ratio of the sketches through the Trainer, and so to TensorBoard, W&B and others.
 
     Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α. With
-    ``whole_every``, the noise of the whole gradient as ``rmm/noise_whole/OPERATION``; OPERATION is "all" or one of
-    them. With ``per_layer``, noise and α of each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``, and the noise of
-    each block as ``rmm/noise_whole/OPERATION/BLOCK``. Also ``rmm/kept_bytes``, the bytes that one forward pass
+    ``whole_every``, the variance ratio of the whole gradient as ``rmm/noise_whole/OPERATION``; OPERATION is "all" or
+    one of them. With ``per_layer``, ratio and α of each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``, and the
+    ratio of each block as ``rmm/noise_whole/OPERATION/BLOCK``. Also ``rmm/kept_bytes``, the bytes that one forward pass
     saves for the backward pass, and ``rmm/peak_bytes``, the peak of :func:`rmm_linear.memory.peak`. These two are
-    measured on the first forward and backward pass of the previous step, so that the probe does not affect them (on
-    the same step with ``every=1``, or if a run is resumed right before it). On CUDA this resets the allocator's
-    peak statistics. Elsewhere, where every operator must be intercepted, memory is measured once, before the first
-    probed step.
+    measured on the first forward and backward pass of the previous step, so that the probe does not affect them (on the
+    same step with ``every=1``, or if a run is resumed right before it). On CUDA this resets the allocator's peak
+    statistics. Elsewhere, where every operator must be intercepted, memory is measured once, before the first probed
+    step.
 
     The state of the sketches is saved and restored as by :class:`SketchStateCallback`.
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
     backward pass, exactly and converted, which ``report.memory`` has from then on; that calls ``compute_loss`` three
-    times more. A warning is logged once if the median noise exceeds a limit. A callback cannot add to what the Trainer
+    times more. A warning is logged once if the median ratio exceeds a limit. A callback cannot add to what the Trainer
     sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
     With ``fit``, :func:`rmm_linear.fit` chooses for every block what it saves, so that training fits a budget. It
     plans in the first step, with its batch and the Trainer's optimizer, prints its report, and plans again before a
-    step with a larger batch, see :class:`~rmm_linear.integrations.fit_training.FitCallback`. Noise is then logged of
-    what it converted, if anything.
+    step with a larger batch, see :class:`~rmm_linear.integrations.fit_training.FitCallback`. Ratios are then logged
+    of what it converted, if anything.
 
     Args:
         trainer: The Trainer that the callback is added to; None finds it when training begins.
         report: The result of :func:`rmm_linear.convert`, to be printed; None prints nothing.
         convert: Converts the model so when training begins, after all that wraps it, such as the adapters of
             ``SFTTrainer(peft_config=...)``. A model that is converted already stays as it is, unless it
-            trains linear layers that came later: then it is reverted and converted anew. Either is logged.
+            trains linear layers that came later: then it is reverted and converted again. Either is logged.
         fit: A budget as for :func:`rmm_linear.fit`, such as "8GB", or a dictionary of its keyword arguments, such as
             ``{"memory": "8GB", "max_noise": 0.5}``.
-        per_layer: Whether the noise and α of every layer are logged too.
+        per_layer: Whether the ratio and α of every layer are logged too.
         every: Probe the steps n, 2n, 3n, …
         limit: Median of D²_sketch/D²_SGD above which a warning is logged; at 1 the two variances are equal.
         modules: As for GradientProbe.
@@ -152,7 +152,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     @property
     def fit_report(self) -> FitReport | None:
-        """What :func:`rmm_linear.fit` reported on the main process; None before the first step, or without ``fit``."""
+        """The report of :func:`rmm_linear.fit` on the main process; None before the first step, or without ``fit``."""
         return None if self._fitting is None else self._fitting.fit_report
 
     def on_train_begin(

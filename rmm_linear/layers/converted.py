@@ -1,4 +1,4 @@
-"""ConvertedModule: what all converted modules have, the sketched layers and those that save packed stand-ins."""
+"""ConvertedModule, the base class of all converted modules: sketched layers, and those that pack activations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ConvertedModule(nn.Module):
     """Base class of converted modules: a configuration, and the module's place in a converted model.
 
     Attributes:
-        rmm_operation: What of the model it is, one of :data:`rmm_linear.config.OPERATIONS`.
-        rmm_config: How the module saves what its backward pass needs.
+        rmm_operation: Its operation, one of :data:`rmm_linear.config.OPERATIONS`.
+        rmm_config: How the module saves its activations.
         rmm_context: The context of the converted model, or None for a module outside of one.
         rmm_index: Index of the module in the converted model.
         rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
@@ -61,7 +61,7 @@ class ConvertedModule(nn.Module):
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
 
     def _unwatched_call(self, tokens: int, device: torch.device, seeded: bool = True) -> SavingCall | None:
-        """What a call of N tokens needs where :func:`is_unwatched`; None for a call that takes the general way."""
+        """Return the arguments of a call of N tokens that :func:`is_unwatched`; None for the general way."""
         own = vars(self)
         if "_is_replica" in own:
             return None
@@ -78,7 +78,7 @@ class ConvertedModule(nn.Module):
         return SavingCall(seed, mask, None, False, forward_pass)
 
     def _refuse_transforms(self) -> None:
-        """Refuse what would run the forward pass without the backward pass that stand-ins are made for."""
+        """Refuse calls that run the forward pass without the backward pass that activations are compressed for."""
         if torch.compiler.is_compiling():
             return
         if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,7 +92,7 @@ class ConvertedModule(nn.Module):
             )
 
     def _stays_exact(self, *, seeded: bool = True) -> bool:
-        """Whether this call is checkpointed and its stand-in would be dropped; ``seeded`` as for other calls."""
+        """Say whether this call is checkpointed, which would drop what it compresses; ``seeded`` as for other calls."""
         if self.rmm_config.checkpointed != "exact" or torch.compiler.is_compiling():
             return False
         context, is_second, is_dropped = self.rmm_context, in_backward(), is_checkpointed()

@@ -1,4 +1,4 @@
-"""sketched_linear, and the autograd functions of linear layers that save a sketch of their input, or nothing of it.
+"""Apply linear layers that save a sketch of their input, or nothing of it: sketched_linear and its functions.
 
     forward    out = X Wᵀ + b (exact)    save Z = pack(SᵀX), the seed of S, and W
     backward   dX = Y W (exact)   db = Yᵀ1 (exact)   dW = (SᵀY)ᵀ unpack(Z)
@@ -89,7 +89,7 @@ class SavingCall:
 
     @property
     def index(self) -> Tensor | None:
-        """The rows of valid tokens, int64, shape (n,), whose stand-in is saved; None for all rows."""
+        """The rows of valid tokens, int64, shape (n,), that are saved compressed; None for all rows."""
         return None if self.mask is None else self.mask.index
 
 
@@ -378,7 +378,7 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
 
 
 def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
-    """What is saved of X; a recomputation by activation checkpointing replaces all of these tensors."""
+    """Return the tensors that are saved of X; a recomputation by checkpointing replaces all of them."""
     entry = None
     if call.cache is not None:
         entry = call.cache.entry(input, (repr(call.spec), call.mask, call.dtype), call.index)

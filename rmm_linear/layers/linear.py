@@ -125,7 +125,7 @@ class SketchedLayer(ConvertedModule):
         return UnwatchedLinearFunction.run(input, weight, bias, plan.spec, call, *saved)
 
     def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> SaveSpec | None:
-        """What :func:`spec_for` decides."""
+        """Return the decision of :func:`spec_for`."""
         if torch.compiler.is_compiling():
             return spec_for(shape, itemsize, weight, self.rmm_config, bits)
         return self._plan(shape, itemsize, weight, bits).spec

@@ -1,4 +1,4 @@
-"""Where memory goes: bytes saved for the backward pass per module, peak memory, what a conversion would change."""
+"""Measure activation memory: bytes saved by each module, peaks, and what a conversion would change."""
 
 from __future__ import annotations
 

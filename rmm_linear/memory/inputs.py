@@ -149,7 +149,7 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
 
 
 def _read(node: Any, attribute: str) -> Any:
-    """What a node has saved; nothing where activation checkpointing would compute it again to show it."""
+    """Return what a node has saved; nothing where activation checkpointing would recompute it to show it."""
     try:
         with _NoRecomputation():
             return getattr(node, attribute)

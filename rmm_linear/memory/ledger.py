@@ -1,4 +1,4 @@
-"""The ledger: how many bytes each module saves for the backward pass."""
+"""Count the bytes that each module saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Ledger:
     """Bytes that autograd saves for the backward pass, by module.
 
     Every distinct storage counts once, for the module that saved it first, and is marked as shared if other modules
-    save it too. All figures are those of the moment with the most saved bytes, so a backward pass inside the block,
-    which frees saved tensors, does not lower them.
+    save it too. All figures are those of the peak of saved bytes, so a backward pass inside the block, which frees
+    saved tensors, does not lower them.
     """
 
     def __init__(self) -> None:

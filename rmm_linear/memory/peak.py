@@ -1,4 +1,4 @@
-"""Peak memory of a block of code."""
+"""Measure the peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Peak:
 
     Attributes:
         bytes: Peak memory.
-        measure: What was measured: "cuda allocated", "cpu live tensors", or "simulated live tensors".
+        measure: "cuda allocated", "cpu live tensors", or "simulated live tensors".
         moment: When, if the modules were followed: "forward of encoder.layer.0", "backward of ...".
         by_module: Bytes that live at that moment, by the module that made them, if the modules were followed; "" is
             the model itself.

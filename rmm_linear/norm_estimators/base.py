@@ -144,8 +144,8 @@ class RelativeEstimator(NormEstimator):
         if self._unit is None or (relative := self._recall(call)) is None:
             return None
         unit = self._unit = self._unit.to(call.device)
-        # If all steps so far had zero gradients, the scale is tiny: equal for all tokens, and negligible beside the
-        # ŷ of other layers that share the sketch.
+        # If all steps so far had zero gradients, the scale is tiny: equal for all tokens, and negligible compared with
+        # the ŷ of other layers that share the sketch.
         return relative.sqrt() * (unit[0] / unit[1].clamp_min(1e-6)).clamp_min(1e-30)
 
     def observe(self, call: LayerCall, norms: Tensor) -> None:

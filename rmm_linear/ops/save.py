@@ -1,4 +1,4 @@
-"""What is saved of an input for the backward pass.
+"""Compress an input for the backward pass.
 
 Only tensors are saved (a sketch Z, packed or not, and the seed of S or the sampled rows), because autograd's
 saved-tensor hooks, and with them activation checkpointing, handle nothing else. One operator makes all of them, because

@@ -1,4 +1,4 @@
-"""Scaled-dot-product attention: what is saved of it, and its forward pass with dropout, in plain PyTorch.
+"""Scaled-dot-product attention: the tensors that are saved, and its forward pass with dropout, in plain PyTorch.
 
     S = scale · Q Kᵀ + mask        P = softmax(S)        O = (P ∘ D) V
 
@@ -70,7 +70,7 @@ class AttentionSpec:
 
     @property
     def kept_scale(self) -> float:
-        """What dropout multiplies a probability by that it keeps; 0 if it keeps none."""
+        """The factor of a probability that dropout keeps; 0 if it keeps none."""
         return 1 / (1 - self.p) if self.p < 1 else 0.0
 
 
@@ -132,7 +132,7 @@ def hides_padding(valid: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor
     if mask is None:  # seen by any valid query, or by one that is not before the key
         seen = valid.flip(1).cummax(1).values.flip(1) if is_causal else valid.any(1, keepdim=True)
         return ~(seen & ~valid).any()
-    # An additive mask hides by a number so low that softmax gives 0 beside any other score.
+    # An additive mask hides by a number so low that softmax gives 0 next to any other score.
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return ~(seen.any(1) & valid.unsqueeze(2) & ~valid.unsqueeze(1)).any()
 

@@ -301,7 +301,7 @@ def block_of(tensor: Tensor, head: slice, rows: slice, seen: int) -> Tensor:
 
 
 class Added:
-    """What is added to the scores of some sequences: mask and bias, shape (sequences or 1, h or 1, queries, keys)."""
+    """Return mask and bias of some sequences' scores, shape (sequences or 1, h or 1, queries, keys)."""
 
     def __init__(self, mask: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> None:
         """Put mask and bias together, in the dtype of the scores."""

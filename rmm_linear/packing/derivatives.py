@@ -11,7 +11,7 @@ This is the subtractive dither of :mod:`rmm_linear.packing.pack`, with its rando
 independent, so of the weight gradient of the layer below, which sums over rows, the variance is exact as well.
 
 The derivatives of ReLU and LeakyReLU have two values: one bit, no random numbers, and dX is exact. That of ReLU² has
-no bounded range; its stand-in is relu(x), packed in rotated groups by :func:`rmm_linear.packing.pack`.
+no bounded range; relu(x) is saved instead, packed in rotated groups by :func:`rmm_linear.packing.pack`.
 
 Layout: as of packing. In every group of 64 columns (the last may be shorter) byte i holds the codes of the elements
 i, i + h, …, lower bits first, h the group's bytes. Bytes: rows · ⌈columns · bits / 8⌉. Time: one pass.

@@ -5,7 +5,7 @@ layer. With y the gradient of the loss with respect to h,
 
     da = y · p,  p = b · act'(a)        db = y · s,  s = act(a)
 
-Both gradients are linear in what is kept, p and s. Each is packed in rotated groups as :mod:`rmm_linear.packing.pack`
+Both gradients are linear in what is saved, p and s. Each is packed in rotated groups as :mod:`rmm_linear.packing.pack`
 describes, with a seed of its own, so E[da^] = y · E[p^] = da and E[db^] = db. The error of an element of a group has
 the variance scale² / 12 before it is rotated back and after it, since the rotation is orthonormal and the errors of two
 elements are uncorrelated: E‖da^ − da‖² = Σ y² · scale² / 12 over all elements.

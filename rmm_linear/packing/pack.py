@@ -1,6 +1,6 @@
 """Storage of a matrix in 8, 4 or 2 bits per element, unbiased.
 
-Every row is cut into groups of 64 columns (the last one may be shorter). A group keeps an offset and a scale in
+Every row is cut into groups of 64 columns (the last one may be shorter). A group stores an offset and a scale in
 bfloat16 and one code in {0 … 2^bits − 1} per element. The offset is rounded down and the scale up, so every element
 lies inside its group's range. Rounding is by subtractive dither: with t = (z − offset) / scale and a random number u,
 uniform on [0, 1),

@@ -1,7 +1,7 @@
-"""Several tensors in one tensor of bytes, so that a compiler or a checkpoint saves all of them or none.
+"""Store several tensors in one tensor of bytes, so that a compiler or a checkpoint saves all of them or none.
 
-A random stand-in belongs to its seed. If an operator returned the two as separate tensors, a compiler could save one of
-them and compute the other again, with another seed.
+A randomly compressed activation belongs to its seed. If an operator returned the two as separate tensors, a compiler
+could save one of them and compute the other again, with another seed.
 """
 
 from __future__ import annotations

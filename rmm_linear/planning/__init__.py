@@ -1,4 +1,4 @@
-"""Training within a memory budget: what is kept, what is computed again, and the peak, predicted."""
+"""Plan training within a memory budget: choose what to save and what to recompute, and predict the peak."""
 
 import rmm_linear.planning.blocks.applied  # noqa: F401 registers the executor of BlockPlan
 from rmm_linear.planning.blocks.measure import BlockCost, Costs, measure

@@ -1,4 +1,4 @@
-"""Memory budgets as people write them: bytes, "2GB", or a share of what there is."""
+"""Read memory budgets: bytes, "2GB", or a share of the plain peak."""
 
 from __future__ import annotations
 

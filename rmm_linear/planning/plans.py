@@ -1,7 +1,7 @@
 """Plans are data. What changes a model by a plan is an executor, which registers with :func:`apply`.
 
-A plan that was made for a model remembers it beside its fields, so that ``plan.apply()`` needs no argument. It is no
-part of the data: it is not compared, printed, saved, copied or pickled.
+A plan that was made for a model remembers it in addition to its fields, so that ``plan.apply()`` needs no argument. It
+is no part of the data: it is not compared, printed, saved, copied or pickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The peak memory of a training step, before it is paid: the step runs on tensors that have shapes but no memory."""
+"""Predict the peak memory of a training step, by running it on tensors that have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
         example: A training batch: a mapping of keyword arguments, a sequence of arguments, or one argument; or a
             function that runs the model on one and returns its output or loss; such a function holds its tensors on
             the CPU. Without a loss, the sum of all outputs is differentiated.
-        workspace: What operators take beyond their results, to be added; None leaves it out.
+        workspace: Bytes that operators take beyond their results, to be added; None leaves them out.
 
     Returns:
         Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time. Modules of a plan

@@ -1,4 +1,4 @@
-"""How the tokens of a block-diagonal sketch are cut into blocks."""
+"""Cut the tokens of a block-diagonal sketch into blocks."""
 
 from __future__ import annotations
 

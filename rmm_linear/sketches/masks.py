@@ -51,7 +51,7 @@ class TokenMask:
 
     @functools.cached_property
     def answers(self) -> list[Any]:
-        """What is known of other masks beside this one."""
+        """The facts that are known of other masks used with this one."""
         return []
 
     def know_count(self, count: int) -> None:

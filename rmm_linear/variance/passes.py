@@ -1,4 +1,4 @@
-"""Gradients of a whole model that training does not notice: of a batch, and of every sequence in it."""
+"""Compute gradients of a whole model, of a batch and of every sequence in it, without a trace in training."""
 
 from __future__ import annotations
 

@@ -32,15 +32,15 @@ _ROUNDING = (
 
 
 def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
-    """Plot the median noise over the layers against the training step, with a band between the quartiles.
+    """Plot the median variance ratio over the layers against the training step, with a band between the quartiles.
 
     Args:
         table: The probe's table, with the columns step and noise, and optionally samples.
         ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis. If the table has noise over
-        sequences, rows with noise over tokens, which cannot be compared with it, are left out.
+        The Axes. The ratio is D²_sketch / D²_SGD, on a logarithmic axis. If the table has ratios over sequences, rows
+        with ratios over tokens, which cannot be compared with them, are left out.
     """
     ax = axes(ax, table, "step", "noise")
     table, suffix = _comparable(table)
@@ -56,7 +56,7 @@ def plot_noise_over_training(table: pandas.DataFrame, ax: Axes | None = None) ->
 
 
 def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes:
-    """Plot a heat map of the noise, layers by modules, each cell the median over the steps.
+    """Plot a heat map of the variance ratio, layers by modules, each cell the median over the steps.
 
     The layer is the first number in a module's name: ``encoder.layer.3.output.dense`` is ``output.dense`` of layer 3.
     If several parts of a model have numbered layers, such as an encoder and a decoder, each has its own columns.
@@ -66,9 +66,9 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
         ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. Noise is D²_sketch / D²_SGD, without unit; darker is noisier. Cells whose noise is 0, infinite or NaN
-        have a word instead of a colour and do not affect the scale. If the table has noise over sequences, rows with
-        noise over tokens, which cannot be compared with it unless it is 0, are left out.
+        The Axes. The ratio is D²_sketch / D²_SGD; darker is larger. Cells whose ratio is 0, infinite or NaN have a word
+        instead of a colour and do not affect the scale. If the table has ratios over sequences, rows with ratios over
+        tokens, which cannot be compared with them unless they are 0, are left out.
     """
     check(table, "module", "noise")
     from matplotlib.colors import LogNorm
@@ -110,7 +110,7 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
 
 
 def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = None) -> Axes:
-    """Plot the median noise over the layers for every kind and width, side by side at equal memory.
+    """Plot the median variance ratio over the layers for every kind and width, side by side at equal memory.
 
     Args:
         noises: See :func:`rmm_linear.variance.noise_at_memory`.
@@ -119,9 +119,9 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
     Returns:
         The Axes. From left to right the saved memory, in per cent of the input's bytes, and at each memory the widths,
         from wide to narrow; a line for each kind. The published method, which has one width, is repeated at every
-        width. Noise is D²_sketch / D²_SGD, without unit, on a logarithmic axis; a line at 1 is the minibatch's own
-        noise. Noise below 0.001, 0 included, is shown at 0.001. If 2 bits are among the widths, a caption explains why
-        their noise stops falling.
+        width. The ratio is D²_sketch / D²_SGD, on a logarithmic axis; a line at 1 is as much as the minibatch. Ratios
+        below 0.001, 0 included, are shown at 0.001. If 2 bits are among the widths, a caption explains why their
+        ratio stops falling.
 
     Raises:
         ValueError: If ``noises`` is empty.
@@ -140,7 +140,7 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
         points: list[tuple[float, float]] = []
         for memory, places in zip(memories, groups, strict=True):
             for place, bits in zip(places, widths, strict=True):
-                # The published method has one width; it is repeated beside all others.
+                # The published method has one width; it is repeated at every width.
                 cell = values.get((memory, max(b for _, b in values) if setting == PAPER else bits), [math.nan])
                 points.append((place, max(median(cell), FLOOR)))
             points.append((math.nan, math.nan))  # no line from one memory to the next

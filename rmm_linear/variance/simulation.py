@@ -1,4 +1,4 @@
-"""Monte Carlo simulation of the variances, to check the closed forms on one's own data.
+"""Simulate the variances by Monte Carlo, to check the closed forms on one's own data.
 
 For a sketch, S is drawn M times and ‖(SᵀY)ᵀ unpack(pack(SᵀX)) − YᵀX‖² is averaged. For minibatches, n sequences are
 drawn with replacement from the n of the batch; the squared distance of their gradient to YᵀX has the mean

@@ -1,4 +1,4 @@
-"""Turn noise into settings: the ratio that reaches a noise target, and the batch size that a noise is equivalent to."""
+"""Turn variances into settings: the ratio that reaches a target, and the batch size with the same variance."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Noise of a whole model's gradient: of all parameters, by operation and by depth, against that of the minibatch.
+"""Measure the variance that a conversion adds to a whole model's gradient, by operation and by depth.
 
-Stand-ins below a random one inherit its noise, since its error goes on into their output gradients. No closed form of
+Operations below a random one inherit its noise, since its error goes on into their output gradients. No closed form of
 one operation shows that, so it is measured: the gradient of one batch is computed exactly and then several times with
 new random numbers, with all operations converted and with each one alone. Dropout draws the same masks every time. The
 model is converted once; where operations are to be exact, their modules have their original class for a while.
@@ -35,7 +35,7 @@ class GradientNoise:
 
     Attributes:
         sgd: Name of every trained parameter to D²_SGD of its gradient, over sequences.
-        stand_ins: Operation, or "all" for all of them together, to the same for D² of the stand-ins.
+        stand_ins: Operation, or "all" for all of them together, to the same for the D² that compression adds.
         weights: Names of the weights, of two and more dimensions, embeddings excluded.
     """
 
@@ -44,7 +44,7 @@ class GradientNoise:
     weights: tuple[str, ...]
 
     def whole(self, operation: str = ALL) -> float:
-        """Return the noise of the whole gradient.
+        """Return the variance ratio of the whole gradient.
 
         Args:
             operation: Of which operation.
@@ -55,7 +55,7 @@ class GradientNoise:
         return _ratio(sum(self.stand_ins[operation].values()), sum(self.sgd.values()))
 
     def median_of_weights(self, operation: str = ALL) -> float:
-        """Return the median over the weights.
+        """Return the median variance ratio over the weights.
 
         Args:
             operation: Of which operation.
@@ -67,7 +67,7 @@ class GradientNoise:
         return statistics.median(found) if found else float("nan")
 
     def by_depth(self, operation: str = ALL) -> dict[str, float]:
-        """Return the noise of every block.
+        """Return the variance ratio of every block.
 
         Args:
             operation: Of which operation.
@@ -111,7 +111,7 @@ def gradient_noise(
     draws: int = 4,
     by_operation: bool = True,
 ) -> GradientNoise:
-    """Measure the noise that a conversion adds to the gradient of every parameter.
+    """Measure the variance that a conversion adds to the gradient of every parameter.
 
     A converted model is measured as it is converted, with the widths it has chosen and the estimators it has. Any other
     is converted as by ``config``, and reverted afterwards; ``bits="auto"`` chooses on this batch. Parameters, their

@@ -1,4 +1,4 @@
-"""What the launchers share."""
+"""Helpers that the launchers share."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The blocks of a model: its outermost repeated modules, and what is before, between and after them."""
+"""Find the blocks of a model: its outermost repeated modules, and the modules before, between and after them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Name the blocks of a model in its order: entries of lists of like modules, and the modules beside such lists.
+    """Name the blocks of a model in its order: entries of lists of like modules, and the other modules.
 
     A model without such a list has its children as blocks.
 

@@ -61,7 +61,7 @@ class Costs:
         blocks: In the order of the forward pass.
         peak: Of the whole step.
         nodes: The nodes of its graph, if they were asked for.
-        workspace: What operators take beyond their results, if that was asked for.
+        workspace: Bytes that operators take beyond their results, if that was asked for.
     """
 
     blocks: tuple[BlockCost, ...]

@@ -1,4 +1,4 @@
-"""What one forward pass shows of every block: what it saves, its operations, and whether it may be recomputed."""
+"""Observe every block in one forward pass: its saved bytes, its operations, and whether it may be recomputed."""
 
 from __future__ import annotations
 

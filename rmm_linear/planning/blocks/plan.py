@@ -37,14 +37,14 @@ APPLIED = "rmm_applied"  # attribute of a model with a plan: the handle by which
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """What happens to a block.
+    """The choice for a block.
 
     Attributes:
         name: The block.
         choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested":
-            recomputed, and its parts again one by one; "convert": it saves compressed activations; "offload": what it
-            saves waits in host memory, or in files.
-        kept: Bytes that it saves for the backward pass, by the model that the plan was solved with.
+            recomputed, and its parts again one by one; "convert": it saves compressed activations;
+            "offload": its activations wait in host memory, or in files.
+        kept: Bytes that it saves for the backward pass, as the solver counts them.
         worst: Peak in bytes while in the block, without what the blocks before it save.
         seconds: Time that is added to a step.
         inner: The parts of a nested block.
@@ -79,7 +79,7 @@ def label_of(option: str) -> str:
 
 @dataclass(frozen=True)
 class BlockPlan(Plan):
-    """What happens to every block of a model: which are recomputed in the backward pass, converted, or offloaded.
+    """The choice for every block of a model: save, recompute, compress or offload its activations.
 
     Attributes:
         blocks: In the order of the forward pass.
@@ -87,7 +87,7 @@ class BlockPlan(Plan):
         predicted: Peak of a step with the plan, simulated.
         plain: Peak of a step without it, simulated.
         moment: When the peak is.
-        flops: Operations of a step, by those of a step without the plan; None if they were not counted.
+        flops: Operations of a step, relative to one without the plan; None if they were not counted.
         config: The conversion of the converted blocks, which leaves all others alone.
         folder: Where offloaded blocks of a model on the CPU write files.
         peak: Memory over the step that was simulated when the plan was made.
@@ -155,7 +155,7 @@ class BlockPlan(Plan):
 
     @property
     def conversion(self) -> Any:
-        """What :func:`rmm_linear.convert` reported when the plan was applied; None where it is not, or has none."""
+        """The report of :func:`rmm_linear.convert` when the plan was applied; None where it is not, or has none."""
         return getattr(self._applied, "conversion", None)
 
     @property
@@ -189,7 +189,7 @@ class BlockPlan(Plan):
 
         Args:
             example: A training batch.
-            workspace: What operators take beyond their results.
+            workspace: Bytes that operators take beyond their results.
 
         Returns:
             The peak.

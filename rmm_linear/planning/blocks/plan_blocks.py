@@ -31,7 +31,7 @@ def plan_blocks(
 ) -> BlockPlan:
     """Plan which blocks of a model are recomputed in the backward pass, so that a step fits into a memory budget.
 
-    Loss, gradients and buffers stay those of the model to the bit; random numbers repeat. What it costs is time: up to
+    Loss, gradients and buffers stay those of the model to the bit; random numbers repeat. The cost is time: up to
     one more forward pass, two where blocks are nested. Planning takes some simulated steps and up to five real forward
     passes without gradients; the model stays as it is until the plan is applied.
 
@@ -40,13 +40,13 @@ def plan_blocks(
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
         memory: Budget for what a step makes, as :func:`rmm_linear.planning.simulate` counts it: bytes, a text such as
             "2GB", or a share of the plain step's peak in (0, 1]; "least" is the lowest peak that is found.
-        selective: Whether blocks may keep the results of products and recompute all others, which costs little time.
+        selective: Whether blocks may save the results of products and recompute all others, which costs little time.
         nested: Whether parts of a block may be recomputed once more while it is recomputed, which takes more time.
-        workspace: What operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it counts
-            too; None leaves it out.
+        workspace: Bytes that operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it
+            counts too; None leaves it out.
 
     Returns:
-        The plan; ``plan.apply()`` makes it so.
+        The plan; ``plan.apply()`` makes the model train by it.
 
     Raises:
         ValueError: If nothing fits: with the least budget, and what binds; or if a block does not compute the same

@@ -1,4 +1,4 @@
-"""Plans for the blocks of a model: a solver proposes, by what simulated steps show of each option; another judges."""
+"""Propose plans for the blocks of a model: a solver chooses by simulated steps of each option."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Proposals:
 
     @property
     def options(self) -> list[list[Option]]:
-        """What the solver chooses from."""
+        """The options that the solver chooses from."""
         return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
 
     def adding(self, rows: Rows) -> Proposals:

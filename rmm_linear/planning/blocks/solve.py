@@ -1,11 +1,11 @@
 """Choose an option for every block of a sequence: the least cost within a memory budget.
 
-Block i has options o that keep k(i, o) bytes after its forward pass, need q(i, o) at its worst moment and cost c(i, o):
+Block i has options o that save k(i, o) bytes in its forward pass, have the peak q(i, o) and cost c(i, o):
 
     min Σ c(i, o(i))  such that  Σ_{j<i} k(j, o(j)) + q(i, o(i)) ≤ budget for all i.
 
-They are given only options that fit if the blocks before keep as little as they can. So the choice of what keeps least
-fits, and only what a block keeps beyond that least is a matter of choice.
+Infeasible options are removed first, so saving the least is always feasible; the solvers distribute the memory that is
+left.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def least(options: Sequence[Sequence[Option]]) -> int:
 
 def _usable(options: Sequence[Sequence[Option]], budget: int) -> list[list[int]] | None:
     """Indices of the options that fit if the blocks before keep as little as they can; None if a block has none."""
-    # A block that keeps less never harms those after it, so only its own worst moment may speak against it: the choice
+    # A block that saves less never harms those after it, so only its own peak may speak against it: the choice
     # of what keeps least among these options fits.
     kept, usable = 0, list[list[int]]()
     for block in options:
@@ -126,7 +126,7 @@ def _checked(cost: Callable[[Option], float]) -> Callable[[Option], float]:
 
 
 def peaks(blocks: Blocks, chosen: Sequence[int]) -> list[int]:
-    """Return the bytes at each block's worst moment, with what the blocks before it keep."""
+    """Return the peak in each block, with what the blocks before it save."""
     rows = [block[index] for block, index in zip(blocks, chosen, strict=True)]
     before = accumulate((row.kept for row in rows), initial=0)
     return [kept + row.worst for kept, row in zip(before, rows, strict=False)]
@@ -151,7 +151,7 @@ def by_milp(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
 
 
 def _milp(blocks: Blocks, prices: Prices, budget: int) -> list[int] | None:
-    """What HiGHS finds, which may exceed the budget by its tolerance; None if it finds nothing."""
+    """Return what HiGHS finds, which may exceed the budget by its tolerance; None if it finds nothing."""
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -206,10 +206,10 @@ def by_rounded(blocks: Blocks, prices: Prices, budget: int) -> list[int]:
     steps, tables = list[list[int]](), list[torch.Tensor]()
     for number, block in enumerate(blocks):
         after, table = torch.full_like(best, torch.inf), torch.zeros_like(best, dtype=torch.int16)
-        is_last = number == len(blocks) - 1  # what it keeps comes after every worst moment
+        is_last = number == len(blocks) - 1  # what it saves comes after every peak
         steps.append([0 if is_last else -((floors[number] - option.kept) // grid) for option in block])
         for index, (option, price, step) in enumerate(zip(block, prices[number], steps[-1], strict=True)):
-            # The worst moment is not rounded: level * grid + base + worst <= budget.
+            # The peak is not rounded: level * grid + base + worst <= budget.
             fitting = min((budget - bases[number] - option.worst) // grid + 1, levels - step)
             if fitting > 0:
                 made, part = best[:fitting] + price, slice(step, step + fitting)

@@ -1,4 +1,4 @@
-"""How long the forward passes of modules take, on the real tensors but without saving any."""
+"""Time the forward passes of modules, on the real tensors but without saving any."""
 
 from __future__ import annotations
 

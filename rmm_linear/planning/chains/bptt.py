@@ -30,7 +30,7 @@ def bptt(
 ) -> tuple[Any, Any]:
     """Run a recurrent cell over all steps so that the backward pass takes a given memory.
 
-    Some states, and some steps with their graphs, are kept; the backward pass computes the others again, with the
+    Some states, and some steps with their graphs, are saved; the backward pass computes the others again, with the
     fewest forward steps that the memory allows (Gruslys et al. 2016). Outputs and gradients are those of a plain loop:
     steps run and gradients add up in its order. A state that a cell reads more than once may differ in the last digit,
     because the parts of its gradient add up in another order. Under autocast, the steps' gradients of a weight add up
@@ -39,7 +39,7 @@ def bptt(
     Steps that run again draw the same random numbers, under the same autocast. Buffers are updated once, and a step
     that runs again reads what they held when it first ran: buffers of the module that the cell is, or of modules that a
     function names. A cell must have no other side effects: it runs more than once per step.
-    Without gradients it runs once, and nothing is kept.
+    Without gradients it runs once, and nothing is saved.
 
     Args:
         cell: ``cell(x_t, state) -> (output, state)``, or PyTorch's ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell``,
@@ -49,7 +49,7 @@ def bptt(
             it.
         state: The initial state, a tree. What is no tensor, or an integer, has no gradient. None is zeros for PyTorch's
             cells.
-        memory: Bytes for what is kept between the steps of the backward pass, or a text such as "64MB": stored states
+        memory: Bytes for what is saved between the steps of the backward pass, or a text such as "64MB": stored states
             and graphs, with the states of random generators and changed buffers that belong to them. Outputs, inputs
             and gradients are not part of it. Two trial steps measure a state and a graph. States in a ``store`` count
             as those in memory do.
@@ -57,8 +57,8 @@ def bptt(
         internal: Which of the paper's policies: False stores states alone, "only" graphs of recorded steps alone (then
             ``slots`` counts graphs), True whatever costs fewer steps.
         store: Where stored states go: a folder, "cpu", or an object with ``put(key, tensors)``, ``get(key)`` and
-            ``drop(key)``, see :func:`rmm_linear.planning.open_store`; None keeps them where they are. Graphs of
-            recorded steps, and generators' states, stay in memory: ``internal=False`` keeps no graphs.
+            ``drop(key)``, see :func:`rmm_linear.planning.open_store`; None leaves them where they are. Graphs of
+            recorded steps, and generators' states, stay in memory: ``internal=False`` saves no graphs.
 
     Returns:
         The outputs, a tree with time first, and the last state.
@@ -129,7 +129,7 @@ def _run(
 
 
 def step_bytes(cell: Cell | Any, inputs: Any, state: Any) -> StepBytes:
-    """Measure what one step of a cell keeps, by two trial steps; see :func:`bptt` for the arguments.
+    """Measure what one step of a cell saves, by two trial steps; see :func:`bptt` for the arguments.
 
     Args:
         cell: The cell.

@@ -1,4 +1,4 @@
-"""What backpropagation through t steps costs in m slots, in forward steps, and where to split.
+"""Count the forward steps of backpropagation through t steps in m slots, and find where to split.
 
 The state at the beginning is at hand, and one step at a time can be recorded for its backward pass. A slot holds one
 more state; the graph of a recorded step, which lasts until its backward pass, takes a slots. With nothing stored,
@@ -43,7 +43,7 @@ ROOM_LIMIT = 4 * 10**6  # m·t of a table: 64 MB
 
 
 class Splits(Protocol):
-    """Where to split steps."""
+    """Find where to split steps."""
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
         """Say what to do first with steps and slots.

@@ -1,4 +1,4 @@
-"""Plans of backpropagation through time: what runs when, what it costs, without running anything."""
+"""Plan backpropagation through time: which steps run when, and their cost, without running anything."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class BPTTPlan(SavedSettings):
     Attributes:
         steps: T.
         slots: States that may be stored at once, the initial one not counted.
-        internal_cost: Slots that the graph of a recorded step takes; None keeps no graph but the current one.
+        internal_cost: Slots that the graph of a recorded step takes; None saves no graph but the current one.
         state_bytes: Bytes of a slot, a state's or somewhat more; None if they are not known.
         graph_bytes: Bytes of a recorded step's graph; None if they are not known.
-        plain_bytes: Bytes that a plain run keeps per step; None if they are not known.
+        plain_bytes: Bytes that a plain run saves per step; None if they are not known.
     """
 
     steps: int
@@ -132,7 +132,7 @@ class BPTTPlan(SavedSettings):
         """Walk through the plan; the forward pass ends at the first "backward".
 
         Yields:
-            What is done, in order.
+            The actions, in order.
         """
         chosen = splits(self.steps, self._most_slots, self.internal_cost)
         # Kept states, newest last: where, the end of the steps that are to be reversed from there, with which slots,
@@ -202,7 +202,7 @@ class BPTTPlan(SavedSettings):
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What one step of a cell keeps, as :func:`step_bytes` measures it.
+    """Bytes that one step of a cell saves, as :func:`step_bytes` measures them.
 
     Attributes:
         state: Bytes of its state, with those of random generators and buffers if the step changes them.
@@ -237,7 +237,7 @@ class StepBytes:
 
         Args:
             steps: T.
-            memory: Bytes, or a text such as "64MB", for what is kept: stored states, and graphs with that of the step
+            memory: Bytes, or a text such as "64MB", for stored states, and graphs with that of the step
                 whose backward pass runs.
             slots: Number of states instead; with ``internal="only"``, of graphs.
             internal: Which of the paper's three policies: False stores states alone, "only" graphs of recorded steps

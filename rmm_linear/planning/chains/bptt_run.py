@@ -192,7 +192,7 @@ class BPTTRun:
         return state.restored()
 
     def _seen(self) -> Seen | None:
-        """What the step that comes next reads besides its state; what has not changed is kept once."""
+        """Return what the next step reads in addition to its state; what has not changed is stored once."""
         if self.is_replayed and not self.is_moved:
             return None
         return self.replayed.seen(self.frames[-1].state.seen or self.begin)

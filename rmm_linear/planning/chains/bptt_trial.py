@@ -1,4 +1,4 @@
-"""What one recorded step of a cell shows: the bytes of its state and of its graph, and the parameters it reaches."""
+"""Try one step of a cell: measure its state and its graph, and find the parameters it reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells: how they are called, which parameters they have, and what one recorded step keeps."""
+"""Call cells, find their parameters, and record one step."""
 
 from __future__ import annotations
 

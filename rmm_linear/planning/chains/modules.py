@@ -1,4 +1,4 @@
-"""Run a chain of modules by a plan: segments between kept outputs are computed again in the backward pass."""
+"""Run a chain of modules by a plan: segments between saved outputs are computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def chain_sizes(modules: Iterable[nn.Module], input: Any) -> list[int]:
 
 
 def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) -> Any:
-    """Run a chain of modules and keep the outputs that a plan names; the others are computed again for the gradients.
+    """Run a chain of modules and save the outputs that a plan names; the others are computed again for the gradients.
 
     The result and the gradients are those of running one module after the other, to the bit; dropout draws the same
     numbers again, and buffers are updated once: a repetition reads what the first run read. Nothing of the last segment
-    is computed again, for its backward pass comes first. Without gradients, the modules run and nothing is kept.
+    is computed again, for its backward pass comes first. Without gradients, the modules run and nothing is saved.
 
     A module counts as one that needs its input or its output for its gradient, as linear layers, convolutions and
-    activations do. A module that keeps more inside of it, such as a block of a transformer, needs more than the plan
+    activations do. A module that saves more inside of it, such as a block of a transformer, needs more than the plan
     says; give its layers as modules.
 
     Args:
@@ -58,7 +58,7 @@ def checkpoint_chain(modules: Iterable[nn.Module], input: Any, plan: ChainPlan) 
         plan: A plan for one size more than there are modules, the input's first: see :func:`chain_sizes`.
 
     Returns:
-        What the last module returns.
+        The result of the last module.
 
     Raises:
         ValueError: If the plan is one of a longer or shorter chain, or modules that run twice change what they begin

@@ -1,7 +1,7 @@
-"""The subset of a chain's outputs to keep for the least peak, in linear time.
+"""Find the outputs of a chain to save for the least peak, in linear time.
 
-A chain has outputs of d_0, …, d_{n-1} bytes; the first and the last are always kept. Between kept neighbours i < j, the
-backward pass computes the outputs i+1, …, j-1 again and holds, above all that is kept up to i,
+A chain has outputs of d_0, …, d_{n-1} bytes; the first and the last are always saved. Between saved neighbours i < j,
+the backward pass computes the outputs i+1, …, j-1 again and holds, above all that is saved up to i,
 
     U(i, j) = Σ_{i<k<j} d_k + max_{i≤k<j} d_k + d_j        the outputs, the gradient being computed, the gradient of j
 
@@ -29,12 +29,12 @@ from rmm_linear._version import __version__
 
 @dataclass(frozen=True)
 class ChainPlan(SavedSettings):
-    """Which outputs of a chain are kept; a plan is data, and :meth:`save` and :meth:`load` keep it as JSON.
+    """The outputs of a chain that are saved. :meth:`save` and :meth:`load` store the plan as JSON.
 
     Attributes:
-        peak: Bytes at the worst moment of the backward pass, as the model above counts them: outputs and their
+        peak: Peak in bytes of the backward pass, as the model above counts it: outputs and their
             gradients, without parameters, their gradients, and what an operator needs for itself.
-        kept: Indices of the outputs that are kept, from 0 to the last one. The others are computed again.
+        kept: Indices of the outputs that are saved, from 0 to the last one. The others are computed again.
     """
 
     peak: int
@@ -62,9 +62,9 @@ class ChainPlan(SavedSettings):
 
 
 def minimum_peak(sizes: Iterable[int]) -> ChainPlan:
-    """Find the outputs of a chain to keep so that the peak of its backward pass is the least possible.
+    """Find the outputs of a chain to save so that the peak of its backward pass is the least possible.
 
-    It takes O(n) time and memory: a million outputs take seconds. Only memory counts; each output that is not kept is
+    It takes O(n) time and memory: a million outputs take seconds. Only memory counts; each output that is not saved is
     computed once more.
 
     Args:

@@ -1,6 +1,6 @@
-"""Long chains of steps, differentiable in little memory: some states are kept or stored, the others computed again.
+"""Differentiate long chains of steps in little memory: some states are saved, the others computed again.
 
-Revolve (Griewank & Walther 2000) keeps states in memory alone; what it computes again grows with the length of the
+Revolve (Griewank & Walther 2000) saves states in memory alone; what it computes again grows with the length of the
 chain. Kukreja et al. (2018) also send a state to a slow store as often as the transfer hides behind the computation, so
 that the work per step does not depend on the length. H-Revolve (Herrmann & Pallez 2020) counts what a transfer costs,
 and double checkpointing stores every √n-th state.
@@ -40,7 +40,7 @@ def sweep(
     """Run a chain ``state = step(i, state)`` so that it can be differentiated in little memory.
 
     Gradients are those of the plain loop, to the bit on a CPU: with respect to the initial state and to the parameters
-    that step reaches. Without a store, ``slots`` states are kept and Revolve's schedule computes the others again, the
+    that step reaches. Without a store, ``slots`` states are saved and Revolve's schedule computes the others again, the
     fewest steps that are possible. With a store, every ``interval``-th state goes there on a thread while the chain
     goes on, and the backward pass fetches the one before while it works on an interval: the work per step does not grow
     with the number of steps.
@@ -60,7 +60,7 @@ def sweep(
         state: Initial state: a pytree of dense tensors, of any dtypes. What never changes is better captured.
         steps: Number of steps; or a condition ``steps(i, state) -> bool`` asked before step i, which ends the chain: a
             solver with adaptive steps has its time in the state. A condition needs a store.
-        slots: States to keep in fast memory, the one that a piece starts from among them.
+        slots: States to save in fast memory, the one that a piece starts from among them.
         store: None; a folder for files; "cpu" for states of an accelerator in the CPU's memory; or an object with
             ``put(key, tensors)``, ``get(key)`` and ``drop(key)``.
         interval: Steps from one stored state to the next: a number; "auto" for ⌈time of a transfer / time of a step⌉,
@@ -70,7 +70,7 @@ def sweep(
         levels: In place of ``slots`` and ``interval``: ``[("ram", slots), ("disk", slots, write, read)]``, the states
             in fast memory and in the store and how many forward steps a write and a read last; measured without the
             two. H-Revolve's schedule then weighs them against steps.
-        report: Object that is told what was done.
+        report: Object to fill in.
 
     Returns:
         The final state.
@@ -82,7 +82,7 @@ def sweep(
     Example:
         >>> u = torch.ones(3, dtype=torch.float64, requires_grad=True)
         >>> final = sweep(lambda i, u: u - 0.001 * u**3, u, 1000, slots=6)
-        >>> _ = torch.autograd.grad(final.sum(), u)  # of 1000 states, 6 were kept at any time
+        >>> _ = torch.autograd.grad(final.sum(), u)  # of 1000 states, 6 were saved at any time
     """
     settings = Settings.read(steps, slots, store, interval, length, levels)
     return _uncompiled(step, state, steps, settings, report if report is not None else SweepReport())

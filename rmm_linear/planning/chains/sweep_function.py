@@ -1,4 +1,4 @@
-"""A sweep as one node of autograd's graph: what it learns from the first steps, and its gradients."""
+"""Run a sweep as one node of autograd's graph: learn from the first steps, and compute its gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def differentiable_run(
 def _first_step(
     stepper: Stepper, leaves: Sequence[Tensor], owned: Sequence[Tensor], replayed: Replayed, begin: Snapshot
 ) -> tuple[list[Tensor], Snapshot]:
-    """Run step 0 with its graph, and return the parameters that it reaches beside a module's own, and its result."""
+    """Run step 0 with its graph; return the parameters it reaches apart from a module's own, and its result."""
     with torch.enable_grad():
         before: Any = torch.ones((), requires_grad=True).view(()).grad_fn
     recorded = stepper.record(0, leaves, [leaf.requires_grad for leaf in leaves])

@@ -22,7 +22,7 @@ Gradients = list[Tensor | None]
 
 
 class Length:
-    """How many steps there are: known, or found out by asking before every step."""
+    """The number of steps: known, or found out by asking before every step."""
 
     def __init__(self, steps: int | Callable[[int, Any], Any], structure: TreeSpec) -> None:
         """Ask nothing yet."""

@@ -98,7 +98,7 @@ def _are_levels(levels: Any) -> bool:
 
 @dataclass
 class SweepReport:
-    """What one :func:`sweep` did; complete when its backward pass has ended, and begun anew by the next sweep.
+    """The report of one :func:`sweep`; complete when its backward pass has ended, and reset by the next sweep.
 
     Attributes:
         steps: Steps of the chain.

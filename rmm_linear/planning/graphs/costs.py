@@ -1,4 +1,4 @@
-"""What every node of a captured graph makes, saves and costs."""
+"""The costs of every node of a captured graph: what it makes and saves, and its operations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GraphCosts:
         random: By node: whether it draws random numbers.
         changed: Storage to the last node that changes it in place.
         touches: By node: the storages that it reads, makes or changes, those of inputs among them.
-        whole: Nodes between two of which another piece must never begin: they switch gradients, autocast or kernels, or
-            change an input that others see through a view.
+        whole: Groups of nodes that must stay in one piece: they switch gradients, autocast or kernels, or change an
+            input that others see through a view.
         groups: These, and nodes between two of which a recomputed piece must not begin: one of them changes in place
             what another made.
         joining: Nodes that concatenate: the gradients of what they read are parts of one storage.

@@ -1,10 +1,10 @@
 """Recomputation by lower sets of a graph: Kusumoto et al. 2019 (arXiv 1905.11722), and segments by Chen et al. 2016.
 
-A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them keeps
+A lower set L has no edge into it from outside. Along a sequence of lower sets, the stage V between two of them saves
 its boundary, the nodes that later ones read, and recomputes the others in the backward pass. The dynamic program finds
 the sequence with the least recomputation whose stages fit:
 
-    kept before the stage + 2 m(V) + m(nodes that read L) + m(what those read beside L)  ≤  budget
+    saved before the stage + 2 m(V) + m(nodes that read L) + m(their other operands)  ≤  budget
 
 Sets are bit masks of nodes. "exact" uses all lower sets, otherwise those of the nodes that reach one node.
 """
@@ -30,7 +30,7 @@ class _Set:
     nodes: int
     bytes: int
     boundary: int
-    behind: int  # bytes of nodes that a gradient comes from, and of what those read beside it
+    behind: int  # bytes of nodes that a gradient comes from, and of their other operands
 
 
 class _Transition(NamedTuple):
@@ -168,14 +168,14 @@ class LowerSets:
     def _describe(self, found: set[int]) -> list[_Set]:
         described = []
         for nodes in sorted(found, key=lambda one: (one.bit_count(), one)):
-            boundary = behind = beside = 0
+            boundary = behind = other = 0
             for place in _bits(nodes):
                 if self.after[place] & ~nodes:
                     boundary |= 1 << place
                     behind |= self.after[place] & ~nodes if self.trained[place] else 0
             for place in _bits(behind):
-                beside |= self.before[place] & ~nodes
-            size = self._sum(behind, self.bytes) + self._sum(beside, self.bytes)
+                other |= self.before[place] & ~nodes
+            size = self._sum(behind, self.bytes) + self._sum(other, self.bytes)
             described.append(_Set(nodes, self._sum(nodes, self.bytes), boundary, size))
         return described
 

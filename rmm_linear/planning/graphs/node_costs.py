@@ -1,4 +1,4 @@
-"""What every node of a model's graph costs in a training step."""
+"""Measure what every node of a model's graph costs in a training step."""
 
 from __future__ import annotations
 

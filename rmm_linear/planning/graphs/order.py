@@ -1,4 +1,4 @@
-"""Another order of a graph's nodes, which needs less memory: what OLLA (Steiner et al. 2022) calls lifetimes.
+"""Reorder a graph's nodes so that tensors live shorter: the lifetimes of OLLA (Steiner et al. 2022).
 
 A tensor that is made later, or whose readers come sooner, lives shorter, in both passes: the backward pass runs in the
 reverse order. Candidates come from depth-first searches, from scheduling by bytes in both directions, and from moving

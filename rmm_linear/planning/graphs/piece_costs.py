@@ -1,6 +1,6 @@
-"""What pieces of a graph need, kept or recomputed, from one sweep over its nodes.
+"""Compute the costs of pieces of a graph, saved or recomputed, in one sweep over its nodes.
 
-A piece (a, b] that is kept leaves the storages made in it that it saves or that are used after it; recomputed, only
+A piece (a, b] that is saved leaves the storages made in it that it saves or that are used after it; recomputed, only
 those used after it. Its backward pass needs, while node p runs backward,
 
     S(a, p) + G(p) + g(p) + W(p)

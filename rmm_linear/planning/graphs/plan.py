@@ -34,7 +34,7 @@ class PlannedPiece:
         last: Name of its last node.
         nodes: Number of its nodes.
         choice: "keep" or "recompute".
-        saved: Bytes that its nodes save for the backward pass if it is kept.
+        saved: Bytes that its nodes save for the backward pass if it is not recomputed.
         seconds: A rough time of its forward pass.
     """
 
@@ -48,7 +48,7 @@ class PlannedPiece:
 
 @dataclass(frozen=True)
 class GraphPlan(Plan):
-    """Which pieces of a captured graph are recomputed in the backward pass.
+    """The pieces of a captured graph, and which of them are recomputed in the backward pass.
 
     Attributes:
         method: How it was found: "cuts", "chen", "kusumoto", "kusumoto-exact", "order"; "blocks" where graphs break.
@@ -59,9 +59,9 @@ class GraphPlan(Plan):
         memory: The budget in bytes; 0 where there is none.
         predicted: Peak of a step with the plan, simulated.
         plain: Peak of a step without it, simulated.
-        flops: Operations of a step, by those of a step without the plan.
+        flops: Operations of a step, relative to one without the plan.
         order: The nodes in the order in which they run; empty if that is the graph's own.
-        asked: The budget as it was asked for, of which graphs of other shapes have theirs.
+        asked: The budget as it was given, by which graphs of other shapes are planned.
     """
 
     FORMAT: ClassVar[str] = "rmm_linear graph plan 1"
@@ -125,7 +125,7 @@ class GraphPlan(Plan):
 
         Args:
             example: A training batch of the planned shape.
-            workspace: What operators take beyond their results.
+            workspace: Bytes that operators take beyond their results.
 
         Returns:
             The peak, whose modules are pieces.
@@ -159,7 +159,7 @@ class GraphPlan(Plan):
 
         Returns:
             The model, compiled by torch.compile's front end alone: its operators are PyTorch's own. Graphs of other
-            shapes than the planned one are planned anew for the same budget.
+            shapes than the planned one are planned again for the same budget.
 
         Raises:
             ValueError: If the plan has no model, or is of a graph after a graph break.

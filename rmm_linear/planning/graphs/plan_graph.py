@@ -41,8 +41,8 @@ def plan_graph(
         method: "cuts": ours, over cuts of the order of execution, or the best of the others where they are better;
             "chen": segments of about the same size, all but the last recomputed; "kusumoto": the dynamic program over
             the lower sets of every node; "kusumoto-exact": over all lower sets, which suits small graphs.
-        workspace: What operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it counts
-            too; None leaves it out.
+        workspace: Bytes that operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it
+            counts too; None leaves it out.
 
     Returns:
         The plan; ``plan.apply()`` returns the model to train.

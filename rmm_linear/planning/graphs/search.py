@@ -111,7 +111,7 @@ class Search:
                     yield sets.parts(stages)
 
     def _descend(self, solve: Callable[[int], list[Found] | None], budget: int) -> Iterator[list[Found]]:
-        """What a method finds for the least budget that it can meet, for some above it, and for some below ours."""
+        """Return what a method finds for the least budget it can meet, for some above it, and some below ours."""
         low, least = _least(solve, budget or self.plain)
         targets = [int(low * above) for above in _ABOVE[1:]] + [int(budget * below) for below in _BELOW]
         yield least

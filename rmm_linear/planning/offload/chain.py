@@ -24,7 +24,7 @@ from rmm_linear.planning.offload.pack import Packer, unpack
 
 
 class OffloadChain:
-    """What the offloaded blocks of a model share: the folder, and the order in which they ran."""
+    """The state that a model's offloaded blocks share: the folder, and the order in which they ran."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         """Begin without a file.
@@ -198,7 +198,7 @@ class _Saved:
     def unpack(self, number: int) -> Tensor:
         """Return the bytes for one of the tensors; after the last one of a backward pass only autograd has them."""
         task = torch._C._current_graph_task_id()
-        if task == -1:  # somebody looks at a node of the graph
+        if task == -1:  # other code looks at a node of the graph
             return self.copy.begin().wait()
         self.call.begin(task)
         back = self.fetch()

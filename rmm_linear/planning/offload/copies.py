@@ -1,6 +1,6 @@
-"""Bytes out of the memory that a step computes in, and back again, begun early.
+"""Copy bytes out of the memory that a step computes in, and back again, begun early.
 
-A CPU's go to files, an accelerator's to pinned memory, fake ones nowhere: of them only the size is kept. Each copy has
+A CPU's go to files, an accelerator's to pinned memory, fake ones nowhere: only their size is noted. Each copy has
 ``begin()``, which allocates on the calling thread and begins to copy back, and ``let_go()``, which frees what a copy
 still reads; what ``begin()`` returns has ``wait()``, which returns the bytes.
 """

@@ -1,8 +1,8 @@
-"""What becomes of the tensors that autograd saves: some stay as they are, the storages of others are copied out once.
+"""Offload the tensors that autograd saves: some stay as they are, the storages of others are copied out once.
 
-With hooks PyTorch no longer finds that a saved tensor was changed in place. So each one keeps its version counter (a
+With hooks PyTorch no longer finds that a saved tensor was changed in place. So each one stores its version counter (a
 tensor without memory that shares it), and a change is the error that it is without hooks. A change that moves no
-counter (``.data``, a kernel of somebody else's) is the backward pass's only if it comes before the tensor is saved; one
+counter (``.data``, a kernel of other code) is the backward pass's only if it comes before the tensor is saved; one
 that comes later may be seen or not.
 """
 

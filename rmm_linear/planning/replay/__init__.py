@@ -1,1 +1,1 @@
-"""What a step that runs again must see as it was: random numbers, buffers, autocast, states."""
+"""Save and restore random numbers, buffers, autocast and states, so that a step can be replayed."""

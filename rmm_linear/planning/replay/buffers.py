@@ -1,4 +1,4 @@
-"""Buffers of modules, such as running statistics: which tensors the modules have, and what these hold."""
+"""Save and restore the buffers of modules, such as running statistics: the tensors, and their values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Buffers:
 
     @property
     def values(self) -> list[Tensor]:
-        """What the tensors held, for a store; :meth:`with_values` takes it back."""
+        """Return what the tensors held, for a store; :meth:`with_values` takes it back."""
         return [held.value for held in self.held]
 
     def with_values(self, values: Sequence[Tensor]) -> Buffers:

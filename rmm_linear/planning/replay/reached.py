@@ -1,4 +1,4 @@
-"""The graph of a recorded step: which nodes and leaves it has, in a fixed order, and its gradients."""
+"""Walk the graph of a recorded step: its nodes and leaves, in a fixed order, and its gradients."""
 
 from __future__ import annotations
 

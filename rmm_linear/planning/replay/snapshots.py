@@ -1,4 +1,4 @@
-"""The state of a chain between two steps, from which the chain can start again: in memory, or in a store."""
+"""Save the state of a chain between two steps, in memory or in a store, so that it can start from there."""
 
 from __future__ import annotations
 

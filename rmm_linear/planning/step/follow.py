@@ -1,4 +1,4 @@
-"""Live bytes, and which module made them in which pass, while a step runs."""
+"""Follow live bytes, and which module made them in which pass, while a step runs."""
 
 from __future__ import annotations
 

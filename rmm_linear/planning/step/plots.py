@@ -1,4 +1,4 @@
-"""The picture of memory over one step."""
+"""Plot memory over one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def plot_memory(peaks: Mapping[str, Peak], ax: Axes | None = None) -> Axes:
-    """Plot the live bytes over one step, plain beside planned.
+    """Plot the live bytes over one step, plain and planned.
 
     Args:
         peaks: Label to what :func:`rmm_linear.planning.simulate` returned.

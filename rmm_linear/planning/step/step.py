@@ -1,4 +1,4 @@
-"""One training step, on the real tensors or on fake ones, which have shapes but no memory."""
+"""Run one training step, on the real tensors or on fake ones, which have shapes but no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that an operator takes and gives back while it runs: only the allocator sees it, in a step on real tensors."""
+"""Measure memory that operators take and free while they run, which only the allocator sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMORY = "[memory]"
 
 
 def workspace(model: nn.Module, example: Any) -> Workspace:
-    """Measure what operators take beyond their results, from one step on the real tensors, which is profiled.
+    """Measure the bytes that operators take beyond their results, by profiling one step on the real tensors.
 
     Convolutions rearrange what they are given, for example. Peaks that :func:`rmm_linear.planning.simulate` predicts
     leave this out unless it is told.

@@ -1,1 +1,1 @@
-"""Where states wait for the backward pass."""
+"""Stores for states that wait for the backward pass."""

@@ -15,7 +15,7 @@ class StoreError(RuntimeError):
 
 @runtime_checkable
 class Store(Protocol):
-    """What keeps states until they are asked for. One thread calls it, one call at a time."""
+    """Holds states until they are asked for. One thread calls it, one call at a time."""
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
         """Store tensors under a key that no other state has: letters, digits and dashes.

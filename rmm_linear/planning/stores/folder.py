@@ -1,8 +1,8 @@
-"""One run's folder inside of the user's: nobody else's while the run lives, and known as left behind when it does not.
+"""Give every run a folder of its own inside of the user's, and remove folders that killed runs left behind.
 
-Beside a folder ``rmm-<12 hexadecimal digits>/`` lies ``rmm-<the same>.lock``, which names the host, and which its
+Next to a folder ``rmm-<12 hexadecimal digits>/`` lies ``rmm-<the same>.lock``, which names the host, and which its
 process keeps locked. The system releases the lock when the process ends, however it ends; so a lock of this host that
-can be had belongs to nobody, and its folder is removed. Locks of other hosts are left alone, since some network
+can be had has no owner, and its folder is removed. Locks of other hosts are left alone, since some network
 filesystems lock for one host only. Of a folder, nothing is removed but what a store writes.
 """
 
@@ -32,7 +32,7 @@ class RunFolder:
     """A folder with a name of its own, removed at the latest when the process ends."""
 
     def __init__(self, parent: Path) -> None:
-        """Make the folder, and remove what killed runs left beside it."""
+        """Make the folder, and remove what killed runs left next to it."""
         refuse_file(parent)
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class RunFolder:
             raise _no_folder(parent, f"which cannot be made: {error.strerror or error}") from error
         remove_abandoned(parent)
         lock = None
-        while lock is None:  # somebody who tidies up may take a lock that is not locked yet
+        while lock is None:  # another process that tidies up may take a lock that is not locked yet
             self.path = parent / f"rmm-{uuid.uuid4().hex[:12]}"
             try:
                 lock = _locked(_lock_of(self.path))
@@ -89,7 +89,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _mark() -> bytes:
-    """What a lock of this host has in it."""
+    """The content of a lock of this host."""
     return f"rmm_linear on {socket.gethostname()}\n".encode()
 
 
@@ -98,7 +98,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _locked(path: Path) -> int | None:
-    """Return the descriptor of a lock file that is now this process's, or None if it is somebody else's."""
+    """Return the descriptor of a lock file that is now this process's, or None if another process has it."""
     if fcntl is None:
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -132,7 +132,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
     if not os.path.lexists(path):  # else the next run has to know the folder
         with contextlib.suppress(OSError):
             _lock_of(path).unlink()
-    if fcntl is not None:  # removed while it is still locked, so that nobody else takes it for an abandoned one
+    if fcntl is not None:  # removed while it is still locked, so that no other process takes it for an abandoned one
         os.close(lock)
 
 

@@ -1,4 +1,4 @@
-"""Where states wait for the backward pass: memory, a folder, or an object of the user's own."""
+"""Open a store for states that wait for the backward pass: memory, a folder, or a user's object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemoryStore:
 
 
 def open_store(store: Any) -> Store:
-    """Turn what a user calls a store into an object that is one.
+    """Turn a user's choice of a store into an object.
 
     Args:
         store: None or "cpu", which is the CPU's memory; a folder, which is made if it is not there; or an object with

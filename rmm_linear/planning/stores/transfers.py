@@ -180,7 +180,7 @@ class _Worker:
             self._thread.join(_PATIENCE)
         if self._thread.is_alive():
             _logger.warning("A store has not answered for %g s; what is left in it is removed when it does.", _PATIENCE)
-        elif not future.done() or future.exception() is not None:  # it was killed, so nobody else calls the store
+        elif not future.done() or future.exception() is not None:  # it was killed, so no other thread calls the store
             last()
 
 
@@ -237,7 +237,7 @@ def _leave_nothing(store: Any, owned: bool, held: dict[str, bool]) -> None:
         _logger.warning("A store did not drop %d states, the first %r: %r. Remove them there.", len(failed), *failed[0])
 
 
-# Copies between an accelerator and the CPU, beside the computation: on a stream of their own, by pinned memory.
+# Copies between an accelerator and the CPU, during the computation: on a stream of their own, by pinned memory.
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:

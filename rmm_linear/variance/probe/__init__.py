@@ -1,1 +1,1 @@
-"""Measure the sketch noise and the minibatch noise of a model's layers while it trains."""
+"""Measure the variances of sketches and of minibatches in a model's layers while it trains."""

@@ -133,7 +133,7 @@ class ProbeCall:
 
 
 def _stays_exact(module: nn.Module) -> bool:
-    """Whether activation checkpointing will recompute the call, which a layer does exactly unless it is told else."""
+    """Say whether activation checkpointing will recompute the call; layers then stay exact unless told otherwise."""
     if not isinstance(module, SketchedLayer) or module.rmm_config.checkpointed != "exact":
         return False
     return not torch.is_grad_enabled() or in_checkpoint()

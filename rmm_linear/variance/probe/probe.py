@@ -1,4 +1,4 @@
-"""GradientProbe: compares the noise of the sketches with minibatch noise while a model trains."""
+"""GradientProbe: compare the variance of the sketches with that of the minibatch while a model trains."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SEQUENCES, TOKENS = "sequences", "tokens"
 
 @dataclass(frozen=True)
 class ProbeRow:
-    """One layer's noise in one forward pass.
+    """The variances of one layer's gradient in one forward pass.
 
     Attributes:
         step: Number of the probed step.
@@ -43,8 +43,8 @@ class ProbeRow:
         sgd_variance: D²_SGD over ``samples``, in squared units of the weight gradient.
         sgd_variance_tokens: D²_SGD over the valid tokens, as in the paper, in the same units.
         sketch_variance: D²_sketch, in the same units.
-        noise: D²_sketch / D²_SGD over ``samples``; below 1, the sketch adds less variance than the minibatch has. NaN
-            for 0/0.
+        noise: The variance ratio D²_sketch / D²_SGD over ``samples``; below 1, the sketch adds less variance than the
+            minibatch has. NaN for 0/0.
     """
 
     step: int
@@ -63,13 +63,13 @@ class ProbeRow:
 
 @dataclass(frozen=True)
 class WholeRow:
-    """The noise of one operation in one block, of the gradient of all its parameters.
+    """The variances that one operation adds in one block, to the gradient of all its parameters.
 
     Attributes:
         step: Number of the step.
         block: Name of the block, as in :meth:`GradientNoise.by_depth`.
         operation: The operation, or "all".
-        noise: Σ D² of the stand-ins over the block's parameters.
+        noise: Σ D² of the compressed activations over the block's parameters.
         sgd: Σ D²_SGD over them, over sequences.
         ratio: ``noise`` / ``sgd``.
     """
@@ -91,7 +91,7 @@ class ProbeResults:
 
     Attributes:
         rows: The rows.
-        whole: Step to the noise of the whole gradient, where it was measured.
+        whole: Step to the variances of the whole gradient, where they were measured.
 
     Example:
         >>> results = ProbeResults()
@@ -110,8 +110,8 @@ class ProbeResults:
     def medians(self, step: int) -> dict[str, float]:
         """Return the medians over the layers of one step; NaN is ignored.
 
-        Noise over tokens and noise over sequences cannot be compared. Noise over tokens is used only if no layer has
-        noise over sequences.
+        Ratios over tokens and ratios over sequences cannot be compared. Those over tokens are used only if no layer has
+        any over sequences.
 
         Args:
             step: Number of the step.
@@ -162,7 +162,7 @@ class ProbeResults:
         _write_csv(path, COLUMNS, self.rows)
 
     def whole_rows(self) -> list[WholeRow]:
-        """Return the noise of the whole gradient as rows, one per step, block and operation.
+        """Return the variances of the whole gradient as rows, one per step, block and operation.
 
         Returns:
             The rows; ``pandas.DataFrame`` takes them as they are.
@@ -186,7 +186,7 @@ class ProbeResults:
         """Return a table of medians with quartiles over steps and layers, for each type of module and over all.
 
         Returns:
-            Text. Layers whose names differ only in numbers share a row; noise over tokens and noise over sequences have
+            Text. Layers whose names differ only in numbers share a row; ratios over tokens and over sequences have
             separate rows. If the whole gradient was measured, its last table follows.
         """
         groups: dict[tuple[str, str], list[ProbeRow]] = {}

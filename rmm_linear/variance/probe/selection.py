@@ -1,4 +1,4 @@
-"""Choose the layers that a GradientProbe looks at, and measure the whole gradient before a step's own forward pass."""
+"""Choose the layers that a GradientProbe measures, and measure the whole gradient before a step's own forward pass."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Closed-form variances of the gradients that packed stand-ins give, exact and without simulation."""
+"""Closed-form variances of gradients from packed activations, exact and without simulation."""

@@ -1,1 +1,1 @@
-"""Sketch noise of all kinds and widths on recorded inputs and gradients."""
+"""Variance of all kinds and widths of sketches on recorded inputs and gradients."""

@@ -1,4 +1,4 @@
-"""Which kind and width of sketch is the quietest, layer by layer.
+"""Recommend the kind and width of sketch with the lowest variance ratio, layer by layer.
 
 Hashing adds variance for pairs of tokens that collide, K · Var ≈ P + g − 2d for any data. Sampling adds variance for
 the tokens it leaves out, K · Var = Σ dᵢ/pᵢ − g, which is small if the gradients of the tokens agree, or if a few tokens
@@ -19,13 +19,13 @@ from rmm_linear.variance.survey.survey import MemoryNoise, noise_at_memory
 def recommend(
     records: Sequence[LayerRecord], *, memory: float, kinds: Sequence[str] = KINDS, itemsize: int = 2, draws: int = 1
 ) -> list[MemoryNoise]:
-    """Return the quietest kind and width of every layer at one memory.
+    """Return the kind and width with the lowest variance ratio for every layer, at one memory.
 
-    For norm_rows and wta, nothing is expected of the gradient: a norm estimator makes them quieter than it says here.
+    For norm_rows and wta, no gradient norms are predicted: a norm estimator lowers their variance further.
 
     Args:
         records: X and Y of every layer, see :func:`rmm_linear.variance.record_layers`.
-        memory: Bytes kept by bytes of the input, in (0, 1].
+        memory: Saved bytes as a fraction of the input's bytes, in (0, 1].
         kinds: Some of :data:`rmm_linear.sketches.KINDS`.
         itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
         draws: As for :func:`rmm_linear.variance.sketch_variance`.
@@ -47,7 +47,7 @@ def recommend(
 
 
 def quietest(noises: Sequence[MemoryNoise]) -> list[MemoryNoise]:
-    """Return the entry of least noise for every layer and memory; of several, the first.
+    """Return the entry with the lowest variance ratio for every layer and memory; of several, the first.
 
     Args:
         noises: See :func:`rmm_linear.variance.noise_at_memory`.

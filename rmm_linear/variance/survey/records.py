@@ -14,7 +14,7 @@ from rmm_linear.conversion.convert import convert
 
 @dataclass(frozen=True, eq=False)
 class LayerRecord:
-    """What one training step showed of a layer.
+    """X and Y of a layer in one training step.
 
     Attributes:
         name: Of the layer in the model.

@@ -1,4 +1,4 @@
-"""How noisy every kind and width of sketch would be at the same memory, on a model's own training step."""
+"""Compare kinds and widths of sketches at the same memory, on a model's own training step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ AUTO = 'countsketch, bits="auto"'
 
 @dataclass(frozen=True)
 class MemoryNoise:
-    """The noise of one layer at one memory.
+    """The variance ratio of one layer at one memory.
 
     Attributes:
         layer: Name of the layer.
         setting: Kind of sketch, or a word about how it is used, such as :data:`PAPER`.
         bits: Bits per stored element; 16 or 32 is the input's own dtype.
-        memory: Bytes kept by bytes of the input; one row at least.
-        noise: D²_sketch / D²_SGD, samples being sequences where the layer sees them.
+        memory: Saved bytes as a fraction of the input's bytes; one row at least.
+        noise: The variance ratio D²_sketch / D²_SGD, samples being sequences where the layer sees them.
     """
 
     layer: str
@@ -120,9 +120,9 @@ def noise_at_memory(
     choices: Choices | None = None,
     draws: int = 1,
 ) -> list[MemoryNoise]:
-    """Compute D²_sketch / D²_SGD for every layer, kind, width and memory, padding left out of the sketch.
+    """Compute the variance ratio D²_sketch / D²_SGD for every layer, kind, width and memory, without padding.
 
-    The memory is what it says on small batches too, where a conversion would keep ``min_rows`` rows.
+    The memory is what it says on small batches too, where a conversion would save ``min_rows`` rows.
 
     The published method is added: a dense Gaussian in the input's own dtype, with the padding. So is the default
     ``bits="auto"``, if ``choices`` has what it chose.
@@ -186,7 +186,7 @@ def describe_batch(records: Sequence[LayerRecord]) -> str:
 
 
 def describe(records: Sequence[LayerRecord], noises: Sequence[MemoryNoise], itemsize: int) -> str:
-    """Lay out what was found: a line about the batch, and the table of medians.
+    """Lay out the results: a line about the batch, and the table of medians.
 
     Args:
         records: See :func:`record_layers`.
