@@ -7,7 +7,7 @@ OUT ?= out/demo
 # Orders of summation that other processors have, and plain PyTorch in place of the C library, as without a compiler.
 PORTABLE := MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default RMM_BACKEND=torch
 
-.PHONY: demo test test-portable test-stack test-heavy lint docs clean
+.PHONY: demo test check test-portable test-stack test-heavy lint docs size clean
 
 # Bytecode of what is imported is written on the way, where it was switched off too: nothing is imported once only.
 demo: export PYTHONDONTWRITEBYTECODE :=
@@ -17,6 +17,11 @@ demo: $(VENV)/.demo
 # Two processes of one thread each: twice as fast on two cores as one process of two.
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# While you work: the linters, the contracts, and the tests of one folder.
+FOLDER ?= tests/contracts
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/test_architecture.py tests/contracts $(FOLDER)
 
 # Four times as long as `make test`: not in CI. All settings run, whichever fails.
 test-portable: $(VENV)/.test
@@ -66,6 +71,14 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.docs: $(VENV)/.demo
 	@$(PIP) -e '.[docs]'
 	@touch $@
+
+# Lines of Python per package: look at them in every change.
+size:
+	@git ls-files '*.py' | xargs wc -l | awk '$$2 != "total" {n = split($$2, path, "/"); \
+		name = n == 1 ? "." : (path[1] == "rmm_linear" && n > 2 ? path[1] "/" path[2] : path[1]); \
+		lines[name] += $$1; files[name]++; all += $$1} \
+		END {for (name in lines) printf "%7d lines %4d files  %s\n", lines[name], files[name], name; \
+		printf "%7d lines in all\n", all}' | sort -k5
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/backends/native/_library*
