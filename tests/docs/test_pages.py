@@ -11,7 +11,13 @@ import pytest
 import torch
 from doc_pages import PAGES, blocks, name
 from torch import nn
-from transformers import RobertaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaForSequenceClassification,
+    TrainingArguments,
+)
 
 from rmm_linear import RMMConfig, RMMLinear, sketch_state
 from rmm_linear.memory import track_saved
@@ -36,9 +42,9 @@ def place(tmp_path, monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def run(page):
+def run(page, **given):
     """Run the page's snippets and return its names; every backward pass must have reached sketched layers."""
-    names = {"__name__": name(page)}
+    names = {"__name__": name(page), **given}
     for number, snippet in enumerate(blocks(page, "python"), start=1):
         if IS_OLD and ("fullgraph=True" in snippet or "fully_shard" in snippet):
             continue
@@ -71,6 +77,16 @@ def gradients(names):
 
 
 def check_readme(names, out, place):
+    """The callback has converted, one call undid it, and a plan for the same model fits."""
+    lines = [line for line in out.splitlines() if line.startswith("rmm_linear")]
+    assert re.match(r"rmm_linear: converted=\d+ attention=2 activation=2 norm=5 logits=1 ", lines[0])
+    assert re.match(r"rmm_linear: saved for backward: .* MiB \(\d+%\)", lines[1])
+    assert lines[-1].startswith("rmm_linear fit: ")
+    assert names["trainer"].state.global_step == 2
+    assert len(names["report"].converted) == 14
+
+
+def check_use(names, out, place):
     first = r"rmm_linear: converted=14 norm=5 .* skipped=0 frozen=0 kind=countsketch memory=0\.1 bits=auto "
     assert re.match(first, out)
     dense = names["model"].roberta.encoder.layer[0].output.dense
@@ -225,6 +241,7 @@ def check_paper_sizes(names, out, place):
 
 CHECKS = {
     "README.md": check_readme,
+    "docs/use.md": check_use,
     "docs/blocks.md": check_blocks,
     "docs/estimators.md": check_estimators,
     "docs/index.md": check_index,
@@ -239,7 +256,19 @@ CHECKS = {
 }
 
 
+@pytest.fixture
+def model_of_a_hub(monkeypatch):
+    """What README takes from a hub and has of its reader, small: a language model, its texts and the Trainer's steps."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=500)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda named: LlamaForCausalLM(config))
+    quick = functools.partial(TrainingArguments, max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    monkeypatch.setattr("transformers.TrainingArguments", quick)
+    ids = torch.randint(3, 500, (8, 128))
+    return {"ids": ids, "dataset": [{"input_ids": row, "labels": row} for row in ids]}
+
+
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
-def test_snippets_of_a_page_run_in_order_and_do_what_it_says(page, place, capsys):
-    names = run(page)
+def test_snippets_of_a_page_run_in_order_and_do_what_it_says(page, place, capsys, model_of_a_hub):
+    names = run(page, **(model_of_a_hub if name(page) == "README.md" else {}))
     CHECKS[name(page)](names, capsys.readouterr().out, place)
