@@ -1,4 +1,4 @@
-"""What pages name is there: files, commands, flags, kinds, figures, objects of the API; and README stays short."""
+"""What pages name is there: files, commands, flags, kinds, objects of the API."""
 
 import dataclasses
 import functools
@@ -14,18 +14,12 @@ from contextlib import redirect_stdout
 import pytest
 from doc_pages import PAGES, README, ROOT, RULES, blocks, commands, name, text
 
-from glue_finetune.acceptability import DEV_SIZE, TRAIN_SIZE
-from glue_finetune.demo import INTRODUCTION, SETTINGS
+from glue_finetune.demo import SETTINGS
 from rmm_linear.sketches import KINDS
 
-LONGEST_README = 250
 WITH_COMMANDS = [page for page in [*PAGES, *RULES] if commands(page)]
 API = "rmm_linear", "rmm_linear.memory", "rmm_linear.variance", "rmm_linear.estimators", "rmm_linear.planning"
 NO_OBJECTS = {"__version__", "MEMORIES"}  # values, which have no docstring
-
-
-def test_readme_is_short():
-    assert 100 < len(text(README).splitlines()) <= LONGEST_README
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RULES], ids=name)
@@ -91,13 +85,9 @@ def test_modules_of_the_design_page_exist():
     assert sorted((folders | files) - {*named, "./", "estimators.py"}) == []  # the public name of norm_estimators
 
 
-def test_the_demos_output_is_that_of_the_demo():
+def test_the_demos_table_is_that_of_the_demo():
     (block,) = blocks(README, "text")
-    model = "MiniLM, pretrained, in RoBERTa's classes (6 layers, 384 wide)"
-    assert block.startswith(INTRODUCTION.format(train=TRAIN_SIZE, dev=DEV_SIZE, model=model))
     assert re.findall(r"^\| (\S+)", block, flags=re.MULTILINE)[1:] == list(SETTINGS)
-    seconds = int(re.search(r"The demo took (\d+) s\.", block)[1])
-    assert seconds < 240
 
 
 def api_names():
