@@ -258,7 +258,7 @@ CHECKS = {
 
 @pytest.fixture
 def model_of_a_hub(monkeypatch):
-    """What README takes from a hub and has of its reader, small: a language model, its texts and the Trainer's steps."""
+    """Make small what README takes from a hub and from its reader: a language model, texts, the Trainer's steps."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=500)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda named: LlamaForCausalLM(config))
