@@ -24,7 +24,7 @@ _SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
 
 
 def _field(default: Any, help: str) -> Any:
-    """A field with the help text of its command line flag."""
+    """Return a field with the help text of its command line flag."""
     return field(default=default, metadata={"help": help})
 
 

@@ -211,7 +211,7 @@ def _empty_results(
 
 
 def _transform(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Scaled and capped logits, in place, and their derivative by what they were; None where it is 1."""
+    """Return scaled and capped logits, in place, and their derivative by what they were; None where it is 1."""
     if scale != 1:
         logits.mul_(scale)
     if softcap is None:
@@ -221,7 +221,7 @@ def _transform(logits: Tensor, scale: float, softcap: float | None) -> tuple[Ten
 
 
 def _to_gradient(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
-    """The sum of the rows' losses; the logits become its gradient, softmax − one-hot, 0 in ignored rows."""
+    """Return the sum of the rows' losses; the logits become its gradient, softmax − one-hot, 0 in ignored rows."""
     valid = (classes != ignore_index).unsqueeze(1)
     classes = classes.unsqueeze(1).where(valid, 0)
     logits.sub_(logits.amax(1, keepdim=True))

@@ -8,7 +8,7 @@ Two kinds of modules can be converted without changing PyTorch or transformers:
 * Those whose ``forward`` calls ``F.scaled_dot_product_attention`` itself, ``nn.MultiheadAttention`` among them (and so
   ``nn.TransformerEncoderLayer``): :class:`PackedAttentionCaller` runs the module's own ``forward`` under a
   ``TorchFunctionMode`` that packs this one call. Everything else of the module stays what it is, such as
-  ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and keeps them: it says so
+  ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and saves them: it says so
   in the first call in training, once for a model, as does every attention that stays exact.
 
 Modules with a softmax of their own (``attn_implementation="eager"``) stay exact: its output and that of
@@ -92,7 +92,7 @@ def _attend_alone(
 
 
 def _is_saving(*tensors: Tensor) -> bool:
-    """Whether something is to be packed: of an empty tensor there is nothing."""
+    """Say whether something is to be packed: of an empty tensor there is nothing."""
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return needs_gradient and all(tensor.numel() for tensor in tensors)
 
@@ -135,7 +135,7 @@ class AttendingModule(PackedModule):
         reason: str | None = None,
         bias: Tensor | None = None,
     ) -> Tensor | None:
-        """The output, shape (B, Tq, h, dv); None where the exact function is to be called, as for a ``reason``."""
+        """Return the output, shape (B, Tq, h, dv); None where the exact function is to be called."""
         if not self.training:
             return None
         if not torch.compiler.is_compiling():
@@ -214,7 +214,7 @@ class _PackingMode(TorchFunctionMode):
 
 
 def _rebound(function: FunctionType, **names: Any) -> FunctionType:
-    """The same code, with other objects for some of its global names."""
+    """Return the same code, with other objects for some of its global names."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

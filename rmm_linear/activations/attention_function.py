@@ -116,7 +116,7 @@ def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
 def _kv_index(
     key: Tensor, mask: Tensor | None, scores: tuple[int, int], is_causal: bool, call: SavingCall
 ) -> Tensor | None:
-    """The tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
+    """Return the tokens whose keys and values are packed: padding leaves only where no valid query sees it."""
     # Only a module's first forward pass with padding waits for the device. Later ones assume the same answer, and their
     # backward passes check it.
     index, (batch, _, keys, _) = call.index, key.shape
@@ -183,5 +183,5 @@ def packed_attention(
 
 
 def _of_scores(mask: Tensor | None, scores: tuple[int, int]) -> Tensor | None:
-    """A mask of the shape (B or 1, h or 1, Tq, Tk)."""
+    """Return a mask of the shape (B or 1, h or 1, Tq, Tk)."""
     return None if mask is None else mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, *scores)

@@ -155,7 +155,7 @@ def _reason(kwargs: dict[str, Any], scores: tuple[int, ...]) -> str | None:
 
 
 def _asks_for_sdpa(kind: type[nn.Module]) -> bool:
-    """Whether the code of a module's file compares the name of the function with "sdpa"."""
+    """Say whether the code of a module's file compares the name of the function with "sdpa"."""
     for base in kind.__mro__:
         file = sys.modules.get(base.__module__)
         if file is not None and base.__module__.startswith(("torch.", "rmm_linear.", "builtins")):

@@ -61,7 +61,7 @@ class DropoutFunction(SavingFunction):
 
 
 def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, float]:
-    """The output of F.dropout to the bit, what is not zero where an element was kept, and what those were scaled by."""
+    """Return the output of F.dropout to the bit, a tensor that is not zero at kept elements, and their factor."""
     if inplace or (input.device.type == "cpu" and not torch.compiler.is_compiling()):
         noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
         return input.mul_(noise) if inplace else input * noise, noise, _scale(input.dtype, p)

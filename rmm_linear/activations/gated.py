@@ -74,7 +74,7 @@ class PackedGatedMLP(PackedModule):
         return self.rmm_parts.output(self, product)
 
     def _is_fused(self, act: nn.Module, a: Tensor) -> bool:
-        """Whether a kernel makes the product, which calls the activation no more."""
+        """Say whether a kernel makes the product, which calls the activation no more."""
         if not self.rmm_config.fused or act._forward_hooks or act._forward_pre_hooks:
             return False
         return runs_fused(a, self.rmm_is_composed)
@@ -111,7 +111,7 @@ class GatedFunction(SavingFunction):
 
 
 def _is_plain(act: nn.Module, a: Tensor) -> bool:
-    """Whether hooks of the activation leave its output and its gradient as they are."""
+    """Say whether hooks of the activation leave its output and its gradient as they are."""
     if act._backward_hooks or act._backward_pre_hooks:
         return False
     if torch.compiler.is_compiling() or not (act._forward_hooks or act._forward_pre_hooks):

@@ -91,7 +91,7 @@ def lacks_weights(module: nn.Module) -> bool:
 
 
 def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
-    """The parts, and whether the module could be run."""
+    """Return the parts, and whether the module could be run."""
     found = _children(module)
     if found is not None and any(tensor.is_meta for tensor in found[2]):
         module = _narrow_copy(module, found[0]) or module
@@ -118,7 +118,7 @@ def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
 
 
 def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Module | None:
-    """The module with linear children that have weights, and widths in the same proportions; None if these are wide."""
+    """Make a copy of a module with weights and narrow widths in the same proportions; None if these are wide."""
     every = [width for pair in widths.values() for width in pair]
     divisor = math.gcd(*every)
     if not min(every) or max(every) > divisor * _WIDE:
@@ -143,7 +143,7 @@ def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Mo
 
 
 def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[Tensor]] | None:
-    """Widths of the linear children, the activation of the one child that has one, and the weights; None for others."""
+    """Return the widths of the linear children, the child that is an activation, and the weights; or None."""
     widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
     if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
         return None
@@ -217,7 +217,7 @@ def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tupl
 def _parts_of(
     x: Tensor, output: Any, calls: list[tuple[str, Tensor, Tensor]], act: str, activation: str
 ) -> GatedParts | None:
-    """The parts, as far as what the children read and wrote tells; each is called once."""
+    """Return the parts, as far as what the children read and wrote tells; each is called once."""
     by_name = {name: (read, written) for name, read, written in calls}
     readers = [name for name, read, _ in calls if read is x and name != act]
     if len(by_name) != len(calls) or act not in by_name or len(readers) not in (1, 2):

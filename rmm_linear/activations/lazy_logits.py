@@ -167,7 +167,7 @@ _QUOTIENTS = (Tensor.div, Tensor.__truediv__, torch.div)
 
 
 def _step(func: Any, logits: Any, *args: Any, **kwargs: Any) -> LazyLogits | None:
-    """The logits after a step that the loss can take too; None for any other."""
+    """Return the logits after a step that the loss can take too; None for any other."""
     source, changed, mode = logits._source, None, torch.is_grad_enabled()
     if func is Tensor.contiguous and not args and not kwargs:
         return logits
@@ -208,7 +208,7 @@ def _number(source: Source, is_quotient: bool, number: float) -> dict[str, Any] 
 
 
 def _keeps_columns(index: Any, dimensions: int) -> bool:
-    """Whether an index leaves the last dimension whole, and takes slices of the others."""
+    """Say whether an index leaves the last dimension whole, and takes slices of the others."""
     if not isinstance(index, tuple) or index[-1:] != (slice(None),):
         return False
     is_whole = len(index) == dimensions or (len(index) <= dimensions and index.count(Ellipsis) == 1)

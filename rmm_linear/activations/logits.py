@@ -56,7 +56,7 @@ class ChunkedHead(PackedModule):
         return LazyLogits(Source(input, self, weight, weight._version, input, dtype, autocast, used))
 
     def _can_wait(self, used: list[None]) -> bool:
-        """Whether logits may be read after the forward pass; arranges that they are read at its end where not."""
+        """Say whether logits may be read after the forward pass; arranges that they are read at its end where not."""
         ddp = running_ddp()
         outermost = None if self.rmm_context is None else self.rmm_context.outermost
         looks_at_graph = ddp is not None and ddp.find_unused_parameters

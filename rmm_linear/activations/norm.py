@@ -85,7 +85,7 @@ class PackedNorm(PackedModule):
         return NormFunction.run(input, weight, bias, stored, call.index, run, norm)
 
     def _normalize(self, norm: _Norm, casts: Casts, entry: CacheEntry | None, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and the packed copy, made in one pass inside of the autograd function."""
+        """Return the output and the packed copy, made in one pass inside of the autograd function."""
         form, bias = norm.form, getattr(self, "bias", None)
         output, stored = normalize_and_pack(
             input, form.gamma(getattr(self, "weight", None)), None if bias is None else bias.detach().reshape(-1),
@@ -105,7 +105,7 @@ class PackedNorm(PackedModule):
         return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
 
     def _entry(self, input: Tensor, norm: _Norm) -> CacheEntry | None:
-        """The cache in which norms of the same input share its packed copy."""
+        """Return the cache in which norms of the same input share its packed copy."""
         context = self.rmm_context
         if norm.call.seed is None or context is None or not context.is_open():
             return None

@@ -115,7 +115,7 @@ def _can_run(parameters: dict[str, nn.Parameter]) -> bool:
 def _probe(
     module: nn.Module, forward: Callable[..., object], parameters: dict[str, nn.Parameter], forms: list[NormForm]
 ) -> NormForm | None:
-    """The one of the forms that a copy of the module, with random parameters and without hooks, computes."""
+    """Return the one of the forms that a copy of the module, with random parameters and without hooks, computes."""
     columns = next((len(p) for p in parameters.values()), _WIDTH)
     device = next((p.device for p in parameters.values() if not p.is_meta), torch.device("cpu"))
     generator, copy = torch.Generator("cpu").manual_seed(0), object.__new__(type(module))

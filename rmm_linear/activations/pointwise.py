@@ -182,14 +182,14 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _transformers_classes() -> set[type]:
-    """The classes that ACT2FN makes activations of: its values, or the first of a pair of class and arguments."""
+    """Return the classes of ACT2FN: its values, or the first of a pair of class and arguments."""
     activations = sys.modules.get("transformers.activations")
     known = getattr(activations, "ACT2FN", {})
     return {value[0] if isinstance(value, tuple) else value for value in dict.values(known)}
 
 
 def _try_on_grid(kind: type[nn.Module], module: nn.Module) -> Pointwise | None:
-    """The known function that has the same values and derivatives; hooks of the module do not run."""
+    """Return the known function that has the same values and derivatives; hooks of the module do not run."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         x = torch.linspace(-40, 40, 8001, dtype=torch.float64, device="cpu") + 1 / 3
         x.requires_grad_()

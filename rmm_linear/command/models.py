@@ -65,7 +65,7 @@ def running(model: nn.Module, is_random: bool) -> Iterator[None]:
 
 
 def _random_batch(model: Any, size: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens and labels; a ValueError if the model takes something else."""
+    """Return random tokens and labels; a ValueError if the model takes something else."""
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or model.main_input_name != "input_ids":
         raise ValueError(
             f"Random batches are of tokens, and {type(model).__name__} takes {model.main_input_name}. "

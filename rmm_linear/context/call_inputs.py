@@ -198,7 +198,7 @@ def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
-    """An argument of a call, by keyword or position; None if the call has none of this name."""
+    """Return an argument of a call, by keyword or position; None if the call has none of this name."""
     if name in kwargs:
         return kwargs[name]
     if len(args) < 2 and name not in names[: len(args)]:  # most calls of inner modules

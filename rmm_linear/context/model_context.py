@@ -243,7 +243,7 @@ class ModelContext:
             choose_all(self.auto_bits.values())
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
-        """The parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""
+        """Return the parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""
         for kind in type(module).__mro__:  # FSDP makes subclasses of a model's classes
             if kind in self._signatures:
                 return self._signatures[kind]

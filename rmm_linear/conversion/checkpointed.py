@@ -44,7 +44,7 @@ def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass
 class NotedModules:
-    """The modules that ran inside of ``torch.utils.checkpoint`` in a forward pass, and the tensors that it keeps."""
+    """The modules that ran inside of ``torch.utils.checkpoint`` in a forward pass, and the tensors that it saves."""
 
     names: set[str] = field(default_factory=set)
     inputs: set[StorageKey] = field(default_factory=set)

@@ -11,8 +11,8 @@ from rmm_linear.config import OPERATIONS
 from rmm_linear.conversion.checkpointed import block_memory, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside
 from rmm_linear.conversion.explanation import Explanation, LayerMemory
-from rmm_linear.conversion.keepers import Reasons, by_operation, keepers
 from rmm_linear.conversion.names import first_names
+from rmm_linear.conversion.remaining import Reasons, by_operation, still_saved
 from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
 from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
 from rmm_linear.memory.ledger import StorageKey
@@ -54,9 +54,9 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
         shared = None if owner == name else f"the same tensor as the input of {owner}"
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
-    stand_ins, remaining = keepers(after.storages, savers, why, before.total)
+    compressed, remaining = still_saved(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, stand_ins, block, report.unfused)
+    return Explanation(layers, before.total, after.total, sums, remaining, compressed, block, report.unfused)
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:

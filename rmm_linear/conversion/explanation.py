@@ -138,11 +138,11 @@ class Explanation:
         return "\n\n".join(parts)
 
     def _left(self) -> list[tuple[str, str, str, str]]:
-        large = [keeper for keeper in self.remaining if keeper.share >= SHOWN]
+        large = [found for found in self.remaining if found.share >= SHOWN]
         small = self.remaining[len(large) :]
         rows = [(k.modules or "(model)", f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
         if small:
-            count = sum(keeper.bytes for keeper in small)
+            count = sum(found.bytes for found in small)
             more = f"and {len(small)} more" if large else f"modules: {len(small)}"
             share = f"{100 * count / max(self.before, 1):.1f}"
             rows.append((more, f"{count:,}", share, f"each below {SHOWN:.0%}, see remaining"))

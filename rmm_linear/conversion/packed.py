@@ -83,7 +83,7 @@ def _skip_reason(module: nn.Module, name: str, config: RMMConfig) -> str | None:
 
 
 def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, PackedChoice]:
-    """Module to what it saves, for those of the selected operations that save something that can be packed."""
+    """Map modules to what they save, for those of the selected operations that save something that can be packed."""
     found = {module: _choice(module, config.for_module(name), config.operations) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
     if "activation" not in config.operations:
@@ -253,7 +253,7 @@ def _named(places: Places) -> str:
 
 
 def _siblings(names: list[str]) -> str:
-    """The names, of numbered siblings what they have in common."""
+    """Return the names, of numbered siblings what they have in common."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern_of(name), []).append(name)

@@ -77,7 +77,7 @@ class Fitting:
         self.proposals = self.candidates.add(max_noise, sampled)
 
     def is_within(self, peak: int) -> bool:
-        """Whether a peak, and the optimizer's own step, are within the budget."""
+        """Say whether a peak, and the optimizer's own step, are within the budget."""
         return self.total is None or max(peak, self.static.in_optimizer_step) <= self.total
 
     def check_floor(self) -> None:
@@ -92,7 +92,7 @@ class Fitting:
             )
 
     def kept(self) -> FitReport | None:
-        """The report of a model that is within the budget as it is; None if a real step shows that it is not."""
+        """Return the report of a model that is within the budget as it is; None if a real step shows that it is not."""
         return self._checked(self.proposals.plan([0] * len(self.costs.blocks), self.costs.peak))
 
     def solved(self) -> FitReport:
@@ -207,7 +207,7 @@ def _seconds(options: list[list[Option]], chosen: list[int]) -> float:
 
 
 def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
-    """Bytes that a real step makes."""
+    """Return the bytes that a real step makes."""
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
     with as_in_training(model):
         batch = copied(example)
@@ -221,14 +221,14 @@ def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
 
 
 def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
-    """Bytes of a parameter's gradient that a step adds."""
+    """Return the bytes of a parameter's gradient that a step adds."""
     if accumulate or (shards is not None and shards.cpu_offload):
         return lambda parameter: 0
     return None if shards is None else lambda p: size_bytes(shards.shape(p.shape), p.dtype)
 
 
 def _predicted(plan: BlockPlan) -> int:
-    """The peak by the sum that is solved."""
+    """Return the peak by the sum that is solved."""
     if all(block.choice == KEEP for block in plan.blocks):
         return plan.predicted  # which was measured as a whole
     kept = highest = 0

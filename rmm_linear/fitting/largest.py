@@ -207,7 +207,7 @@ def _largest(measure_bytes: Callable[[int], int], budget: int, guess: int, tries
 
 
 def _next(sizes: dict[int, int], budget: int, low: int, high: int | None) -> int:
-    """The size to try next: where the line through the last two meets the budget, between what is known."""
+    """Return the size to try next: where the line through the last two meets the budget, between what is known."""
     if len(sizes) < 2:
         return max(1, low * 2) if high is None else max(1, high // 2)
     (x0, y0), (x1, y1) = list(sizes.items())[-2:]
@@ -217,7 +217,7 @@ def _next(sizes: dict[int, int], budget: int, low: int, high: int | None) -> int
 
 
 def _measured_at(example: Any, proposals: Proposals) -> Proposals:
-    """The same options with another batch."""
+    """Return the same options with another batch."""
     blocks = measure(proposals.model, example, held=proposals.held).blocks
     found = replace(proposals, example=example, costs=Costs(blocks, proposals.costs.peak), rows=())
     names = dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP)
@@ -234,7 +234,7 @@ class _Lines:
         self.smaller = [{row.option: row for row in rows} for rows in smaller.rows]
 
     def rows(self, count: int) -> list[list[PlannedBlock]]:
-        """Options for a number of sequences."""
+        """Return the options for a number of sequences."""
         part = (count - self.low) / (self.high - self.low)
 
         def at(low: int, high: int) -> int:
@@ -249,13 +249,13 @@ class _Lines:
         ]
 
     def plan(self, work: Fitting, example: Any, count: int) -> BlockPlan:
-        """The plan of least memory for a number of sequences, simulated with as many."""
+        """Return the plan of least memory for a number of sequences, simulated with as many."""
         proposals = replace(work.proposals, example=resized(example, count), rows=self.rows(count))
         options = proposals.options
         return proposals.judge(choose(options, least(options), work.cost, solver="rounded") or [])
 
     def solvable(self, budget: int) -> int:
-        """The largest number of sequences for which the lines promise a plan."""
+        """Return the largest number of sequences for which the lines promise a plan."""
         low, high = 1, 2
 
         def fits(count: int) -> bool:

@@ -96,7 +96,7 @@ def _exact(passes: Passes, again: BlockPlan) -> tuple[list[float], list[Tensor]]
 
 
 def _squares(passes: Passes, model: nn.Module, exact: Sequence[Tensor], draws: int) -> list[float]:
-    """Mean of ‖ĝ − g‖² over draws, for every parameter."""
+    """Return the mean of ‖ĝ − g‖² over draws, for every parameter."""
     sums = [0.0] * len(exact)
     with set_aside(model) as contexts:
         for draw in range(1, draws + 1):
@@ -152,7 +152,7 @@ class _WithLoss(nn.Module):
 
 
 def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str, Any]]:
-    """A model that returns a loss, and its keyword arguments."""
+    """Return a model that returns a loss, and its keyword arguments."""
     if callable(example):
         raise ValueError("a function as the example is one batch, of which no sequence can be taken")
     wrapped = _WithLoss(model, example)

@@ -114,7 +114,7 @@ def state_on(tensor: Tensor, accelerated: bool) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer in a wrapper, such as that of Accelerate."""
+    """Return the optimizer in a wrapper, such as that of Accelerate."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
@@ -144,7 +144,7 @@ def _members(optimizer: Any, parameters: Sequence[Tensor], shards: Shards | None
 
 
 def _state_sizes(values: Iterable[Any], accelerated: bool) -> dict[int, int]:
-    """Bytes of the storages of tensors in a state, by storage."""
+    """Return the bytes of the storages of tensors in a state, by storage."""
     leaves = [local(leaf) for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
     kept = [leaf for leaf in leaves if state_on(leaf, accelerated)]
     return {storage._cdata: storage.nbytes() for storage in storages(kept)}
@@ -204,7 +204,7 @@ def _dummy(member: _Member, device: torch.device) -> nn.Parameter:
 
 
 def _twin(optimizer: Optimizer, dummies: dict[int, nn.Parameter]) -> Optimizer:
-    """An optimizer like another, on other parameters, without its state and its hooks."""
+    """Return an optimizer like another, on other parameters, without its state and its hooks."""
 
     def replaced(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -237,7 +237,7 @@ def _choose_foreach(twin: Optimizer, device: torch.device) -> None:
 
 
 def _multiplied(twin: Optimizer, times: Counter[int], device: torch.device) -> int:
-    """Bytes of a state, each storage as often as there are parameters that need one of their own."""
+    """Return the bytes of a state, each storage as often as there are parameters that need one of their own."""
     accelerated = device.type not in ("cpu", "meta")
     sizes: dict[int, int] = {}
     owners: dict[int, list[int]] = defaultdict(list)

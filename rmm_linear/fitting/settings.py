@@ -134,7 +134,7 @@ class Conversions:
         return tuple(one for one in OPERATIONS if one in there)
 
     def _left_inside(self, chosen: Mapping[str, Setting]) -> list[str]:
-        """Modules of converted blocks that stay exact."""
+        """Return the modules of converted blocks that stay exact."""
         left: list[str] = []
         for block, setting in chosen.items():
             linears = [name for name, operation in self.operations[block].items() if operation == LINEAR]
@@ -147,7 +147,7 @@ class Conversions:
 
 
 def _saved_anyway(model: nn.Module, example: Any) -> set[str]:
-    """Linear layers that a sketch of their input does not help, as long as other operations are exact."""
+    """Return the linear layers that a sketch of their input does not help, as long as other operations are exact."""
     try:
         report = convert(model, RMMConfig(operations=(LINEAR,)), example=copied(example), dry_run=True)
     except (ValueError, torch.OutOfMemoryError):
@@ -161,5 +161,5 @@ def converting(blocks: Sequence[str], setting: Setting, has: Callable[[str], boo
 
 
 def _inside(blocks: Sequence[str]) -> str:
-    """A regular expression for blocks and what is in them."""
+    """Return a regular expression for blocks and what is in them."""
     return f"(?:{'|'.join(map(re.escape, blocks))})(?:\\..*)?"

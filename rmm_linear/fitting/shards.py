@@ -8,7 +8,7 @@ The rules are those of PyTorch's documentation of ``torch.distributed.fsdp.fully
   (``reshard_after_forward`` is True). The call on the root has those that no other call has, such as embeddings and
   the head; they stay gathered from the forward pass to the end of the backward pass (it is False for the root).
 - In the backward pass, while a block runs, the block before it is gathered already (a prefetch of one). The gradients
-  of a block are whole until they are copied into the input of the reduce-scatter; that input is kept until the block
+  of a block are whole until they are copied into the input of the reduce-scatter; that input stays until the block
   before it has run, since the communication overlaps with it.
 
 So the peak is in the backward pass of a block: its parameters and those of the block before it, its gradients
@@ -108,7 +108,7 @@ def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
 
 
 def _gathered(parameter: Tensor, shards: Shards | None) -> int:
-    """Bytes of a whole parameter, with the padding of all ranks."""
+    """Return the bytes of a whole parameter, with the padding of all ranks."""
     whole = size_bytes(parameter.shape, parameter.dtype)
     return whole if shards is None else size_bytes(shards.shape(parameter.shape), parameter.dtype) * shards.ranks
 
@@ -119,7 +119,7 @@ def _worst(weights: Sequence[int], gradients: Sequence[int]) -> int:
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:
-    """Blocks that are entries of a list of like modules; all blocks, if there is no such list."""
+    """Return the blocks that are entries of a list of like modules; all blocks, if there is no such list."""
     blocks = find_blocks(model)
     kinds = {block: _kind(model, block) for block in blocks}
     counts = Counter(kinds.values())

@@ -118,6 +118,6 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the storages of tensors, by storage."""
+    """Return the bytes of the storages of tensors, by storage."""
     found = storages([local(tensor.detach()) for tensor in tensors])
     return {storage._cdata: storage.nbytes() for storage in found}

@@ -86,7 +86,7 @@ class _TimedCall:
 
 
 def _own(leaf: Any) -> Any:
-    """An argument for one call: what a block fills, as a cache of keys and values, is empty for the next one."""
+    """Return an argument for one call: what a block fills, as a cache of keys and values, is empty for the next one."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
     try:
@@ -100,7 +100,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make) -> dict[str, float]:
-    """Option to seconds; "" to those of the block as it is."""
+    """Map options to seconds; "" to those of the block as it is."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found: dict[str, list[float]] = {"": [], **{option.option: [] for option in options}}
 
@@ -148,7 +148,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _calls(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, _TimedCall]:
-    """The arguments of every block's first call, in a pass that saves nothing."""
+    """Return the arguments of every block's first call, in a pass that saves nothing."""
     found: dict[str, _TimedCall] = {}
     handles = []
     for name in names:

@@ -177,7 +177,7 @@ class FitCallback(TrainerCallback):
             logger.warning(message, *values)
 
     def _settings(self) -> dict[str, Any]:
-        """The settings, with the budget of a step."""
+        """Return the settings, with the budget of a step."""
         memory, buckets = self.settings.get("memory"), self._buckets()
         if memory in (None, LEAST) or isinstance(memory, float) or not buckets:
             return self.settings
@@ -190,7 +190,7 @@ class FitCallback(TrainerCallback):
         return {**self.settings, "memory": left}
 
     def _buckets(self) -> int:
-        """Bytes of copies of the gradients, which the model without its wrapper does not know of."""
+        """Return the bytes of copies of the gradients, which the model without its wrapper does not know of."""
         return static_memory(self._trainer.model_wrapped).ddp_buckets
 
     def _entry(self, report: FitReport, size: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class FitCallback(TrainerCallback):
 
 
 def _elements(model: Any, inputs: Any) -> int:
-    """Elements of the main input of a batch."""
+    """Return the elements of the main input of a batch."""
     main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
     if not isinstance(main, Tensor):
         main = next((leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)), None)
@@ -213,7 +213,7 @@ def _elements(model: Any, inputs: Any) -> int:
 
 
 def _example(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """The batch, if the model's own loss on it is what is trained with, as noise is measured by its sequences."""
+    """Return the batch if the model's own loss is trained, as variances are measured by its sequences."""
     loss = loss_call(trainer, model, inputs)
     with restored(model), torch.no_grad():
         trained = loss()

@@ -35,7 +35,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 def _apply(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype | None
 ) -> Tensor:
-    """The exact output; puts on ctx what the exact gradients need, which is the same in a recomputation."""
+    """Return the exact output; puts on ctx what the exact gradients need, which is the same in a recomputation."""
     ctx.autocast_dtype, ctx.input_shape, ctx.input_dtype = dtype, input.shape, input.dtype
     ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
     with autocast_off(input.device.type):
@@ -53,7 +53,7 @@ def as_no_view(output: Tensor) -> Tensor:
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients with respect to input and bias from Y, shape (N, O)."""
+    """Return the gradients with respect to input and bias from Y, shape (N, O)."""
     grad_input = grad_bias = None
     if ctx.needs_input_grad[0] and weight is not None:
         grad_input = (y @ cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)

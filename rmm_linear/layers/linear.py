@@ -101,7 +101,7 @@ class SketchedLayer(ConvertedModule):
         return saved_linear(input, weight, bias, call)
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The output where nothing else looks, made with as little as possible; None for the general way."""
+        """Return the output where nothing else looks, made with as little as possible; None for the general way."""
         own = vars(self)
         if not is_unwatched() or own["rmm_estimator"] is not None or torch.is_autocast_enabled(input.device.type):
             return None
@@ -149,7 +149,7 @@ class SketchedLayer(ConvertedModule):
             self.rmm_context.checks.note_rows(self.rmm_index, None if is_other else tokens)
 
     def _bits(self) -> int | None:
-        """The width chosen for ``bits="auto"``, for this call."""
+        """Return the width chosen for ``bits="auto"``, for this call."""
         if torch.compiler.is_compiling():
             return self.rmm_auto_bits.bits
         if self.rmm_context is None and self.rmm_auto_bits.backward_seen and not in_backward():
@@ -298,5 +298,5 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
 
 def _shared_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state with the same Parameter and hook objects, in containers of its own."""
+    """Return the module's state with the same Parameter and hook objects, in containers of its own."""
     return {name: value.copy() if isinstance(value, dict) else value for name, value in vars(module).items()}

@@ -37,7 +37,7 @@ _ALIGNED = 16  # elements: of the rows of a mask, in memory
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values, and the gradient with respect to the output: four heads, two for each of keys."""
+    """Return queries, keys, values, and the gradient with respect to the output: four heads, two for each of keys."""
     batch, width = 1 + (case.rows % 2 == 0), 1 + case.columns // 10
     query, key, value, y = (
         case.matrix(number, heads * features).unflatten(0, (batch, case.rows // batch)).unflatten(2, (heads, features))
@@ -134,7 +134,7 @@ def _unpacked_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype)
 def _gradients(
     make: Callable[..., Rows], steps_of: Callable[[torch.dtype], Steps]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The gradients with a function that makes those that unpack rows."""
+    """Return the gradients with a function that makes those that unpack rows."""
 
     def run(
         grad_output: Tensor,
@@ -361,6 +361,6 @@ def _by_head(rows: Tensor, batch: int, tokens: int, heads: int, index: Tensor | 
 
 
 def _aligned(bias: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """The mask of all heads, as a view of memory in which every row begins at a multiple of 16 elements."""
+    """Return the mask of all heads, as a view of memory in which every row begins at a multiple of 16 elements."""
     keys = bias.shape[-1]
     return F.pad(bias, (0, -keys % _ALIGNED))[..., :keys].expand(shape)

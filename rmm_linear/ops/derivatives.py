@@ -40,7 +40,7 @@ def _square_plainly(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) ->
 
 
 def _functions() -> Iterator[tuple[Pointwise, int]]:
-    """Every function, and widths that it has."""
+    """Return every function, and widths that it has."""
     parameters = {"elu": (1.7,), "leaky_relu": (0.1,)}  # ELU's with a jump of its derivative at 0
     for place, name in enumerate(FUNCTIONS):
         function = Pointwise(name, parameters.get(name, ()))

@@ -28,7 +28,7 @@ def _gate_plainly(
 
 
 def _settings() -> Iterator[tuple[str, int, tuple[bool, bool]]]:
-    """Every activation, width, and choice of the products."""
+    """Return every activation, width, and choice of the products."""
     for place, activation in enumerate(ACTIVATIONS):
         yield activation, WIDTHS[place % 3], ((True, True), (True, False), (False, True), (True, True))[place]
 
@@ -66,7 +66,7 @@ def _backward_samples(case: Case) -> Iterator[Call]:
 
 
 def _packing_flops(shape: Sequence[int], *_: object) -> int:
-    """The operations of two rotations."""
+    """Return the operations of two rotations."""
     return 2 * 2 * GROUP * math.prod(shape)
 
 

@@ -72,7 +72,7 @@ def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> T
 
 
 def _uniform_rows(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Rows of M and their scales; where all n valid rows fit into K, these rows, and others with scale 0."""
+    """Return the rows of M and their scales; where all n valid rows fit into K, these rows, and others with scale 0."""
     if mask is None:
         return _sample(seed, tokens, rows, None), seed.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
     place = torch.arange(rows, device=seed.device)
@@ -232,5 +232,5 @@ def normalize(
 
 
 def _listed(index: Tensor | None) -> Tensor | None:
-    """An index whose elements lie side by side, as the kernels read it."""
+    """Return an index whose elements lie side by side, as the kernels read it."""
     return None if index is None else index.contiguous()

@@ -98,7 +98,7 @@ def attention_rows(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
+    """Return all heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
     batch, heads, tokens, width = tensor.shape
     return tensor.transpose(1, 2).reshape(batch * tokens, heads * width)
 
@@ -115,7 +115,7 @@ def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bit
 def parts_of(
     query: Tensor, key: Tensor, value: Tensor, index: Tensor | None, kv_index: Tensor | None, bits: Bits
 ) -> list[Part]:
-    """The parts for tensors of these shapes; an index leaves rows out."""
+    """Return the parts for tensors of these shapes; an index leaves rows out."""
     rows, kv_rows = (
         one.shape[0] * one.shape[2] if at is None else at.shape[0] for one, at in ((query, index), (key, kv_index))
     )
@@ -192,7 +192,7 @@ def dropped_attention(
 def _dropped(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """The output of some heads, in their order, in float32 at least."""
+    """Return the output of some heads, in their order, in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     # PyTorch, too, multiplies queries and keys by the root of the scale: the same numbers, to the last bit mostly.
     root = math.sqrt(abs(spec.scale))

@@ -123,7 +123,7 @@ class _Span:
     places: Tensor | None  # None: all places, in order
 
     def place(self, rows: Tensor, sequences: int, shape: tuple[int, int]) -> Tensor:
-        """Rows (n, …) at their places, shape (sequences, columns, *shape), and 0 at the others."""
+        """Return the rows (n, …) at their places, shape (sequences, columns, *shape), and 0 at the others."""
         width = self.columns.stop - self.columns.start
         if self.places is not None:
             rows = rows.new_zeros(sequences * width, *rows.shape[1:]).index_copy_(0, self.places, rows)
@@ -148,7 +148,7 @@ def _spans(index: Tensor | None, batch: int, tokens: int, together: int) -> Iter
 
 
 def _bits(kept: Tensor, of_scores: Tensor | None, span: _Span, begin: int, shape: tuple[int, int, int]) -> Tensor:
-    """The bits of some sequences, shape (sequences, h, columns of the span, bytes)."""
+    """Return the bits of some sequences, shape (sequences, h, columns of the span, bytes)."""
     sequences, heads, queries = shape
     first = begin * heads * queries
     if of_scores is None:
@@ -229,7 +229,7 @@ class _Sequences:
         return self._drop(p.view(len(bits), -1), bits).view_as(p), ds
 
     def _drop(self, values: Tensor, bits: Tensor) -> Tensor:
-        """Rows of scores times D, of which the bits hold all Tk columns."""
+        """Return the rows of scores times D, of which the bits hold all Tk columns."""
         if values.shape[1] == self.spec.keys:
             return self.steps.apply_mask(values, bits, self.spec.kept_scale)
         whole = values.new_zeros(len(values), self.spec.keys)
@@ -245,7 +245,7 @@ def _by_head(tensor: Tensor, group: int) -> Tensor:
 
 
 def _by_token(tensor: Tensor, count: int, group: int) -> Tensor:
-    """The inverse of :func:`_by_head` for ``count`` sequences."""
+    """Return the inverse of :func:`_by_head` for ``count`` sequences."""
     heads, columns, features = tensor.shape
     return tensor.view(count, heads // count * group, columns // group, features).transpose(1, 2)
 

@@ -108,12 +108,12 @@ def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _bytes(span: slice, bits: int) -> slice:
-    """The bytes that hold the codes of some columns."""
+    """Return the bytes that hold the codes of some columns."""
     return slice(span.start * bits // 8, -(-span.stop * bits // 8))
 
 
 def _group_qparams(groups: Tensor, bits: int) -> Tensor:
-    """Offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
+    """Return the offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
     low, high = groups.amin(-1), groups.amax(-1)
     offset = _round_down(low)
     scale = _round_down((offset - high) * ((1 + _MARGIN) / (2**bits - 1))).neg_()
@@ -127,7 +127,7 @@ def _steps(groups: Tensor, qparams: Tensor) -> Tensor:
 
 
 def _round_down(values: Tensor) -> Tensor:
-    """The largest bfloat16 number that is not above a float32 number, as float32."""
+    """Return the largest bfloat16 number that is not above a float32 number, as float32."""
     bits = values.view(torch.int32)
     away = (bits >> 31).bitwise_and_(0xFFFF)  # truncation moves a negative number up
     return away.add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)

@@ -9,7 +9,7 @@ mean of K independent terms yⱼᵀxⱼ/p_j of mean dW. With dᵢ = ‖xᵢ‖²
 
     Var = (Σᵢ dᵢ/pᵢ − g)/K.
 
-wta ("winner take all") keeps the c most probable tokens C unscaled, and samples the other K − c rows from the rest R,
+wta ("winner take all") saves the c most probable tokens C unscaled, and samples the other K − c rows from the rest R,
 token j with probability p_j/t, t = Σ_R p. Row k is row j of M times √(t/((K−c) p_j)). C adds no noise, hence
 
     Var = (t · Σ_R dᵢ/pᵢ − ‖Σ_R xᵢyᵢᵀ‖²)/(K − c),   c = argmin over 0 ≤ c < K of t_c/(K − c).
@@ -165,7 +165,7 @@ def sample_rows(p: Tensor, keys: Tensor, kind: Sampler, mask: TokenMask | None =
 
 
 def _ranked(p: Tensor, rows: int, kind: Sampler) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens by descending probability, the sum of p from each of them on, and c."""
+    """Return the tokens by descending probability, the sum of p from each of them on, and c."""
     ranked, order = p.sort(descending=True, stable=True)
     tails = ranked.flip(0).cumsum(0).flip(0)
     return order, tails, kind.winners(tails, rows)

@@ -84,7 +84,7 @@ def _vary(seeds: Tensor) -> None:
 
 
 def _value(drawn: Tensor) -> int:
-    """The number; 0 in a step that is simulated, whose tensors have no values."""
+    """Return the number; 0 in a step that is simulated, whose tensors have no values."""
     return 0 if isinstance(drawn, FakeTensor) else int(drawn)
 
 

@@ -57,7 +57,7 @@ def _hadamard_rows(matrix: Tensor, index: Tensor) -> Tensor:
 
 
 def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` of the orthonormal DCT-II of ``matrix`` (N, D), by one FFT (Makhoul 1980)."""
+    """Return the rows ``index`` of the orthonormal DCT-II of ``matrix`` (N, D), by one FFT (Makhoul 1980)."""
     tokens = matrix.shape[0]
     folded = torch.cat((matrix[::2], matrix[1::2].flip(0)))
     spectrum = _fourier_rows(folded, index)
@@ -67,7 +67,7 @@ def _dct_rows(matrix: Tensor, index: Tensor) -> Tensor:
 
 
 def _dft_rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` of the orthonormal Hartley transform of ``matrix`` (N, D): entries (cos + sin)/√N."""
+    """Return the rows ``index`` of the orthonormal Hartley transform of ``matrix`` (N, D): entries (cos + sin)/√N."""
     spectrum = _fourier_rows(matrix, index)
     return (spectrum[..., 0] - spectrum[..., 1]) / sqrt(matrix.shape[0])
 
@@ -93,14 +93,14 @@ def _dct_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
 
 
 def _dft_mirrors(tokens: int) -> list[tuple[Tensor, float]]:
-    """The tokens c with 2(a−c) ≡ 0 or 2(a+c) ≡ 0 modulo N, each with N times its part of q_ac − 1/N."""
+    """Return the tokens c with 2(a−c) ≡ 0 or 2(a+c) ≡ 0 modulo N, each with N times its part of q_ac − 1/N."""
     index = torch.arange(tokens, device="cpu")
     shifts = (0, tokens // 2) if tokens % 2 == 0 else (0,)
     return [((sign * index + shift) % tokens, 0.5 * sign) for shift in shifts for sign in (1, -1)]
 
 
 def _mirrored(x: Tensor, y: Tensor, mirror: Tensor) -> Tensor:
-    """The sum over a of the factor of q_ac in the variance, for c = mirror(a)."""
+    """Return the sum over a of the factor of q_ac in the variance, for c = mirror(a)."""
     x, y, mirror = x.double(), y.double(), mirror.to(x.device)
     x_norms, y_norms = x.square().sum(1), y.square().sum(1)
     products = (x * x[mirror]).sum(1) * (y * y[mirror]).sum(1)
@@ -154,7 +154,7 @@ def _family(
 
 
 def _side_by_side(matrix: Tensor, size: int, blocks: int, count: Tensor | None) -> Tensor:
-    """Shape (size, blocks · D): every block's tokens one below the other, zero rows where it has fewer."""
+    """Return every block's tokens one below the other, (size, blocks · D), zero rows where it has fewer."""
     tokens, columns = matrix.shape
     if count is None:
         parts = torch.nn.functional.pad(matrix, (0, 0, 0, blocks * size - tokens)).view(blocks, size, columns)

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser, kinds: Sequence[str] = KINDS)
 
 
 def _listed(help: str, default: Sequence[object]) -> str:
-    """A help text with a default of several words, as they are typed."""
+    """Return a help text with a default of several words, as they are typed."""
     return f"{help} (default: {' '.join(map(str, default))})"
 
 

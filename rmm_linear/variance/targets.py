@@ -34,7 +34,7 @@ def required_ratio(
 
     K is found by bisection over the exact variances: K rows meet the target and K − 1 do not. Without ``bits`` the
     variance falls with K for all kinds. For countsketch and wta there are small exceptions, where the segments move or
-    one more token is kept exactly, so a slightly smaller K may meet the target too. With ``bits`` the variance falls
+    one more token is saved exactly, so a slightly smaller K may meet the target too. With ``bits`` the variance falls
     until all tokens are stored, and may be larger there: the rounding error of a token that is stored by itself is
     multiplied by its own gradient, while a mixture of many tokens spreads it. So if storing all tokens does not meet
     the target, 16 evenly spaced smaller K are tried too. See :func:`sketch_variance` for the rounding term.

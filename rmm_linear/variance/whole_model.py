@@ -148,7 +148,7 @@ def gradient_noise(
         alone = [one for one in OPERATIONS if one in there and one not in _NOISELESS] or sorted(there)
 
         def squares(operations: Sequence[str]) -> dict[str, float]:
-            """Mean of ‖ĝ − g‖² over the draws, for every parameter."""
+            """Return the mean of ‖ĝ − g‖² over the draws, for every parameter."""
             sums = [0.0] * len(exact)
             with exact_but(model, operations):
                 for draw in range(1, draws + 1):

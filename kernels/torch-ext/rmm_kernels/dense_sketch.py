@@ -109,7 +109,7 @@ def dense_sketch(
         kind: "gaussian", "rademacher" or "hadamard".
         block: Tokens per block; N is one block.
         rows: Rows per block.
-        index: The rows of the Hadamard matrix that are kept, int64, shape (rows,).
+        index: The rows of the Hadamard matrix that are selected, int64, shape (rows,).
         order: Rows of M, int64, shape (N,): the valid ones first; None is all in order.
         count: n, how many rows count, int64, shape (1,). The blocks share them evenly.
         bits: 8, 4 or 2 packs the result as it is made; None does not.

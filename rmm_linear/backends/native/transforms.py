@@ -38,7 +38,7 @@ def sampled_transform(matrix: Tensor, kind: str, index: Tensor, places: Tensor, 
 
 @functools.lru_cache(maxsize=16)
 def _plan(kind: str, size: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The order of the rows before the first step, and the cosines and sines of all steps."""
+    """Return the order of the rows before the first step, and the cosines and sines of all steps."""
     order = torch.arange(size, device="cpu")
     if kind == "hadamard":
         return order, None, None
@@ -52,7 +52,7 @@ def _plan(kind: str, size: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _combination(kind: str, index: Tensor, size: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Rows of the Hadamard or Hartley transform whose weighted sum a row of the result is, and their weights."""
+    """Return rows of the Hadamard or Hartley transform whose weighted sum is a row of the result, and weights."""
     if kind != "dct":
         return index, None, index.new_full((len(index),), len(index) ** -0.5, dtype=torch.float32), None
     # With Hartley's H, the Fourier transform is (H_k + H_-k)/2 + i (H_-k − H_k)/2.

@@ -66,7 +66,7 @@ def derivative_table(pointwise: Pointwise, bits: int) -> DerivativeTable | None:
 
 @functools.lru_cache(maxsize=64)
 def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, float, float, float, float, float]]:
-    """The table, and address, length, interval and limits of its derivative as arguments."""
+    """Return the table, and address, length, interval and limits of its derivative as arguments."""
     table = derivative_table(pointwise, bits)
     if table is None:
         return None, (0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -164,7 +164,7 @@ def read_derivative(
 
 @functools.lru_cache(maxsize=64)
 def _range(pointwise: Pointwise, bits: int) -> tuple[float, float]:
-    """The lowest derivative and the step from one code to the next; of LeakyReLU its slope."""
+    """Return the lowest derivative and the step from one code to the next; of LeakyReLU its slope."""
     if pointwise.is_exact:
         return (pointwise.parameters[0] if pointwise.parameters else pointwise.range[0]), 0.0
     return pointwise.range[0], pointwise.step(bits)

@@ -142,5 +142,5 @@ def read_norm(
 
 
 def _rows(matrix: Tensor) -> Tensor:
-    """The matrix with the elements of every row side by side."""
+    """Return the matrix with the elements of every row side by side."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -98,7 +98,7 @@ def _is_hashed(matrix: Tensor, kind: str, rows: int, mask: TokenMask | None) -> 
 
 
 def _is_whole(matrix: Tensor, spec: SaveSpec, mask: TokenMask | None) -> bool:
-    """Whether a sketch is the matrix itself."""
+    """Say whether a sketch is the matrix itself."""
     return spec.kind == "countsketch" and mask is None and 0 < matrix.shape[0] <= spec.rows
 
 
@@ -107,7 +107,7 @@ def _valid_rows(mask: TokenMask | None) -> Tensor | None:
 
 
 def _contiguous_rows(matrix: Tensor) -> Tensor:
-    """The matrix with the elements of every row side by side, as the C library needs them."""
+    """Return the matrix with the elements of every row side by side, as the C library needs them."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -58,7 +58,7 @@ def _callable(name: str, module: nn.Module) -> list[str]:
 
 
 def _repeated(module: nn.Module) -> set[type[nn.Module]]:
-    """Classes that a list has several entries of."""
+    """Return the classes that a list has several entries of."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return set()
     kinds = Counter(type(child) for child in module.children() if _is_callable(child) and any(child.children()))

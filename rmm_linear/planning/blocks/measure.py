@@ -136,7 +136,7 @@ def measure(
     check_model(model)
     names = find_blocks(model)
     seen = observe(model, example, names)
-    # What a module keeps cannot be told apart from what others keep between its calls.
+    # What a module saves cannot be told apart from what others save between its calls.
     blocks = [name for name, block in seen.items() if not block.returns]
     if not blocks:
         raise ValueError(

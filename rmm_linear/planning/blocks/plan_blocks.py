@@ -124,7 +124,7 @@ class Recomputations:
         return PlannedBlock(block.name, choice, seconds=extra, inner=inner)
 
     def _refusing_selective(self, proposals: Proposals) -> set[str]:
-        """Blocks that change a product's result in place, which then cannot be kept."""
+        """Return the blocks that change a product's result in place, which then cannot be saved."""
         refused, tried = set[str](), dict[str, bool]()
         for number, block in enumerate(self.costs.blocks):
             kind = alike(self.model, block.name)

@@ -69,7 +69,7 @@ class Proposals:
         return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
 
     def adding(self, rows: Rows) -> Proposals:
-        """Add an option to the blocks that have a row, as a step with all of them shows what each keeps and needs."""
+        """Add an option to the blocks that have a row, by what a step with all of them shows of each."""
         events = self.events([row or known[0] for row, known in zip(rows, self.rows, strict=True)])
         kept, worst = by_block(events, self.names)
         measured = [row and replace(row, kept=kept[row.name], worst=worst[row.name]) for row in rows]
@@ -111,7 +111,7 @@ class Proposals:
         return sum(self.cost(block[index]) for block, index in zip(self.options, chosen, strict=True))
 
     def search(self, tries: int = _TRIES) -> BlockPlan | None:
-        """The cheapest plan found that fits: the solver's budget falls by its plan's excess, or rises into the rest."""
+        """Find the cheapest plan that fits: the solver's budget falls by its plan's excess, or rises."""
         options = self.options
         low, high, target = least(options), None, self.budget
         best, least_cost, judged = None, float("inf"), dict[tuple[int, ...], BlockPlan]()
@@ -138,7 +138,7 @@ class Proposals:
         return best
 
     def smallest(self) -> BlockPlan:
-        """The plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
+        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
         options = self.options
         tried = [choose(options, least(options), self.cost, solver=self.solver) or []]
         for name in {option.name for block in options for option in block} - {KEEP}:
@@ -147,6 +147,6 @@ class Proposals:
 
 
 def _place(block: Sequence[Option], name: str) -> int:
-    """Index of an option, or of the next best."""
+    """Return the index of an option, or of the next best."""
     names = [option.name for option in block]
     return next((names.index(one) for one in (name, RECOMPUTE) if one in names), 0)

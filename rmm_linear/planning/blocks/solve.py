@@ -103,9 +103,9 @@ def least(options: Sequence[Sequence[Option]]) -> int:
 
 
 def _usable(options: Sequence[Sequence[Option]], budget: int) -> list[list[int]] | None:
-    """Indices of the options that fit if the blocks before keep as little as they can; None if a block has none."""
+    """Indices of the options that fit if the blocks before save as little as they can; None if a block has none."""
     # A block that saves less never harms those after it, so only its own peak may speak against it: the choice
-    # of what keeps least among these options fits.
+    # of what saves least among these options fits.
     kept, usable = 0, list[list[int]]()
     for block in options:
         usable.append([index for index, option in enumerate(block) if kept + option.worst <= budget])
@@ -171,7 +171,7 @@ def _milp(blocks: Blocks, prices: Prices, budget: int) -> list[int] | None:
         costs[span] = [price - min(prices[number]) for price in prices[number]]
     unit = max(budget, 1) / 10**6
     rules = [LinearConstraint(one, 1, 1), LinearConstraint(rows / unit, -np.inf, budget / unit)]
-    # Of two neighbours that are alike, the one that needs more beyond what it keeps comes first: the other order has no
+    # Of two neighbours that are alike, the one that needs more beyond what it saves comes first: the other order has no
     # lower peak, and HiGHS would search both.
     for number, block in enumerate(blocks[:-1]):
         if len(block) > 1 and block == blocks[number + 1] and prices[number] == prices[number + 1]:

@@ -20,7 +20,7 @@ def time_modules(model: nn.Module, example: Any, names: Sequence[str], repeats: 
 
 
 def cheap_shares(model: nn.Module, example: Any, names: Sequence[str]) -> dict[str, float]:
-    """Measure the share of modules' time that is not spent in products, which selective recomputation keeps."""
+    """Measure the share of modules' time that is not spent in products, which selective recomputation saves."""
     clock = Clock(model, names)
     with _Operators(clock) as operators:
         clock.run(model, example)

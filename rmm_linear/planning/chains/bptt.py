@@ -151,7 +151,7 @@ def step_bytes(cell: Cell | Any, inputs: Any, state: Any) -> StepBytes:
 
 
 def _prepared(cell: Any, inputs: Any, state: Any) -> tuple[Step, list[Tensor], list[Any], int]:
-    """The cell on leaves, the leaves of inputs and state, and T."""
+    """Return the cell on leaves, the leaves of inputs and state, and T."""
     leaves, spec = tree_flatten(inputs)
     lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves}
     if len(lengths) != 1 or None in lengths:
@@ -166,7 +166,7 @@ def _prepared(cell: Any, inputs: Any, state: Any) -> tuple[Step, list[Tensor], l
 
 
 def _loop(step: Step, leaves: list[Tensor], state: list[Any], steps: int) -> tuple[Any, Any]:
-    """Run all steps once, and keep nothing."""
+    """Run all steps once, and save nothing."""
     outputs = Outputs(steps)
     for number in range(steps):
         found, state = step([leaf[number] for leaf in leaves], state)

@@ -5,11 +5,11 @@ more state; the graph of a recorded step, which lasts until its backward pass, t
 C(0, t) = t(t + 1)/2: the steps up to the last one, then those up to the one before. Else
 
     C(m, t) = min { y + C(m, y) + D(m-1, t-y),        1 ≤ y < t    run y steps and store the state
-                    y + C(m, y-1) + C(m-a, t-y) }     1 ≤ y ≤ t    run y - 1 steps, record the y-th and keep its graph
+                    y + C(m, y-1) + C(m-a, t-y) }     1 ≤ y ≤ t    run y - 1 steps, record the y-th and save its graph
 
 (Gruslys et al. 2016: hidden states alone, internal states alone where a = 1, both in the mixed case, with C in the
 place of D). D is the same for a state that is in a slot of its own, not counted in m. It has one more choice, which the
-paper has not: once the first step's graph is kept, nothing begins at the state again, and its slot is free.
+paper has not: once the first step's graph is saved, nothing begins at the state again, and its slot is free.
 
     D(m, t) = min { y + D(m, y) + D(m-1, t-y),        1 ≤ y < t
                     y + D(m, y-1) + C(m-a, t-y),      2 ≤ y ≤ t
@@ -69,12 +69,12 @@ def is_exact(steps: int, slots: int, internal_cost: int | None) -> bool:
 
 
 def _is_bound_attained(steps: int, slots: int, internal_cost: int | None) -> bool:
-    """Whether the envelope is C itself: one kind of slots, or room for all graphs."""
+    """Say whether the envelope is C itself: one kind of slots, or room for all graphs."""
     return internal_cost in (None, 1) or slots >= internal_cost * (steps - 1)
 
 
 def _is_affordable(steps: int, slots: int) -> bool:
-    """Whether a table takes no more than some seconds, and some megabytes."""
+    """Say whether a table takes no more than some seconds, and some megabytes."""
     return slots * steps * steps <= TABLE_LIMIT and slots * steps <= ROOM_LIMIT
 
 
@@ -140,7 +140,7 @@ class Table:
         return self._found[key]
 
     def _search(self, slots: int, steps: int, is_stored: bool) -> int:
-        """A split that has the steps of the table; one that keeps a graph, where there is one."""
+        """Return a split that has the steps of the table; one that saves a graph, where there is one."""
         a, t = self.internal_cost, steps
         own = self.stored_cost if is_stored else self.cost
         least = int(own[slots, t])
@@ -195,7 +195,7 @@ class Envelope:
         return self._found[key]
 
     def _search(self, slots: int, steps: int, is_stored: bool) -> int:
-        """The split with the least sum of the bounds of both sides; of several, the one in the middle."""
+        """Return the split with the least sum of the bounds of both sides; of several, the one in the middle."""
         a, t = self.internal_cost, steps
         own = self.stored_rows if is_stored else self.rows
         y = torch.arange(t + 1, device="cpu")
@@ -230,7 +230,7 @@ def _row(below: list[int], graphs: list[int] | None, taken: list[int] | None, st
 
 
 def _bounds(rows: list[list[int]], slots: int, steps: Tensor) -> Tensor:
-    """The bound for many t at once."""
+    """Return the bound for many t at once."""
     if slots == 0:
         return steps * (steps + 1) // 2
     row = torch.tensor(rows[slots], device="cpu")
@@ -239,6 +239,6 @@ def _bounds(rows: list[list[int]], slots: int, steps: Tensor) -> Tensor:
 
 
 def _middle(found: Tensor) -> int:
-    """The middle one of the places that are true."""
+    """Return the middle one of the places that are true."""
     places = found.nonzero()
     return int(places[len(places) // 2])

@@ -98,7 +98,7 @@ class BPTTPlan(SavedSettings):
 
     @property
     def bytes(self) -> int | None:
-        """Most bytes kept at once: slots in use, and the graph of the step whose backward pass runs."""
+        """Most bytes saved at once: slots in use, and the graph of the step whose backward pass runs."""
         if self.state_bytes is None:
             return None
         graph = self.graph_bytes if self.graph_bytes is not None else (self.internal_cost or 0) * self.state_bytes

@@ -48,14 +48,14 @@ class Outputs:
 
 
 class Frame(NamedTuple):
-    """A kept state, and the step before it if its graph is kept too."""
+    """A saved state, and the step before it if its graph is saved too."""
 
     state: Snapshot | StoredSnapshot
     recorded: RecordedCell | None = None
 
 
 class BPTTRun:
-    """One call of bptt: what is kept between its forward and its backward pass."""
+    """One call of bptt: its state between the forward and the backward pass."""
 
     def __init__(self, step: Step, plan: BPTTPlan, parameters: Sequence[Tensor] | None, store: Any) -> None:
         """Prepare a run; ``parameters`` are those of a function, None takes those of the module that the cell is."""
@@ -183,7 +183,7 @@ class BPTTRun:
             frame.state.release()
 
     def _state(self) -> list[Any]:
-        """The state to go on from: where the last action ended, or the newest kept one."""
+        """Return the state to go on from: where the last action ended, or the newest saved one."""
         if self.current is not None:
             return self.current
         state = self.frames[-1].state
@@ -205,7 +205,7 @@ class BPTTRun:
         return recorded
 
     def _backpropagate(self, number: int, recorded: RecordedCell) -> None:
-        """The backward pass of one step: gradients of its state replace those of the next one's, the others add up."""
+        """Run one step's backward pass: gradients of its state replace those of the next one's, others add up."""
         pairs = [(leaf, None if g is None else g[number]) for leaf, g in zip(recorded.outputs, self.grads, strict=True)]
         pairs += zip(recorded.new, self.grad_state, strict=True)
         pairs = [(leaf, g) for leaf, g in pairs if g is not None and isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -84,7 +84,7 @@ def check_reached(leaves: Iterable[Tensor], known: Iterable[Tensor], module: tor
 
 
 def _recorded(step: Step, x: Sequence[Any], state: Sequence[Any]) -> tuple[RecordedCell, dict[StorageKey, int]]:
-    """A recorded step, and the storages that its graph saves."""
+    """Return a recorded step, and the storages that its graph saves."""
     saved: dict[StorageKey, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def _run(segment: Sequence[nn.Module], input: Any) -> Any:
 def _contexts(
     segment: Sequence[nn.Module], leaves: Sequence[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a segment's forward pass and of its repetition."""
+    """Return the contexts of a segment's forward pass and of its repetition."""
     replayed = Replayed(segment, leaves)
     return _unwritten(segment, replayed), replayed.again(replayed.seen())
 
@@ -129,7 +129,7 @@ def _storages(tree: Any) -> set[int]:
 
 
 def _bytes(tree: Any, known: set[int]) -> int:
-    """Bytes of the storages of a tree's tensors, each once, but for those that are known."""
+    """Return the bytes of the storages of a tree's tensors, each once, but for those that are known."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     found = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors}
     return sum(size for address, size in found.items() if address not in known)

@@ -71,7 +71,7 @@ def check_graph(graph: fx.GraphModule) -> None:
 
 
 def _where(error: Exception) -> str:
-    """The first line of the message, and the innermost line of the model."""
+    """Return the first line of the message, and the innermost line of the model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     places = [line for line in lines if line.startswith("File ")]
     reason = lines[0] if lines else type(error).__name__

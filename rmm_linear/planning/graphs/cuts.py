@@ -69,7 +69,7 @@ class _Choices:
 
 
 def _candidates(costs: GraphCosts) -> list[int]:
-    """Cuts that few bytes cross: the least of each stretch, if there are too many."""
+    """Return the cuts that few bytes cross: the least of each stretch, if there are too many."""
     possible = costs.possible_cuts()
     if len(possible) <= _CUTS:
         return possible
@@ -83,7 +83,7 @@ def _candidates(costs: GraphCosts) -> list[int]:
 
 
 def unbeaten(kept: Tensor, seconds: Tensor, most: int) -> Tensor:
-    """Return places of ``most`` states, thinned out evenly, that keep less than all faster ones, least bytes first."""
+    """Return ``most`` places of states, thinned out evenly, that save less than all faster ones."""
     order = torch.argsort(seconds, stable=True)
     order = order[torch.argsort(kept[order], stable=True)]
     ordered = seconds[order]

@@ -34,7 +34,7 @@ class _Set:
 
 
 class _Transition(NamedTuple):
-    """From the lower sets within one to that one: which they are, and bytes needed, and kept bytes and time added."""
+    """From the lower sets within one to that one: which they are, bytes needed, and saved bytes and time added."""
 
     begins: Tensor
     needed: Tensor
@@ -131,7 +131,7 @@ class LowerSets:
         return found
 
     def _closed(self, nodes: int, reaching: Sequence[int], groups: Sequence[int]) -> int:
-        """The least lower set around nodes that divides no group."""
+        """Return the least lower set around nodes that divides no group."""
         while True:
             larger = nodes
             for group in groups:

@@ -67,7 +67,7 @@ def measure_nodes(model: nn.Module, example: Any) -> tuple[NodeCost, ...]:
 
 
 def _module(node: fx.Node) -> str:
-    """The innermost module's name, as ``named_modules`` has it."""
+    """Return the innermost module's name, as ``named_modules`` has it."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     path = stack[-1][0] if stack else ""
     return re.sub(r"^L\['\w+'\]", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")

@@ -23,7 +23,7 @@ Parts = tuple[list[int], set[int]]  # by node: its part; and the parts that are 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes from number ``begin`` to before ``end`` that are kept or recomputed together."""
+    """Nodes from number ``begin`` to before ``end`` that are saved or recomputed together."""
 
     begin: int
     end: int
@@ -157,7 +157,7 @@ def _weights(costs: GraphCosts) -> list[int]:
 
 
 def of_pieces(count: int, pieces: Sequence[Piece]) -> Parts:
-    """Return the parts of pieces that follow each other; neighbours that are kept are one."""
+    """Return the parts of pieces that follow each other; neighbours that are saved are one."""
     part, recomputed, number, was_kept = [0] * count, set[int](), -1, False
     for piece in pieces:
         number += 0 if was_kept and not piece.recomputed else 1

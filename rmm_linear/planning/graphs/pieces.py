@@ -80,7 +80,7 @@ def run_in_pieces(
 
 
 def _in_order(costs: GraphCosts, part: Sequence[int], order: Sequence[int]) -> fx.GraphModule:
-    """The graph with the nodes of each part one after another, as they will run."""
+    """Return the graph with the nodes of each part one after another, as they will run."""
     order = sorted(order or range(costs.count), key=part.__getitem__)
     if all(first < second for first, second in pairwise(order)):
         return costs.graph
@@ -119,6 +119,6 @@ def graph_step(run: Callable[..., Any], inputs: Sequence[Any]) -> None:
 
 
 def _loss_or_all(outputs: Any) -> Any:
-    """A graph's first output if that is a scalar, as a loss is."""
+    """Return a graph's first output if that is a scalar, as a loss is."""
     first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     return first if isinstance(first, Tensor) and first.dim() == 0 and first.requires_grad else outputs

@@ -122,7 +122,7 @@ class Search:
 
 
 def _least(solve: Callable[[int], list[Found] | None], high: int) -> tuple[int, list[Found]]:
-    """A budget near the least for which a method finds something, and what it finds."""
+    """Return a budget near the least for which a method finds something, and what it finds."""
     low, found = 0, solve(high)
     while found is None:
         low, high = high, 2 * high

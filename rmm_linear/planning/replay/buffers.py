@@ -110,7 +110,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return modules and the modules inside of them, each once."""
+    """Return the modules and the modules inside of them, each once."""
     return [*dict.fromkeys(part for module in modules for part in module.modules())]
 
 
@@ -156,7 +156,7 @@ def _is_known_to_be(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that nothing can be written, and nothing need be."""
+    """Say whether elements share memory, so that nothing can be written, and nothing need be."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -112,7 +112,7 @@ def modules_behind(function: Any) -> list[nn.Module]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Global names in a function's code, and in that of functions inside of it."""
+    """Return the global names in a function's code, and in that of functions inside of it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -283,7 +283,7 @@ class Replayed:
 
 
 def _is_other(now: Tensor | None, then: Tensor | None) -> bool:
-    """Whether a parameter was replaced, and not lent by a wrapper that shards parameters or keeps them elsewhere."""
+    """Say whether a parameter was replaced, and not lent by a wrapper that shards or moves parameters."""
     if now is None or then is None or now.is_meta or then.is_meta or is_lazy(then):
         return False
     return type(now) is type(then) or type(then) is Tensor  # functional_call lends plain tensors

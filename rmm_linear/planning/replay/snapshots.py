@@ -92,7 +92,7 @@ class Snapshot:
         return self.with_tensors([tensor.new_empty(0) for tensor in self.tensors])
 
     def release(self) -> None:
-        """Give back what is kept outside of memory."""
+        """Give back what is stored outside of memory."""
 
 
 class StoredSnapshot:

@@ -12,7 +12,7 @@ from rmm_linear.planning.step.step import prepared
 
 _aten = torch.ops.aten
 
-# Products: most of the time and little of the memory. Selective recomputation keeps their results.
+# Products: most of the time and little of the memory. Selective recomputation saves their results.
 PRODUCTS = {
     packet
     for name in (

@@ -62,7 +62,7 @@ def plot_memory(peaks: Mapping[str, Peak], ax: Axes | None = None) -> Axes:
 
 
 def _positions(peak: Peak) -> list[float]:
-    """Places of the events: the forward pass from 0 to 1, the rest from 1 to 2."""
+    """Return the places of the events: the forward pass from 0 to 1, the rest from 1 to 2."""
     forward = sum(moment.startswith(f"{FORWARD} of") for _, moment in peak.timeline)
     rest = len(peak.timeline) - forward
     return [*((i + 1) / max(forward, 1) for i in range(forward)), *(1 + (i + 1) / max(rest, 1) for i in range(rest))]

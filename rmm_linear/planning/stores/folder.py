@@ -89,7 +89,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _mark() -> bytes:
-    """The content of a lock of this host."""
+    """Return the content of a lock of this host."""
     return f"rmm_linear on {socket.gethostname()}\n".encode()
 
 

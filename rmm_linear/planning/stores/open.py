@@ -12,7 +12,7 @@ from rmm_linear.planning.stores.files import FileStore
 
 
 class MemoryStore:
-    """A store in the memory of the CPU: states on an accelerator are copied there, others are kept as they are."""
+    """A store in the memory of the CPU: states on an accelerator are copied there, others are stored as they are."""
 
     def __init__(self) -> None:
         """Start with nothing."""

@@ -290,5 +290,5 @@ def wait_for_devices(devices: Sequence[torch.device]) -> None:
 
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """The stream for copies; one for each device, since the allocator keeps memory for each stream."""
+    """Return the stream for copies; one for each device, since the allocator keeps memory for each stream."""
     return torch.cuda.Stream(device)

@@ -59,7 +59,7 @@ def measure_whole(model: nn.Module, args: Any, kwargs: Any, config: RMMConfig | 
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy, so that nothing is changed in place and no graph outside of the model is walked."""
+    """Return a copy, so that nothing is changed in place and no graph outside of the model is walked."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -72,7 +72,7 @@ def _operations(report: ConversionReport) -> dict[str, str]:
 
 
 def _nearest(name: str, found: Mapping[str, str]) -> str | None:
-    """The entry of a module, or of the innermost module around it that has one."""
+    """Return the entry of a module, or of the innermost module around it that has one."""
     while name not in found and name:
         name = name.rpartition(".")[0]
     return found.get(name)
@@ -104,7 +104,7 @@ class Reasons:
         return f"{_LOSS}: {skipped or few}"
 
     def note_recomputed(self, inputs: Set[StorageKey]) -> None:
-        """Note which tensors activation checkpointing keeps, in the pass that the converted model made."""
+        """Note which tensors activation checkpointing saves, in the pass that the converted model made."""
         self._recomputed.update(inputs)
 
     def note_attention(self, model: nn.Module) -> None:
@@ -157,7 +157,7 @@ def _left_out(names: dict[nn.Module, str], config: RMMConfig) -> dict[str, str]:
     return {name: operation if operation in missing else "" for name, operation in found.items()}
 
 
-def keepers(
+def still_saved(
     storages: Mapping[StorageKey, SavedStorage],
     savers: Mapping[StorageKey, Sequence[Saver]],
     reasons: Reasons,
@@ -167,12 +167,12 @@ def keepers(
 
     Modules of the rest whose names differ in numbers only are one entry.
     """
-    stand_ins = 0
+    compressed = 0
     groups: dict[str, dict[str, dict[tuple[tuple[str, ...], str], int]]] = {}  # pattern, name, what and why: bytes
     for key, entry in storages.items():
         found, name = savers.get(key, ()), entry.modules[0]
         if found and all(saver.is_stand_in for saver in found):
-            stand_ins += entry.bytes
+            compressed += entry.bytes
             continue
         counts = groups.setdefault(pattern_of(name), {}).setdefault(name, {})
         why = reasons.why(key, name, found)
@@ -185,11 +185,11 @@ def keepers(
         count = total.total()
         reason = f"{reasons.class_of(first)}: {_joined(total)}"
         result.append(Keeper(first if len(names) == 1 else pattern, count, count / max(before, 1), reason))
-    return stand_ins, sorted(result, key=lambda keeper: -keeper.bytes)
+    return compressed, sorted(result, key=lambda found: -found.bytes)
 
 
 def _joined(counts: Counter[tuple[tuple[str, ...], str]]) -> str:
-    """Operators and reasons, the most bytes first; operators of the same reason together."""
+    """Return the operators and reasons, the most bytes first; operators of the same reason together."""
     operators: dict[str, list[str]] = {}
     for (names, why), _ in counts.most_common():
         operators.setdefault(why, []).extend(names)
