@@ -12,7 +12,7 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.blocks.plan import BlockPlan, label_of
 from rmm_linear.planning.step.plots import plot_memory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class FitReport:
         cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
         counts: dict[str, int] = {}
         for block in self.plan.blocks:
-            key = block.label.replace(", ", ":").replace(" %", "%").replace(" ", "_")
+            key = label_of(block.option).replace(", ", ":").replace(" %", "%").replace(" ", "_")
             counts[key] = counts.get(key, 0) + 1
         chosen = " ".join(f"{option}={count}" for option, count in counts.items())
         return (
@@ -109,7 +109,7 @@ class FitReport:
     def _blocks(self) -> str:
         groups: dict[tuple[str, str], list[Any]] = {}
         for block in self.plan.blocks:
-            groups.setdefault((pattern_of(block.name), block.label), []).append(block)
+            groups.setdefault((pattern_of(block.name), label_of(block.option)), []).append(block)
         rows = []
         for (pattern, option), blocks in groups.items():
             name = blocks[0].name if len(blocks) == 1 else pattern

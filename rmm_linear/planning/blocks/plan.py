@@ -66,11 +66,6 @@ class PlannedBlock:
         """The choice, and the setting of a converted block."""
         return f"{self.choice} {self.setting}".rstrip()
 
-    @property
-    def label(self) -> str:
-        """The option as reports name it."""
-        return label_of(self.option)
-
 
 def label_of(option: str) -> str:
     """Return the words for an option or a choice in a report."""
@@ -111,7 +106,13 @@ class BlockPlan(Plan):
     def __str__(self) -> str:
         header = ("block", "choice", "saved", "peak in the block", "seconds")
         rows = [
-            (block.name, block.label, show_bytes(block.kept), show_bytes(block.worst), f"{block.seconds:.2g}")
+            (
+                block.name,
+                label_of(block.option),
+                show_bytes(block.kept),
+                show_bytes(block.worst),
+                f"{block.seconds:.2g}",
+            )
             for block in self.blocks
         ]
         return f"{self.summary()}\n{table(header, rows)}"
