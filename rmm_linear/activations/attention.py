@@ -217,6 +217,8 @@ def _rebound(function: FunctionType, **names: Any) -> FunctionType:
     """Return the same code, with other objects for some of its global names."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
+    # Under another mode, as of a default device, PyTorch's functions hand themselves to it by their name.
+    made.__globals__[function.__name__] = made
     return made
 
 
