@@ -16,29 +16,33 @@ from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.context.model_context import ModelContext
 
 WIDTH, HIDDEN = 16, 70
-_SIZES = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 2}
-_T5 = {"d_model": WIDTH, "d_ff": HIDDEN, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.3}
+
+
+def _sizes(width):
+    return {"hidden_size": width, "intermediate_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 class Experts(nn.Module):
     """The names of Mixtral's experts, the second factor first, and ReLU."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
-        self.w2, self.act = nn.Linear(HIDDEN, WIDTH), nn.ReLU(inplace=True)
+        self.w1, self.w3 = nn.Linear(width, HIDDEN), nn.Linear(width, HIDDEN)
+        self.w2, self.act = nn.Linear(HIDDEN, width), nn.ReLU(inplace=True)
 
     def forward(self, x):
         return self.w2(self.w3(x) * self.act(self.w1(x)))
 
 
 MAKERS = {
-    "llama": lambda: LlamaMLP(hf.LlamaConfig(**_SIZES)),
-    "qwen2": lambda: Qwen2MLP(hf.Qwen2Config(**_SIZES)),
-    "mistral": lambda: MistralMLP(hf.MistralConfig(**_SIZES)),
-    "gemma": lambda: GemmaMLP(hf.GemmaConfig(**_SIZES)),
-    "phi3": lambda: Phi3MLP(hf.Phi3Config(**_SIZES, pad_token_id=0)),
-    "t5": lambda: T5DenseGatedActDense(hf.T5Config(**_T5)),
+    "llama": lambda width=WIDTH: LlamaMLP(hf.LlamaConfig(**_sizes(width))),
+    "qwen2": lambda width=WIDTH: Qwen2MLP(hf.Qwen2Config(**_sizes(width))),
+    "mistral": lambda width=WIDTH: MistralMLP(hf.MistralConfig(**_sizes(width))),
+    "gemma": lambda width=WIDTH: GemmaMLP(hf.GemmaConfig(**_sizes(width))),
+    "phi3": lambda width=WIDTH: Phi3MLP(hf.Phi3Config(**_sizes(width), pad_token_id=0)),
+    "t5": lambda width=WIDTH: T5DenseGatedActDense(
+        hf.T5Config(d_model=width, d_ff=HIDDEN, feed_forward_proj="gated-gelu", dropout_rate=0.3)
+    ),
     "experts": Experts,
 }
 

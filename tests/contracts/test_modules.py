@@ -1,0 +1,480 @@
+"""What every converted module keeps: one test for each property, over all modules of the table in module_cases.py.
+
+A module that the library can convert and the table does not have fails the first tests. A property that a module does
+not have is in ``WITHOUT``, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import pickle
+import pkgutil
+from typing import NamedTuple
+
+import pytest
+import torch
+from module_cases import MEMBERS, TOKENS, WIDTH, converted_model, exact_model
+from statistical import Z
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import activations, layers, revert
+from rmm_linear.activations.base import _PAIRS
+from rmm_linear.activations.pointwise import pointwise_function
+from rmm_linear.config import OPERATIONS
+from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.packing.pointwise import FUNCTIONS
+
+for package in (activations, layers):
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SEQUENCES, ROWS = 3, 3 * TOKENS
+DRAWS = 60
+MASK = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [7], [12]])).long()
+OF_TRANSFORMERS = ["attention roberta", "attention llama", "attention t5"]
+# The property that modules do not have whose names begin so, and why.
+WITHOUT = {
+    ("attention roberta", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
+    ("attention llama", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
+    **{(name, "shapes"): "transformers cannot reshape what is empty" for name in OF_TRANSFORMERS},
+    ("attention t5", "reentrant"): "without gradients, PyTorch's own kernel is another one, with other last bits",
+    ("Conv1D", "views"): "transformers' own takes no views",
+    ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
+    **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
+    ("gated t5", "compile"): "an operator draws the seed, in compiled code, before dropout draws its mask",
+}
+
+
+def members(of):
+    """The modules of the table, without those that do not have a property, which are skipped with the reason."""
+    for name in MEMBERS:
+        reason = next((why for (begin, what), why in WITHOUT.items() if what == of and name.startswith(begin)), None)
+        yield pytest.param(name, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=name)
+
+
+def every_module(of):
+    return pytest.mark.parametrize("name", members(of))
+
+
+FORMS = {"reentrant": True, "non-reentrant": False}
+in_checkpoints = pytest.mark.parametrize(
+    ("form", "name"), [pytest.param(form, *one.values, marks=one.marks) for form in FORMS for one in members(form)]
+)
+
+
+class Step(NamedTuple):
+    """What a user sees of a step."""
+
+    output: Tensor
+    gradients: dict[str, Tensor]
+    state: Tensor  # of the generator, after the module
+    after: Tensor  # and after the forward pass
+
+
+def inputs(dtype=torch.float32, width=WIDTH, tokens=TOKENS, sequences=SEQUENCES):
+    x = torch.randn(sequences, tokens, width, generator=torch.Generator().manual_seed(tokens))
+    return x.to(dtype).requires_grad_()
+
+
+def weights_of(output):
+    """The gradient of the output."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu").to(output.dtype)
+
+
+def step(model, x, seed=0, mask=None, run=None):
+    """A step of the model, or of what ``run`` makes of it."""
+    named = {"x": x, **dict(model.named_parameters())}
+    for one in named.values():
+        one.grad = None
+    torch.manual_seed(seed)
+    output = (model if run is None else run)(x, **({} if mask is None else {"attention_mask": mask}))
+    after, y = torch.get_rng_state(), weights_of(output)
+    output.backward(y if mask is None else y * mask.unsqueeze(-1))
+    gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
+    return Step(output.detach(), gradients, model.state, after)
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.output, expected.output)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in found.gradients.items():
+        assert gradient.dtype == expected.gradients[name].dtype
+        assert torch.equal(gradient, expected.gradients[name]), name
+
+
+def assert_near(found, expected, room):
+    """Relative to the largest element."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    if found.numel():
+        difference, largest = (found.double() - expected.double()).abs().max(), expected.double().abs().max()
+        assert difference <= room * largest + 1e-30
+
+
+def assert_exact_parts(name, found, expected, dtype=torch.float32):
+    """The output to the bit, unless the table says otherwise, and exact gradients up to the order of their sums."""
+    member = MEMBERS[name]
+    assert_near(found.output, expected.output, member.near * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    for one, gradient in expected.gradients.items():
+        assert found.gradients[one].dtype == gradient.dtype
+        if one in member.exact:
+            assert_near(found.gradients[one], gradient, 8 * max(torch.finfo(of).eps for of in (dtype, gradient.dtype)))
+
+
+def assert_unbiased(name, found, expected, draws=DRAWS, room=1e-5, z=Z):
+    """Every gradient has the mean of the exact one: along it, and in all coordinates together.
+
+    Both steps of a draw have the same random numbers for dropout. M · ‖mean error‖² is the trace of the covariance on
+    average, and above z² times that with a chance below that of one normal number beyond z, see ``statistical``.
+    """
+    errors, exact = {}, {}
+    for seed in range(draws):
+        one, other = found(seed).gradients, expected(seed).gradients
+        for key, gradient in other.items():
+            errors.setdefault(key, []).append(one[key].double() - gradient.double())
+            exact.setdefault(key, []).append(gradient.double())
+    sizes = {key: torch.stack(gradients).square().flatten(1).sum(1) for key, gradients in exact.items()}
+    least = room**2 * max(float(size.mean()) for size in sizes.values())  # what is 0 but for rounding: a key's bias
+    for key, values in errors.items():
+        error, size = torch.stack(values), sizes[key].clamp_min(least)
+        along = (error * torch.stack(exact[key])).flatten(1).sum(1) / size
+        mean, noise = error.mean(0), float((error - error.mean(0)).square().sum() / (draws - 1) / size.mean())
+        bias = MEMBERS[name].bias * noise
+        assert float(along.mean()) ** 2 <= (z * float(along.std()) / math.sqrt(draws) + room) ** 2 + bias, key
+        assert float(mean.square().sum() / size.mean()) <= z**2 * noise / draws + bias + room**2, key
+        assert noise < 100, key
+        if room < 1e-3:
+            assert (noise > room**2) == (key not in MEMBERS[name].exact), key
+
+
+def saved_bytes(model, x, mask=None):
+    """Bytes of the tensors that autograd saves, but for parameters."""
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    found = {}
+
+    def note(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # held, so that addresses stay apart
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(x, **({} if mask is None else {"attention_mask": mask}))
+    del output
+    return sum(storage.nbytes() for place, storage in found.items() if place not in own)
+
+
+# The table
+
+
+def test_the_table_has_every_class_of_converted_modules():
+    def classes(of):
+        for one in of.__subclasses__():
+            yield from [one, *classes(one)]
+
+    made = {type(one) for name in MEMBERS for one in converted_model(name).modules()}
+    bases = {base for one in made for base in one.__mro__}
+    found = {one for one in classes(ConvertedModule) if one not in _PAIRS and one.__module__.startswith("rmm_linear.")}
+    assert found - bases == {importlib.import_module("rmm_linear.activations.logits").ChunkedHead}
+    assert {MEMBERS[name].operation for name in MEMBERS} == {*OPERATIONS} - {"logits"}
+    assert {name.partition(" ")[0] for name, _ in WITHOUT} <= {name.partition(" ")[0] for name in MEMBERS}
+
+
+def test_the_table_has_every_function():
+    found = {pointwise_function(one) for name in MEMBERS for one in exact_model(name).modules()} - {None}
+    assert {one.name for one in found} == set(FUNCTIONS)
+
+
+# Properties
+
+
+@every_module("exact")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_exact(name, dtype):
+    """Output, random numbers and exact gradients in training; everything in eval mode and without gradients."""
+    found, exact, x = converted_model(name, dtype=dtype), exact_model(name, dtype=dtype), inputs(dtype)
+    one, other = step(found, x), step(exact, x)
+    assert_exact_parts(name, one, other, dtype)
+    assert torch.equal(one.state, other.state)
+    for mode in (torch.no_grad, torch.inference_mode):
+        outputs = []
+        for model in (found, exact):
+            torch.manual_seed(0)
+            with mode():
+                outputs.append(model(x.detach()))
+            assert torch.equal(model.state, other.state)
+            assert torch.equal(torch.get_rng_state(), (one if model is found else other).after)
+        assert torch.equal(*outputs)
+    if MEMBERS[name].operation == "linear":
+        found.module.weight.requires_grad_(False)
+        exact.module.weight.requires_grad_(False)
+        one, other = step(found.eval(), x), step(exact.eval(), x)
+        assert_exact_parts(name, one, other, dtype)
+    else:
+        assert_same(step(found.eval(), x), step(exact.eval(), x))
+
+
+@every_module("unbiased")
+def test_gradients_are_unbiased(name):
+    found, exact, x = converted_model(name), exact_model(name), inputs()
+    assert_unbiased(name, lambda seed: step(found, x, seed), lambda seed: step(exact, x, seed))
+
+
+@every_module("bytes")
+def test_bytes_are_the_formula_and_nothing_where_nothing_is_needed(name):
+    member, x = MEMBERS[name], inputs()
+    model, exact = (make(name).requires_grad_(not member.frozen) for make in (converted_model, exact_model))
+    assert saved_bytes(model, x) == member.saved(ROWS, ROWS, WIDTH)
+    with torch.no_grad():
+        assert saved_bytes(model, x) == 0
+    assert saved_bytes(model.eval(), x) == (0 if member.operation == "linear" else saved_bytes(exact.eval(), x))
+    model.train().requires_grad_(False)
+    assert saved_bytes(model, x.detach()) == 0
+    assert not model(x.detach()).requires_grad
+    if member.operation == "linear":  # the gradient with respect to the input needs the weight alone
+        assert saved_bytes(model, x) == 0
+
+
+@every_module("padding")
+def test_padding_is_left_out(name):
+    """Of what is saved, and of the gradients, which stay unbiased; that it has none of its own is checked."""
+    member, x = MEMBERS[name], inputs()
+    found, exact = converted_model(name), exact_model(name)
+    steps = [lambda seed, model=model: step(model, x, seed, MASK) for model in (found, exact)]
+    assert_unbiased(name, *steps, draws=20, z=5)
+    assert_exact_parts(name, steps[0](0), steps[1](0))
+    left = steps[0](0).gradients["x"][MASK == 0]
+    assert not left.any() or member.operation in ("linear", "attention")
+    order = 8 * ROWS + 8 * (member.operation == "linear")  # all rows, the valid ones first; and how many are
+    order += MASK.numel() * member.masked
+    fresh = converted_model(name).requires_grad_(not member.frozen)
+    assert saved_bytes(fresh, x, MASK) == member.saved(int(MASK.sum()), ROWS, WIDTH) + order
+    loss = converted_model(name)(x, attention_mask=MASK).square().sum()
+    with pytest.raises(RuntimeError, match=r"masked tokens of module.* carry a gradient.*mask_padding=False"):
+        loss.backward()
+
+
+@every_module("alone")
+def test_a_gradient_is_the_same_whatever_else_is_asked_for(name):
+    x = inputs()
+    every = step(converted_model(name), x).gradients
+    for one in every:
+        model = converted_model(name)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key == one)
+        found = step(model, x if one == "x" else x.detach()).gradients
+        assert found.keys() == {one}
+        assert_near(found[one], every[one], 1e-6 if MEMBERS[name].frozen or one in MEMBERS[name].exact else 0)
+
+
+@every_module("graph")
+def test_what_is_done_with_the_graph(name):
+    """Twice back is the same gradient again; a gradient of it is refused; output and input may be overwritten.
+
+    PyTorch's own modules save the input, and refuse the last.
+    """
+    model, leaf = converted_model(name), inputs()
+    expected = step(model, leaf).gradients
+    leaves = [leaf, *model.parameters()]
+    model.change = lambda x: x
+
+    def same(output, y, **named):
+        found = torch.autograd.grad(output, leaves, y, **named)
+        return all(torch.equal(*pair) for pair in zip(found, expected.values(), strict=True))
+
+    torch.manual_seed(0)
+    x = leaf * 1
+    output = model(x)
+    y = weights_of(output)
+    assert same(output, y, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"does not support double backward.*Use rmm_linear.revert\(model\)"):
+        torch.autograd.grad(output, leaves, y, create_graph=True)
+    output += 1
+    output.mul_(2)
+    if not MEMBERS[name].frozen and output.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        x.zero_()  # other layers of the module do need it
+    assert same(output, y / 2)
+
+
+@every_module("shapes")
+def test_any_shape(name):
+    """No sequences, no tokens, one token, one row without other dimensions; and odd widths."""
+    found, exact = converted_model(name), exact_model(name)
+    for shape in ((0, TOKENS), (2, 0), (1, 1), ()):
+        if shape == () and MEMBERS[name].operation == "attention":
+            continue
+        x = torch.randn(*shape, WIDTH, requires_grad=True)
+        one, other = step(found, x), step(exact, x)
+        assert_exact_parts(name, one, other)
+        assert [(of.dtype, of.shape) for of in one.gradients.values()] == [
+            (of.dtype, of.shape) for of in other.gradients.values()
+        ]
+        assert all(of.isfinite().all() for of in one.gradients.values())
+
+
+@every_module("widths")
+@pytest.mark.parametrize("width", [12, 132])
+def test_odd_widths(name, width):
+    """A short group of columns, alone and after whole ones."""
+    found, exact, x = converted_model(name, width), exact_model(name, width), inputs(width=width)
+    assert_exact_parts(name, step(found, x), step(exact, x))
+    assert_unbiased(name, lambda seed: step(found, x, seed), lambda seed: step(exact, x, seed), draws=20, z=5)
+
+
+VIEWS = {
+    "transposed": ((WIDTH, SEQUENCES, TOKENS), lambda x: x.movedim(0, -1)),
+    "sliced": ((SEQUENCES, 2 * TOKENS, WIDTH + 3), lambda x: x[:, ::2, 1:-2]),
+    "expanded": ((1, TOKENS, WIDTH), lambda x: x.expand(SEQUENCES, -1, -1)),
+}
+
+
+@every_module("views")
+def test_strides_do_not_matter(name):
+    model, exact = converted_model(name), exact_model(name)
+    for title, (shape, view) in VIEWS.items():
+        if title == "expanded" and "in place" in name:
+            continue  # PyTorch's own refuses it
+        x = torch.randn(shape).requires_grad_()
+        model.change = exact.change = lambda x, view=view: view(x * 1)
+        found = step(model, x)
+        assert_exact_parts(name, found, step(exact, x))
+        if MEMBERS[name].operation == "dropout":
+            continue  # its random numbers follow the strides
+        model.change = lambda x, view=view: view(x * 1).contiguous()
+        for key, gradient in step(model, x).gradients.items():
+            assert_near(found.gradients[key], gradient, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@every_module("autocast")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_does_what_it_does_to_the_module(name, dtype):
+    """Outputs to the bit, gradients of the dtypes of their tensors, unbiased up to bfloat16's rounding."""
+    found, exact, x = converted_model(name), exact_model(name), inputs(dtype)
+
+    def run(model, seed):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(model, x, seed)
+
+    assert_exact_parts(name, run(found, 0), run(exact, 0), torch.bfloat16)
+    if dtype == torch.float32:
+        assert_unbiased(name, lambda s: run(found, s), lambda s: run(exact, s), draws=20, z=5, room=2e-2)
+
+
+@in_checkpoints
+def test_a_checkpoint_changes_nothing(form, name):
+    """Nor do random numbers that are drawn after it."""
+    x, found = inputs(), []
+    for recomputes in (False, True):
+        model = converted_model(name)
+        if recomputes:
+            forward = model.module.forward
+            model.module.forward = lambda x, *args, f=forward: checkpoint(
+                lambda x: f(x * 1, *args), x, use_reentrant=FORMS[form]
+            )
+        found.append(step(model, x))
+    assert_same(*found)
+    assert torch.equal(found[0].after, found[1].after)
+
+
+@every_module("copies")
+def test_copies_pickles_and_reverted_modules(name):
+    model, exact, x = converted_model(name), exact_model(name), inputs()
+    expected = step(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(one) for one in other.modules()] == [type(one) for one in model.modules()]
+        assert_same(step(other, x), expected)
+        assert not {one.data_ptr() for one in other.parameters()} & {one.data_ptr() for one in model.parameters()}
+    assert model.state_dict().keys() == exact.state_dict().keys()
+    revert(model)
+    exact.state = None
+    for one, other in zip(model.modules(), exact.modules(), strict=True):
+        assert type(one) is type(other)
+        assert vars(one).keys() == vars(other).keys()
+        assert len(one._forward_hooks) == len(other._forward_hooks)
+    assert_same(step(model, x), step(exact, x))
+
+
+@every_module("nan")
+def test_nan_stays_in_its_row(name):
+    """In the rows of the gradient with respect to the input; of an attention, in its sequence."""
+    model, x, row = converted_model(name), inputs(), (1, 3)
+    expected = step(model, x)
+    with torch.no_grad():
+        x[row] = math.nan
+    found, others = step(model, x), torch.ones(SEQUENCES, TOKENS, dtype=torch.bool)
+    others[row if MEMBERS[name].operation != "attention" else row[0]] = False
+    assert torch.equal(found.output[others], expected.output[others])
+    assert torch.equal(found.gradients["x"][others], expected.gradients["x"][others])
+
+
+@every_module("seeds")
+def test_seeds_decide_and_nothing_else_does(name):
+    """Neither the default device nor the default dtype."""
+    model, x = converted_model(name), inputs()
+    first, other = step(model, x, 1), step(model, x, 2)
+    assert_same(step(converted_model(name), x, 1), first)
+    for key, gradient in first.gradients.items():
+        if MEMBERS[name].near or key not in MEMBERS[name].exact:
+            assert not torch.equal(gradient, other.gradients[key]), key
+    before = torch.get_default_dtype()
+    for default in ("meta", torch.float64, torch.float16):
+        try:
+            torch.set_default_dtype(default) if isinstance(default, torch.dtype) else torch.set_default_device(default)
+            found = step(model, x, 1)
+        finally:
+            torch.set_default_dtype(before)
+            torch.set_default_device(None)
+        assert_same(found, first)
+
+
+@every_module("transforms")
+def test_what_has_no_backward_pass_of_autograd_is_refused(name):
+    model, x = converted_model(name), inputs().detach()
+    for run in (
+        lambda: torch.func.vmap(model)(x.unsqueeze(0)),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.jit.trace(model, (x,)),
+        lambda: torch.jit.script(model.module),
+    ):
+        with pytest.raises(RuntimeError, match=r"Converted modules work with autograd's .* rmm_linear.revert"):
+            run()
+
+
+def compiled_members():
+    """One of every operation and class, and the others where the stack is tested at length."""
+    seen = set()
+    for one in members("compile"):
+        (name,) = one.values
+        kind = (
+            name.partition(" ")[0] if "attention" not in name else name if name in OF_TRANSFORMERS[:1] else "attention"
+        )
+        marks = [*one.marks, *([pytest.mark.stack] if kind in seen else [])]
+        seen.add(kind)
+        yield pytest.param(name, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("name", compiled_members())
+def test_compiled_code_is_one_graph_for_all_lengths(name):
+    """With seeds of its own in every step; modules in place and callers of PyTorch's attention stay exact in it."""
+    torch._dynamo.reset()
+    model, exact = converted_model(name), exact_model(name)
+    run, run_exact = (torch.compile(one, fullgraph=True, backend="aot_eager") for one in (model, exact))
+    for tokens in (TOKENS, TOKENS - 6):
+        x = inputs(tokens=tokens)
+        found, again, other = (step(model, x, seed, run=run) for seed in (0, 0, 1))
+        expected, another = (step(exact, x, seed, run=run_exact) for seed in (0, 1))
+        assert_exact_parts(name, found, expected)
+        assert_same(found, again)
+        is_exact = name.endswith("in place") or (name.startswith("attention") and name not in OF_TRANSFORMERS)
+        for key, gradient in found.gradients.items():
+            difference = gradient - expected.gradients[key], other.gradients[key] - another.gradients[key]
+            is_near = max(float(one.norm()) for one in difference) < 1e-5 * float(gradient.norm())
+            assert is_near == (is_exact or key in MEMBERS[name].exact), key
+            assert is_near or not torch.equal(*difference), key
+    steps = [lambda s, m=m, f=f: step(m, x, s, run=f) for m, f in ((model, run), (exact, run_exact))]
+    if not is_exact:
+        assert_unbiased(name, *steps, draws=20, z=5)
+    torch._dynamo.reset()

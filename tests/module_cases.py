@@ -1,0 +1,322 @@
+"""The table of converted modules: how each is made, what it saves, which of its gradients are exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as hf
+from gated_helpers import HIDDEN
+from gated_helpers import MAKERS as GATED
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+from rmm_linear import RMMConfig, convert
+from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
+
+WIDTH, OUTPUTS, TOKENS = 96, 9, 20
+RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module that is converted.
+
+    Attributes:
+        operation: The operation of ``RMMConfig.operations`` that it belongs to.
+        make: Makes the exact module for inputs of a width.
+        saved: Bytes that are saved of float32 inputs, given the rows that are stored, all rows, and the width.
+        exact: Names of the gradients that are exact; all others are random.
+        fields: Fields of ``RMMConfig``.
+        frozen: Whether its bytes are counted with frozen parameters, as other modules in it save inputs for theirs.
+        masked: Whether the module is given the mask of the tokens.
+        near: How far the output in training may be from the exact one, relative to its largest element.
+        bias: Bound on the squared bias of the gradients, relative to their variance.
+    """
+
+    operation: str
+    make: Callable[[int], nn.Module]
+    saved: Callable[[int, int, int], int]
+    exact: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    frozen: bool = False
+    masked: bool = False
+    near: float = 0.0
+    bias: float = 0.0
+
+
+class Host(nn.Module):
+    """A model of one module, whose input is a ``change`` of that of the model."""
+
+    def __init__(self, module: nn.Module, masked: bool = False) -> None:
+        super().__init__()
+        self.module, self.masked, self.state, self.change = module, masked, None, torch.clone
+
+    def forward(self, x, attention_mask=None):
+        x = self.change(x)
+        output = self.module(x, attention_mask) if self.masked else self.module(x)
+        if not torch.compiler.is_compiling():
+            self.state = torch.get_rng_state()  # of the generator, where the next module would draw
+        return output
+
+
+def exact_model(name, width=WIDTH, dtype=torch.float32):
+    """The model before it is converted, with the same weights every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = Host(MEMBERS[name].make(width), MEMBERS[name].masked)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, 1.0, 0.3)
+    return model.to(dtype).train()
+
+
+def converted_model(name, width=WIDTH, dtype=torch.float32, **fields):
+    model, member = exact_model(name, width, dtype), MEMBERS[name]
+    how = {"operations": member.operation, "min_rows": 1, "checkpointed": "packed", **member.fields, **fields}
+    convert(model, RMMConfig(**how))
+    return model
+
+
+# Bytes. What an operator makes is one tensor, with every part of it at a multiple of 16.
+
+
+def aligned(*parts):
+    return sum(-(-part // 16) * 16 for part in parts)
+
+
+def codes(rows, columns, bits):
+    return rows * math.ceil(columns * bits / 8)
+
+
+def ranges(rows, columns):
+    """Offset and scale of every group of 64 columns, two numbers of bfloat16."""
+    return rows * 4 * math.ceil(columns / 64)
+
+
+def linear_bytes(kind, bits):
+    def saved(stored, rows, width):
+        kept = round(RATIO * rows)
+        size = kept * width * 4 if bits is None else codes(kept, width, bits) + ranges(kept, width)
+        return size + (8 if bits is not None or kind not in SAMPLERS else 0) + (8 * kept if kind in SAMPLERS else 0)
+
+    return saved
+
+
+def pointwise_bytes(bits, seeded=True, ranged=False):
+    def saved(stored, rows, width):
+        parts = [codes(stored, width, bits), 8 * seeded, ranges(stored, width) * ranged]
+        return aligned(*parts)
+
+    return saved
+
+
+def norm_bytes(bits):
+    return lambda stored, rows, width: aligned(8, 4 * stored, codes(stored, width, bits), ranges(stored, width))
+
+
+def gated_bytes(stored, rows, width):
+    return aligned(16, *[codes(stored, HIDDEN, 4), ranges(stored, HIDDEN)] * 2)
+
+
+def attention_bytes(bits, heads=(4, 4), dropout=False, hidden=False, more=0):
+    """``hidden``: padding is hidden from all valid tokens, so that keys leave too; ``more``: what else it reads."""
+
+    def saved(stored, rows, width):
+        queries, keys = (width // 3 * one // 4 for one in heads)
+        kept = stored if hidden else rows
+        parts = [(stored, queries), (kept, keys), (kept, keys)]
+        size = aligned(24, *(part for shape in parts for part in (codes(*shape, bits), ranges(*shape))))
+        return size + dropout * heads[0] * codes(stored, TOKENS, 1) + more
+
+    return saved
+
+
+# Modules
+
+
+class Attention(nn.Module):
+    """Attention of q, k and v that lie side by side in the input."""
+
+    def __init__(self, width, kv_heads=4, mask=None, **named):
+        super().__init__()
+        self.width, self.kv_heads, self.mask, self.named = width // 12, kv_heads, mask, named
+
+    def forward(self, x, attention_mask=None):
+        heads = x.unflatten(-1, (3, 4, self.width)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads[0], heads[1, :, : self.kv_heads], heads[2, :, : self.kv_heads]
+        mask, named = self.mask, dict(self.named)
+        if attention_mask is not None:
+            mask = attention_mask.bool()[:, None, None].expand(-1, 1, x.shape[1], -1)
+        elif mask is not None:
+            mask = mask[: x.shape[0], :, : x.shape[1], : x.shape[1]]
+            mask = mask.to(x.dtype) if mask.is_floating_point() else mask
+        if not self.training:
+            named.pop("dropout_p", None)
+        return F.scaled_dot_product_attention(q, k, v, mask, **named).transpose(1, 2).flatten(2)
+
+
+class First(nn.Module):
+    """The first output of an attention of another library."""
+
+    def __init__(self, attention, **named):
+        super().__init__()
+        self.attention, self.named = attention, named
+
+    def forward(self, x):
+        return self.attention(x, **self.named)[0]
+
+
+class MultiHead(First):
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Llama(First):
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        return self.attention(x, self.named["rotary"](x, places), None)[0]
+
+
+class Shaped(nn.Module):
+    """A norm over two dimensions."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm((2, width // 2))
+
+    def forward(self, x):
+        return self.norm(x.unflatten(-1, self.norm.normalized_shape)).flatten(-2)
+
+
+def roberta(width):
+    sizes = {"hidden_size": width, "num_attention_heads": 4, "attention_probs_dropout_prob": 0.3}
+    return First(RobertaSelfAttention(hf.RobertaConfig(**sizes, attn_implementation="sdpa")))
+
+
+def llama(width):
+    sizes = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(**sizes, attn_implementation="sdpa")
+    return Llama(LlamaAttention(config, 0), rotary=LlamaRotaryEmbedding(config))
+
+
+def t5(width):
+    sizes = {"d_model": width, "d_kv": width // 4, "num_heads": 4, "dropout_rate": 0.0}
+    return First(T5Attention(hf.T5Config(**sizes, attn_implementation="sdpa"), has_relative_attention_bias=True))
+
+
+def multihead(width):
+    return MultiHead(nn.MultiheadAttention(width, 4, batch_first=True))
+
+
+BOOL = torch.rand(3, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1)) > 0.3
+ADDITIVE = torch.randn(1, 4, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2))
+IN_PLACE = {"silu": nn.SiLU, "relu": nn.ReLU, "mish": nn.Mish, "hardswish": nn.Hardswish}
+POINTWISE = {
+    "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"), "quick_gelu": lambda: ACT2FN["quick_gelu"],
+    "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "elu": lambda: nn.ELU(1.5), "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "relu_squared": lambda: ACT2FN["relu2"], **IN_PLACE,
+}  # fmt: skip
+NORMS = {
+    "layer": nn.LayerNorm, "rms": nn.RMSNorm, "no bias": lambda width: nn.LayerNorm(width, bias=False),
+    "no affine": lambda width: nn.LayerNorm(width, elementwise_affine=False), "two dimensions": Shaped,
+    "llama": LlamaRMSNorm, "t5": T5LayerNorm, "gemma": GemmaRMSNorm, "nemotron": NemotronLayerNorm1P,
+}  # fmt: skip
+
+
+def _linear(kind, bits, make=lambda width: nn.Linear(width, OUTPUTS), **fields):
+    exact = "x", "module.bias"
+    return Member(
+        "linear", make, linear_bytes(kind, bits), exact, {"kind": kind, "bits": bits, "ratio": RATIO, **fields}
+    )
+
+
+def _pointwise(name, make, bits=4):
+    is_exact, ranged = name in ("relu", "leaky_relu"), name == "relu_squared"
+    saved = pointwise_bytes(1 if is_exact else bits, not is_exact, ranged)
+    return Member("activation", lambda width: make(), saved, ("x",) * is_exact, {"activation_bits": bits})
+
+
+def _attention(bits=4, heads=(4, 4), dropout=False, more=0, bias=1e-3, **named):
+    """The bias is the documented one of scores with a deviation of 1, at 4 bits."""
+    near = 4 * TOKENS * torch.finfo(torch.float32).eps * dropout  # with dropout, scores are summed in another order
+    make = lambda width: Attention(width, heads[1], **named)  # noqa: E731
+    saved = attention_bytes(bits, heads, dropout, "is_causal" in named, more)  # a causal one hides padding at the end
+    return Member("attention", make, saved, (), {"attention_bits": bits}, near=near, bias=bias)
+
+
+def _attending(make, exact=(), bias=1e-3, **named):
+    """A module that projects its input, so that heads side by side are as wide as it is."""
+    saved = lambda stored, rows, width: attention_bytes(4, **named)(stored, rows, 3 * width)  # noqa: E731
+    near = 4 * TOKENS * torch.finfo(torch.float32).eps * named.get("dropout", False)
+    exact = tuple(f"module.attention.{name}" for name in exact)
+    return Member("attention", make, saved, exact, frozen=True, near=near, bias=bias)
+
+
+AFTER = tuple(f"module.{name}" for name in ("down_proj.weight", "wo.weight", "w2.weight", "w2.bias"))  # the product
+MEMBERS = {
+    **{f"linear {kind}": _linear(kind, None) for kind in KINDS},
+    **{f"linear countsketch {bits} bits": _linear("countsketch", bits) for bits in (8, 4, 2)},
+    **{f"linear {kind} 4 bits": _linear(kind, 4) for kind in SAMPLERS},
+    **{f"linear {kind} blocks": _linear(kind, None, block=20) for kind in KINDS if has_blocks(kind)},
+    "linear without bias": _linear("countsketch", 4, lambda width: nn.Linear(width, OUTPUTS, bias=False)),
+    "Conv1D": _linear("countsketch", None, lambda width: Conv1D(OUTPUTS, width)),
+    "Conv1D 4 bits": _linear("countsketch", 4, lambda width: Conv1D(OUTPUTS, width)),
+    **{f"activation {name}": _pointwise(name, make) for name, make in POINTWISE.items()},
+    **{f"activation gelu {bits} bits": _pointwise("gelu", nn.GELU, bits) for bits in (8, 2, 1)},
+    **{
+        f"activation {name} in place": _pointwise(name, lambda make=make: make(inplace=True))
+        for name, make in IN_PLACE.items()
+    },
+    "activation gelu_new": _pointwise("gelu_tanh", lambda: ACT2FN["gelu_new"]),
+    **{
+        f"gated {name}": Member("activation", make, gated_bytes, AFTER, frozen=True)
+        for name, make in GATED.items()
+        if name != "t5"
+    },
+    "gated t5": Member(
+        "activation", GATED["t5"],
+        lambda stored, rows, width: gated_bytes(stored, rows, width) + codes(stored, HIDDEN, 1),
+        AFTER, {"operations": ("activation", "dropout")}, frozen=True,
+    ),
+    **{
+        f"norm {name}": Member("norm", make, norm_bytes(2), ("module.bias", "module.norm.bias"))
+        for name, make in NORMS.items()
+    },
+    **{
+        f"norm layer {bits} bits": Member("norm", nn.LayerNorm, norm_bytes(bits), ("module.bias",), {"norm_bits": bits})
+        for bits in (8, 4)
+    },
+    **{
+        f"dropout{title}": Member("dropout", lambda width, inplace=inplace: nn.Dropout(0.3, inplace),
+                                  lambda stored, rows, width: codes(stored, width, 1), ("x",))
+        for title, inplace in (("", False), (" in place", True))
+    },
+    "attention": _attention(),
+    "attention 8 bits": _attention(8),
+    "attention causal": _attention(is_causal=True),
+    "attention bool mask": _attention(mask=BOOL, more=BOOL.nbytes),
+    "attention additive mask": _attention(mask=ADDITIVE, more=ADDITIVE.nbytes),
+    "attention grouped": _attention(heads=(4, 2), enable_gqa=True),
+    "attention scale": _attention(scale=0.4),
+    "attention dropout": _attention(dropout=True, dropout_p=0.3),
+    "attention dropout causal": _attention(dropout=True, dropout_p=0.3, is_causal=True),
+    "attention padding": Member(
+        "attention", Attention, attention_bytes(4, hidden=True), masked=True, bias=1e-3
+    ),
+    "attention nn.MultiheadAttention": _attending(multihead, ("out_proj.weight", "out_proj.bias")),
+    "attention roberta": _attending(roberta, dropout=True),
+    "attention llama": _attending(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),  # cos and sin
+    # Its scores have no scale, and a deviation of about 2.
+    "attention t5": _attending(t5, ("o.weight",), bias=0.012, more=4 * 4 * TOKENS * TOKENS),
+}  # fmt: skip
