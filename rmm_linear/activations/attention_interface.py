@@ -145,13 +145,17 @@ def packed_sdpa(
 def _reason(kwargs: dict[str, Any], scores: tuple[int, ...]) -> str | None:
     """Say why arguments are not supported."""
     bias = kwargs.get("position_bias")
-    shapes = {(batch, heads, *scores[2:]) for batch in (1, scores[0]) for heads in (1, scores[1])}
-    if bias is not None and tuple(bias.shape) not in shapes:
+    if bias is not None and not _broadcasts(bias.shape, scores):
         # Without the shapes: a reason is said once, and lengths differ from batch to batch.
         return "its position_bias does not have the shape of its scores, or that with 1 for batch or heads"
     given = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     given += ["output_attentions"] if kwargs.get("output_attentions") else []
     return f"it is called with {', '.join(given)}" if given else None
+
+
+def _broadcasts(shape: torch.Size, scores: tuple[int, ...]) -> bool:
+    """Whether a shape is that of scores, or with 1 for batch or heads; not hashed, which would fix traced lengths."""
+    return len(shape) == 4 and shape[2:] == scores[2:] and shape[0] in (1, scores[0]) and shape[1] in (1, scores[1])
 
 
 def _asks_for_sdpa(kind: type[nn.Module]) -> bool:
