@@ -125,8 +125,8 @@ def norm_bytes(bits):
     return lambda stored, rows, width: aligned(8, 4 * stored, codes(stored, width, bits), ranges(stored, width))
 
 
-def gated_bytes(stored, rows, width):
-    return aligned(16, *[codes(stored, HIDDEN, 4), ranges(stored, HIDDEN)] * 2)
+def gated_bytes(bits):
+    return lambda stored, rows, width: aligned(16, *[codes(stored, HIDDEN, bits), ranges(stored, HIDDEN)] * 2)
 
 
 def attention_bytes(bits, heads=(4, 4), dropout=False, hidden=False, more=0):
@@ -210,8 +210,8 @@ def llama(width):
     return Llama(LlamaAttention(config, 0), rotary=LlamaRotaryEmbedding(config))
 
 
-def t5(width):
-    sizes = {"d_model": width, "d_kv": width // 4, "num_heads": 4, "dropout_rate": 0.0}
+def t5(width, dropout=0.0):
+    sizes = {"d_model": width, "d_kv": width // 4, "num_heads": 4, "dropout_rate": dropout}
     return First(T5Attention(hf.T5Config(**sizes, attn_implementation="sdpa"), has_relative_attention_bias=True))
 
 
@@ -247,6 +247,10 @@ def _pointwise(name, make, bits=4):
     return Member("activation", lambda width: make(), saved, ("x",) * is_exact, {"activation_bits": bits})
 
 
+def _gated(make, bits=4):
+    return Member("activation", make, gated_bytes(bits), AFTER, {"activation_bits": bits}, frozen=True)
+
+
 def _attention(bits=4, heads=(4, 4), dropout=False, more=0, bias=1e-3, **named):
     """The bias is the documented one of scores with a deviation of 1, at 4 bits."""
     near = 4 * TOKENS * torch.finfo(torch.float32).eps * dropout  # with dropout, scores are summed in another order
@@ -280,13 +284,14 @@ MEMBERS = {
     },
     "activation gelu_new": _pointwise("gelu_tanh", lambda: ACT2FN["gelu_new"]),
     **{
-        f"gated {name}": Member("activation", make, gated_bytes, AFTER, frozen=True)
+        f"gated {name}": _gated(make)
         for name, make in GATED.items()
         if name != "t5"
     },
+    **{f"gated llama {bits} bits": _gated(GATED["llama"], bits) for bits in (8, 2)},
     "gated t5": Member(
         "activation", GATED["t5"],
-        lambda stored, rows, width: gated_bytes(stored, rows, width) + codes(stored, HIDDEN, 1),
+        lambda stored, rows, width: gated_bytes(4)(stored, rows, width) + codes(stored, HIDDEN, 1),
         AFTER, {"operations": ("activation", "dropout")}, frozen=True,
     ),
     **{
@@ -318,5 +323,10 @@ MEMBERS = {
     "attention roberta": _attending(roberta, dropout=True),
     "attention llama": _attending(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),  # cos and sin
     # Its scores have no scale, and a deviation of about 2.
-    "attention t5": _attending(t5, ("o.weight",), bias=0.012, more=4 * 4 * TOKENS * TOKENS),
+    **{
+        f"attention t5{title}": _attending(
+            lambda width, p=p: t5(width, p), ("o.weight",), 0.012, more=4 * 4 * TOKENS**2, dropout=bool(p)
+        )
+        for title, p in (("", 0.0), (" dropout", 0.3))
+    },
 }  # fmt: skip

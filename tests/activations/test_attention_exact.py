@@ -1,16 +1,14 @@
-"""What packed attention says where it stays exact, and the name in the configurations that models share."""
+"""What packed attention says where it stays exact: once for a model, with the remedy."""
 
 import copy
 import pickle
 
-import pytest
 import torch
-from helpers import enable_checkpointing, tiny_model, token_ids
+from helpers import tiny_model, token_ids
 from torch import nn
 from torch.nn import functional as F
 
 from rmm_linear import convert, revert
-from rmm_linear.activations.attention_interface import NAME
 
 SAID = "The attention of {} stays exact and saves what it saved before: {}"
 
@@ -74,15 +72,6 @@ def test_a_module_that_calls_the_function_sometimes(caplog):
     assert message.startswith(SAID.format("0", "its forward did not call F.scaled_dot_product_attention."))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_packed_attention_in_checkpoints_says_nothing(reentrant, caplog):
-    model = tiny_model("roberta").train()
-    convert(model, min_rows=4)
-    enable_checkpointing(model, reentrant)
-    model(input_ids=token_ids()).logits.sum().backward()
-    assert not said(caplog)
-
-
 def test_every_model_says_its_own_reasons(caplog):
     x = torch.randn(5, 2, 32, requires_grad=True)
     model = Weighing().train()
@@ -100,67 +89,6 @@ def test_hooks_of_a_reverted_module_are_gone():
         assert all(layer._forward_hooks for layer in one.layers)
         revert(one)
         assert not any(layer._forward_hooks for layer in one.layers)
-
-
-def twins():
-    """Two models with the same configuration object."""
-    first = tiny_model("roberta").train()
-    second = type(first)(first.config).train()
-    assert second.roberta.config is first.roberta.config
-    return first, second
-
-
-def attentions(model):
-    return [layer.attention.self for layer in model.roberta.encoder.layer]
-
-
-def is_packed(model):
-    """Whether the attention function of its modules is ours, and packs."""
-    for module in attentions(model):
-        module.rmm_exact = "not called"
-    model(input_ids=token_ids()).logits.sum().backward()
-    return [module.rmm_exact for module in attentions(model)] == [None, None]
-
-
-def test_models_that_share_a_configuration_are_reverted_by_themselves():
-    first, second = twins()
-    convert(first, operations="attention")
-    convert(second, operations="attention")
-    revert(first)
-    assert second.config._attn_implementation == NAME
-    assert is_packed(second)
-    revert(second)
-    assert second.config._attn_implementation == "sdpa"
-
-
-def test_a_dry_or_measured_conversion_of_one_leaves_the_other_packed():
-    first, second = twins()
-    convert(first, operations="attention")
-    convert(second, min_rows=4, example={"input_ids": token_ids()})
-    revert(second)
-    assert is_packed(first)
-
-
-def test_a_model_that_is_reverted_part_by_part_has_its_name_again():
-    model = tiny_model("roberta").train()
-    convert(model, operations="attention")
-    first, second = model.roberta.encoder.layer
-    revert(first)
-    assert model.config._attn_implementation == NAME
-    revert(second)
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_a_name_of_its_own(copied):
-    model = tiny_model("roberta").train()
-    convert(model, operations="attention")
-    other = copied(model)
-    revert(other.roberta.encoder.layer[0])
-    assert other.config._attn_implementation == NAME
-    revert(other)
-    assert [other.config._attn_implementation, model.config._attn_implementation] == ["sdpa", NAME]
-    assert is_packed(model)
 
 
 def test_a_name_that_is_set_after_the_conversion_is_said_once(caplog):

@@ -1,184 +1,140 @@
-"""A packed gated MLP: output and random numbers of the exact one, unbiased gradients, bytes of the formula."""
-
-import copy
-import pickle
+"""Gated MLPs are found by their structure, and nothing else is; what else leaves them exact."""
 
 import pytest
 import torch
-from cases import checkpoints
-from gated_helpers import HIDDEN, MAKERS, WIDTH, made, packed, randn
+from gated_helpers import HIDDEN, MAKERS, WIDTH, Experts, made, packed, randn
 from helpers import bytes_kept
-from statistical import assert_unbiased
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
+from transformers import T5Config
+from transformers.activations import ACT2FN
+from transformers.models.t5.modeling_t5 import T5DenseActDense
 
-from rmm_linear import RMMConfig
-from rmm_linear.activations.base import SavingCall
-from rmm_linear.activations.gated import GatedFunction, activation_bits
+from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear.activations.gated import activation_bits
+from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 
-every_model = pytest.mark.parametrize("name", MAKERS)
-
-
-def run(model, x, seed=2, **inputs):
-    """Output, gradients by name, and the state of the generator after a step."""
-    x = x.detach().requires_grad_()
-    model.zero_grad()
-    torch.manual_seed(seed)
-    output = model(x, **inputs)
-    state = torch.get_rng_state()
-    (output * randn(*output.shape, seed=5)).float().sum().backward()
-    return (
-        output.detach(),
-        {"x": x.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}},
-        state,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@every_model
-def test_the_output_is_that_of_the_exact_module_to_the_bit(name, dtype):
-    x = randn(2, 5, WIDTH, dtype=dtype)
-    exact, found = made(name, dtype), packed(made(name, dtype))
-    for train in (True, False):
-        expected, gradients, _ = run(exact.train(train), x)
-        output, others, _ = run(found.train(train), x)
-        assert torch.equal(output, expected)
-        assert {key: value.dtype for key, value in others.items()} == {k: v.dtype for k, v in gradients.items()}
-        down = ("mlp.down_proj.weight", "mlp.wo.weight", "mlp.w2.weight")
-        for key in others if not train else [key for key in down if key in others]:
-            assert torch.equal(others[key], gradients[key])  # in training, that of the layer after the product
-    with torch.no_grad():
-        torch.manual_seed(2)
-        output = found.train()(x)
-        torch.manual_seed(2)
-        assert torch.equal(output, exact.train()(x))
+GATE, UP = (
+    ("gate_proj", "up_proj", "act_fn", "down_proj"),
+    ("gate_up_proj", "gate_up_proj", "activation_fn", "down_proj"),
+)
+EXPECTED = {
+    "llama": GatedParts(*GATE, None, "silu", True),
+    "qwen2": GatedParts(*GATE, None, "silu", True),
+    "mistral": GatedParts(*GATE, None, "silu", True),
+    "gemma": GatedParts(*GATE, None, "gelu_tanh", True),
+    "phi3": GatedParts(*UP, None, "silu", True),
+    "t5": GatedParts("wi_0", "wi_1", "act", "wo", "dropout", "gelu_tanh", True),
+    "experts": GatedParts("w1", "w3", "act", "w2", None, "relu", False),
+}
 
 
-@every_model
-def test_gradients_are_unbiased(name):
-    x, model = randn(2, 5, WIDTH, dtype=torch.float64), packed(made(name, torch.float64).eval())
-    exact = run(model, x)[1]
-    for module in (model, *(m for m in model.modules() if not isinstance(m, nn.Dropout))):
-        module.training = True  # dropout stays off
-    assert_unbiased(lambda seed: run(model, x, seed)[1], exact, draws=60, widest=0.02)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_parts_are_found_and_nothing_is_left_behind(name, dtype):
+    mlp = made(name, dtype).mlp.train()
+    before, state = [(m.training, len(m._forward_hooks)) for m in mlp.modules()], torch.get_rng_state()
+    assert gated_parts(mlp) == EXPECTED[name]
+    assert [(m.training, len(m._forward_hooks)) for m in mlp.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert gated_parts(packed(made(name, dtype)).mlp) == EXPECTED[name]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_bytes_are_the_formula(bits, monkeypatch):
-    monkeypatch.setattr("rmm_linear.activations.gated.activation_bits", lambda config: bits)
-    model, x = packed(made("llama").requires_grad_(False)), randn(2, 32, WIDTH).requires_grad_()
-    # Two seeds; and 64 rows are multiples of 16 bytes. The linears' weights are frozen, so they save no input.
-    expected = 16 + 2 * 64 * (-(-HIDDEN * bits // 8) + 4 * 2)
-    assert bytes_kept(model, x) == expected
-    assert bytes_kept(made("llama").requires_grad_(False), x) == 3 * 64 * HIDDEN * 4
+def test_sketched_and_wrapped_linears_are_linears_too():
+    from peft.tuners.lora import LoraConfig, LoraModel
+
+    mlp = made("llama").mlp
+    mlp.up_proj = RMMLinear.from_linear(mlp.up_proj)
+    assert gated_parts(mlp) == EXPECTED["llama"]
+    model = made("llama")
+    LoraModel(model, LoraConfig(r=2, target_modules=["gate_proj", "down_proj"]), "default")
+    assert gated_parts(model.mlp) == EXPECTED["llama"]
 
 
-def test_only_what_is_needed_is_kept():
-    model, x = packed(made("llama").requires_grad_(False)), randn(2, 32, WIDTH)
-    assert bytes_kept(model, x) == 0
-    half = 64 * (HIDDEN // 2 + 4 * 2)
-    for name, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
-        model.requires_grad_(False)
-        model.mlp.get_submodule(name).requires_grad_()
-        assert bytes_kept(model, x) == 16 + half + x.nbytes
-        gradients = run(model, x)[1]
-        assert f"mlp.{name}.weight" in gradients
-        assert f"mlp.{other}.weight" not in gradients
-    assert bytes_kept(model.eval(), x.requires_grad_()) > 16 + half + x.nbytes
+def test_a_weight_in_another_type_is_cast_to_as_t5_does():
+    mlp = made("t5", torch.bfloat16).mlp
+    mlp.wo.float()
+    assert gated_parts(mlp) == EXPECTED["t5"]
 
 
-def test_padding_is_not_stored_and_has_no_gradient():
-    mask = torch.ones(2, 32, dtype=torch.int64)
-    mask[1, 10:] = 0
-    model, x = packed(made("llama")), randn(2, 32, WIDTH).requires_grad_()
-    weights = mask.unsqueeze(-1)
-    torch.manual_seed(2)
-    (gradient,) = torch.autograd.grad((model(x, attention_mask=mask) * weights).square().sum(), x)
-    assert not gradient[1, 10:].any()
-    exact = torch.autograd.grad((made("llama")(x) * weights).square().sum(), x)[0]
-    assert (gradient - exact).norm() < 0.3 * exact.norm()  # 4 bits
-    with pytest.raises(RuntimeError, match="Padding must not reach the loss, but masked tokens of mlp"):
-        packed(made("llama"))(x, attention_mask=mask).square().sum().backward()
-
-
-@checkpoints
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_checkpoints_keep_output_and_random_numbers(name, reentrant):
-    model, x = packed(made(name)), randn(2, 5, WIDTH)
-    exact = run(made(name), x)
-
-    class Checkpointed(nn.Module):
+def variant(change):
+    class Variant(Experts):
         def __init__(self):
             super().__init__()
-            self.mlp = model.mlp
+            self.p = 0.5
 
         def forward(self, x):
-            return checkpoint(model, x, use_reentrant=reentrant)
+            return change(self, x)
 
-    output, gradients, _ = run(Checkpointed(), x)
-    assert torch.equal(output, exact[0])
-    for key, expected in exact[1].items():
-        # With other dropout masks or another seed's codes, the gradient would be far off.
-        assert (gradients[key] - expected).norm() < 0.3 * expected.norm()
+    return Variant()
 
 
-def test_it_compiles_without_a_break_for_any_length():
-    model = packed(made("llama"), context=False)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (5, 9):
-        x = randn(2, length, WIDTH)
-        expected, exact, _ = run(made("llama"), x)
-        (output, first, _), (_, second, _) = run(compiled, x, 1), run(compiled, x, 2)
-        assert torch.equal(output, expected)
-        assert not torch.equal(first["x"], second["x"])
-        assert (first["x"] - exact["x"]).norm() < 0.3 * exact["x"].norm()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x)) * 2),
+        lambda m, x: m.w2(m.w3(x) + m.act(m.w1(x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x))) + x,
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(2 * x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x) + 1)),
+        lambda m, x: m.w2(F.dropout(m.w3(x) * m.act(m.w1(x)), m.p, m.training)),
+        lambda m, x: m.w2(m.act(m.w1(x))),
+        lambda m, x: (m.w2(m.w3(x) * m.act(m.w1(x))), x),
+        lambda m, x: m.w2(m.act(m.w3(x)) * m.act(m.w1(x))),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x).clamp(max=10))),
+        lambda m, x: m.w2((m.w3(x) * m.act(m.w1(x))).clamp(-100, 100)),
+        lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x)) * (2 if x.shape[1] > 3 else 1)),
+    ],
+)
+def test_other_formulas_are_refused(change):
+    assert gated_parts(variant(lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x))))) is not None
+    assert gated_parts(variant(change)) is None
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "t5"])
-def test_autocast_casts_as_in_the_exact_module(name):
-    x, results = randn(2, 5, WIDTH), []
-    for model in (made(name), packed(made(name))):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            results.append(run(model, x))
-    assert torch.equal(results[0][0], results[1][0])
-    for key, exact in results[0][1].items():
-        assert results[1][1][key].dtype == exact.dtype
-        assert (results[1][1][key] - exact).norm() < 0.3 * exact.norm()
+def test_other_modules_are_refused():
+    others = nn.Linear(3, 3), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Identity()
+    others = *others, T5DenseActDense(T5Config(d_model=WIDTH, d_ff=HIDDEN)), nn.MultiheadAttention(4, 2)
+    assert not any(map(gated_parts, others))
+    mlp = made("llama").mlp
+    mlp.act_fn = nn.Mish()
+    assert gated_parts(mlp) is None
 
 
-def test_an_activation_in_place_is_packed_before_it_is_overwritten():
-    a, b, y = (randn(3, 64, seed=seed).requires_grad_() for seed in range(3))
-    gradients = []
-    for act in (nn.ReLU(inplace=True), nn.ReLU()):
-        gated = GatedFunction.apply(a * 1, b, act, "relu", 8, SavingCall(3))
-        gradients.append(torch.autograd.grad(gated, (a, b), y))
-    assert all(map(torch.equal, *gradients))
-    exact = torch.autograd.grad(torch.relu(a) * b, (a, b), y)
-    assert all((one - other).norm() < 0.02 * other.norm() for one, other in zip(gradients[0], exact, strict=True))
+def test_activations_are_known_by_what_they_compute():
+    kinds = {name: activation_kind(ACT2FN[name]) for name in ("gelu", "gelu_new", "gelu_fast", "silu", "swish", "relu")}
+    assert kinds == {
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "silu": "silu",
+        "swish": "silu",
+        "relu": "relu",
+    }
+    others = (ACT2FN["quick_gelu"], ACT2FN["gelu_10"], ACT2FN["relu2"], nn.PReLU(), nn.Identity(), nn.Dropout(0.0))
+    assert [activation_kind(other) for other in (*others, nn.Bilinear(1, 1, 1), nn.Tanh())] == [None] * 8
 
 
-def test_no_rows_and_one_row():
-    for shape in ((0, WIDTH), (WIDTH,), (2, 0, WIDTH)):
-        x = randn(*shape)
-        found, expected = run(packed(made("llama")), x), run(made("llama"), x)
-        assert torch.equal(found[0], expected[0])
-        assert found[1]["x"].shape == shape
+def test_halves_of_another_width_and_modules_that_draw_numbers_are_refused():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.out, self.act = nn.Linear(4, 5), nn.Linear(2, 4), nn.SiLU()
+
+        def forward(self, x):
+            a, b = self.both(x).split([3, 2], dim=-1)
+            return self.out(self.act(a)[..., :2] * b)
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    others = Split(), nn.Sequential(nn.Linear(4, 4), Noise(), nn.Linear(4, 4))
+    state = torch.get_rng_state()
+    assert [gated_parts(other) for other in others] == [None, None]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_copies_and_pickles_are_packed():
-    model, x = packed(made("t5")), randn(2, 5, WIDTH)
-    expected = run(model, x)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(copied.mlp) is type(model.mlp)
-        found = run(copied, x)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1]["x"], expected[1]["x"])
-
-
-def test_double_backward_is_refused():
-    x = randn(2, 5, WIDTH).requires_grad_()
-    with pytest.raises(RuntimeError, match="a packed gated MLP does not support double backward"):
-        torch.autograd.grad(packed(made("llama"))(x).sum(), x, create_graph=True)
+# Modules
 
 
 def test_another_module_is_refused():

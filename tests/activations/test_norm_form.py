@@ -1,4 +1,4 @@
-"""Which modules are norms: found by what they compute."""
+"""Which modules are norms, and how they round: found by what they compute."""
 
 import pytest
 import torch
@@ -12,8 +12,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from rmm_linear import RMMConfig
-from rmm_linear.activations.norm_form import NormForm, norm_of
+from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 
 assert hf  # the families above are tested, whatever they are called
 
@@ -142,28 +141,6 @@ def test_norms_on_the_meta_device_are_found():
     assert norm_of(nn.RMSNorm(WIDTH, device="meta")) == NormForm(False, None)
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_their_gradients_are_those_of_the_module(name, dtype):
-    """At 8 bits; bfloat16 classes round in the middle, to 2⁻⁸ of the result."""
-    module = FOUND[name][0]().to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, 1.0, 0.3)
-    standin = packed(module)
-    standin.rmm_config = RMMConfig(norm_bits=8)
-    x = torch.randn(30, 2, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-    y = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = []
-    for one in (module, standin):
-        output = one(x)
-        found.append((output.detach(), *torch.autograd.grad(output, [x, *one.parameters()], y)))
-    expected, found = found
-    assert torch.equal(expected[0], found[0])
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        assert one.dtype == other.dtype
-        assert float((one - other).double().norm() / other.double().norm()) < 0.03
-
-
 def test_a_tiny_input_uses_the_eps_of_the_module():
     """Where eps is all of the variance, rstd is 1 / √eps: in bfloat16 that of float32, as in nn.RMSNorm."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -173,3 +150,63 @@ def test_a_tiny_input_uses_the_eps_of_the_module():
         y = torch.randn(4, WIDTH).to(dtype)
         expected, found = (torch.autograd.grad(one(x), x, y)[0].double() for one in (module, standin))
         assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+# How they round in half types, as their own code says
+
+FULL, HALF, OTHER = torch.float32, torch.bfloat16, torch.float16
+
+
+class Twice(nn.LayerNorm):
+    """Rounds to eight bits on the way, as no form does."""
+
+    def forward(self, x):
+        return super().forward(x).to(torch.float8_e5m2).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("module", "same", "mixed"),
+    [
+        (nn.LayerNorm(96), (FULL, HALF), (FULL, HALF)),
+        (nn.LayerNorm((8, 12), bias=False), (FULL, HALF), (FULL, HALF)),
+        (LlamaRMSNorm(96), (HALF, HALF), (HALF, FULL)),
+        (T5LayerNorm(96), (HALF, HALF), (FULL, FULL)),
+        (GemmaRMSNorm(96), (FULL, HALF), (FULL, HALF)),
+    ],
+    ids=["layer", "two dimensions", "llama", "t5", "gemma"],
+)
+def test_casts_are_those_of_the_modules_code(module, same, mixed):
+    found = casts_of(module, norm_of(module))
+    assert found[HALF, HALF] == same
+    assert found[HALF, FULL] == mixed
+    assert found[FULL, FULL] == (FULL, FULL)
+    swapped = tuple(OTHER if dtype == HALF else dtype for dtype in same)
+    assert found[OTHER, OTHER] == swapped
+
+
+def test_without_parameters_the_dtype_of_the_input_decides():
+    found = casts_of(nn.LayerNorm(96, elementwise_affine=False), NormForm(True, 1e-5))
+    assert found == {(dtype, None): (FULL, dtype) for dtype in (FULL, OTHER, HALF)}
+
+
+def test_what_rounds_in_another_way_is_not_known():
+    assert casts_of(Twice(96), NormForm(True, 1e-5)) == {}
+
+
+def test_nothing_is_left_of_the_probe():
+    module, state = LlamaRMSNorm(96), torch.get_rng_state()
+    before = module.weight
+    casts_of(module, norm_of(module))
+    assert module.weight is before
+    assert module.training
+    assert torch.equal(before, torch.ones(96))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, LlamaRMSNorm])
+def test_the_default_device_does_not_matter(kind):
+    module = kind(96)
+    form, expected = norm_of(module), casts_of(module, norm_of(module))
+    with torch.device("meta"):
+        assert norm_of(module) == form
+        assert casts_of(module, form) == expected != {}

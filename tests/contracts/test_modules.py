@@ -7,18 +7,21 @@ not have is in ``WITHOUT``, with the reason.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import math
 import pickle
 import pkgutil
+import weakref
 from typing import NamedTuple
 
 import pytest
 import torch
+from compile_helpers import Graphs
 from module_cases import MEMBERS, TOKENS, WIDTH, converted_model, exact_model
 from statistical import Z
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear import activations, layers, revert
 from rmm_linear.activations.base import _PAIRS
@@ -60,7 +63,22 @@ def every_module(of):
     return pytest.mark.parametrize("name", members(of))
 
 
-FORMS = {"reentrant": True, "non-reentrant": False}
+def saving(choose):
+    """Arguments of a checkpoint that saves what some operators make."""
+
+    def policy(context, operator, *args, **named):
+        return CheckpointPolicy.MUST_SAVE if choose(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
+FORMS = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "saves ours": saving(lambda operator: operator.namespace == "rmm_linear"),
+    "saves nothing": saving(lambda operator: False),
+}
 in_checkpoints = pytest.mark.parametrize(
     ("form", "name"), [pytest.param(form, *one.values, marks=one.marks) for form in FORMS for one in members(form)]
 )
@@ -227,6 +245,10 @@ def test_bytes_are_the_formula_and_nothing_where_nothing_is_needed(name):
     member, x = MEMBERS[name], inputs()
     model, exact = (make(name).requires_grad_(not member.frozen) for make in (converted_model, exact_model))
     assert saved_bytes(model, x) == member.saved(ROWS, ROWS, WIDTH)
+    given = []
+    model.change = lambda x: given.append(weakref.ref(x := x * 1)) or x
+    output = model(x)
+    assert given[0]() is (output if "in place" in name else None)
     with torch.no_grad():
         assert saved_bytes(model, x) == 0
     assert saved_bytes(model.eval(), x) == (0 if member.operation == "linear" else saved_bytes(exact.eval(), x))
@@ -371,9 +393,7 @@ def test_a_checkpoint_changes_nothing(form, name):
         model = converted_model(name)
         if recomputes:
             forward = model.module.forward
-            model.module.forward = lambda x, *args, f=forward: checkpoint(
-                lambda x: f(x * 1, *args), x, use_reentrant=FORMS[form]
-            )
+            model.module.forward = lambda x, *args, f=forward: checkpoint(lambda x: f(x * 1, *args), x, **FORMS[form])
         found.append(step(model, x))
     assert_same(*found)
     assert torch.equal(found[0].after, found[1].after)
@@ -461,20 +481,24 @@ def test_compiled_code_is_one_graph_for_all_lengths(name):
     """With seeds of its own in every step; modules in place and callers of PyTorch's attention stay exact in it."""
     torch._dynamo.reset()
     model, exact = converted_model(name), exact_model(name)
-    run, run_exact = (torch.compile(one, fullgraph=True, backend="aot_eager") for one in (model, exact))
-    for tokens in (TOKENS, TOKENS - 6):
+    graphs = Graphs(), Graphs()
+    run, run_exact = graphs[0].compile(model), graphs[1].compile(exact)
+    for tokens in (TOKENS, TOKENS - 6, TOKENS - 3):
         x = inputs(tokens=tokens)
         found, again, other = (step(model, x, seed, run=run) for seed in (0, 0, 1))
         expected, another = (step(exact, x, seed, run=run_exact) for seed in (0, 1))
         assert_exact_parts(name, found, expected)
         assert_same(found, again)
-        is_exact = name.endswith("in place") or (name.startswith("attention") and name not in OF_TRANSFORMERS)
+        calls_pytorch = name.startswith("attention") and not name.startswith(tuple(OF_TRANSFORMERS))
+        is_exact = name.endswith("in place") or calls_pytorch
         for key, gradient in found.gradients.items():
             difference = gradient - expected.gradients[key], other.gradients[key] - another.gradients[key]
             is_near = max(float(one.norm()) for one in difference) < 1e-5 * float(gradient.norm())
             assert is_near == (is_exact or key in MEMBERS[name].exact), key
             assert is_near or not torch.equal(*difference), key
-    steps = [lambda s, m=m, f=f: step(m, x, s, run=f) for m, f in ((model, run), (exact, run_exact))]
+    # Forward and backward, for the first length and for all others, unless the module itself needs more.
+    assert 4 <= len(graphs[0].counts) == max(4, len(graphs[1].counts))
     if not is_exact:
+        steps = [lambda s, m=m, f=f: step(m, x, s, run=f) for m, f in ((model, run), (exact, run_exact))]
         assert_unbiased(name, *steps, draws=20, z=5)
     torch._dynamo.reset()
