@@ -39,7 +39,7 @@ class SavedSettings:
 
         Args:
             values: Field names to values. Unknown keys are ignored with a warning if a newer version of the library
-                wrote them, and are an error otherwise. What other parts of the library put beside the fields is
+                wrote them, and are an error otherwise. What other parts of the library put next to the fields is
                 ignored.
 
         Raises:
