@@ -1,4 +1,4 @@
-"""Measurements: ``python -m benchmarks --help``, and ``python -m benchmarks.noise``, ``.probe`` and ``.sampling``."""
+"""Measurements, their csv files and pictures, and the tables of the pages: ``python -m benchmarks --help``."""
 
 import sys
 from pathlib import Path

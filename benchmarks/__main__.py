@@ -1,196 +1,79 @@
-"""Measure: ``python -m benchmarks``; ``--help`` lists the commands, and each of them has its own."""
+"""Measure: ``python -m benchmarks COMMAND``; ``--help`` lists the commands, and each of them has its own.
+
+A command is a module with ``add_arguments(parser)`` and ``run(arguments)``, which prints nothing but returns an exit
+status or yields what is printed. Only the module of the command that is asked for is imported: others may need packages
+that are not there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-from benchmarks import chains, compiled, fit, gpu, graphs
-from benchmarks.fit_models import MODELS
-from benchmarks.fit_paper import LARGE
-from benchmarks.fit_paper_models import PLACES
-from benchmarks.frontier import command as frontier
-from benchmarks.pages import fill
-from benchmarks.pages import gpu as bounds
-from benchmarks.plots import plot_all
-from benchmarks.records import RESULTS, show
-from benchmarks.runner import run_suite
-from benchmarks.suites import SUITES
+from benchmarks.records import RESULTS
+
+COMMANDS = {
+    "run": ("suites.runner", "suites: layers, models, kernels and the host, all providers side by side in one run"),
+    "plot": ("suites.plots", "suites: plot their csv files"),
+    "entered": ("suites.entered", "suites: count the files of the library that a call enters"),
+    "gpu": ("gpu.command", "gpu: all that a CUDA machine must show, not installed"),
+    "compile": ("gpu.compiled", "gpu: what compilers say of the Triton kernels; needs no accelerator"),
+    "roofline": ("pages.gpu", "gpu: bytes, FLOPs and the least times of blocks, from data sheets"),
+    "chains": ("planning.chains", "planning: chains of steps in little memory: steps, bytes, pictures"),
+    "graphs": ("planning.graphs", "planning: plans for whole networks: peaks, predicted and measured, operations"),
+    "fit": ("planning.fit", "planning: one plan within a budget, compared with single methods and PyTorch's"),
+    "noise": ("noise.survey", "noise: sketches compared with the minibatch, on GLUE"),
+    "sampling": ("noise.sampling", "noise: row sampling with every norm estimator, on GLUE"),
+    "attention": ("noise.attention", "noise: the bias of packed attention, on GLUE"),
+    "probe": ("noise.probe", "noise: the time that a probe costs"),
+    "blocks": (
+        "noise.blocks",
+        "noise: what whole blocks save, the noise of it, and the peaks and times of their steps",
+    ),
+    "frontier": ("frontier.command", "frontier: accuracy, bytes and time of methods that train; resumes"),
+    "table": ("pages.fill", "pages: write the tables of README and docs/ from the csv files"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        argv: Its arguments; None takes those of the process.
-
-    Returns:
-        The exit status: 1 if a provider failed or a page is out of date, 2 if the command cannot run.
+    The exit status is 1 if a provider failed or a page is out of date, 2 if the command cannot run. A command that
+    writes into benchmarks/results fills the pages, too.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if getattr(arguments, "threads", 1) < 1:
-        parser.error(f"--threads must be at least 1, got {arguments.threads}")
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         print("--device cuda needs a CUDA device, and there is none. Use --device cpu.", file=sys.stderr)
         return 2
     try:
-        return arguments.command(arguments)
+        found = arguments.run(arguments)
+        status = found if isinstance(found, int) else 0
+        for text in () if isinstance(found, int) else found:
+            print(text, flush=True)
+        if RESULTS in (getattr(arguments, "out", None), getattr(arguments, "csv", Path()).parent):
+            importlib.import_module("benchmarks.pages.fill").update()
     except (ImportError, ValueError) as error:  # packages and files that are not there or not as they should be
         print(error, file=sys.stderr)
         return 2
+    return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Layers, models and kernels, all providers side by side in one run."
-    )
-    commands = parser.add_subparsers(required=True)
-
-    run = commands.add_parser("run", help="measure suites; a run replaces each suite's csv file")
-    run.set_defaults(command=_run)
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    run.add_argument("--suite", choices=tuple(SUITES), nargs="+", default=list(SUITES), help="all by default")
-    run.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the CPU")
-    run.add_argument("--seed", type=int, default=0, help="seed of the sketches in the timed runs")
-    run.add_argument("--ratios", type=float, nargs="+", help="only cases of these ratios; all by default")
-
-    plot = commands.add_parser("plot", help="plot the csv files")
-    plot.set_defaults(command=_plot)
-    plot.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv files")
-
-    tables = commands.add_parser("table", help="write the tables of docs/ from the csv files")
-    tables.set_defaults(command=_table)
-    tables.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-
-    all_of_it = commands.add_parser("gpu", help="all that a CUDA machine must show, not installed")
-    all_of_it.set_defaults(command=_gpu)
-    all_of_it.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
-    all_of_it.add_argument(
-        "--sections", choices=tuple(gpu.SHARES), nargs="+", default=list(gpu.SHARES), help="all by default"
-    )
-    all_of_it.add_argument("--seconds", type=float, default=gpu.SECONDS, help="time for all of it")
-
-    compiling = commands.add_parser("compile", help="what compilers say of the Triton kernels; needs no accelerator")
-    compiling.set_defaults(command=_compile)
-    compiling.add_argument("--out", type=Path, default=RESULTS, help="folder of the csv file")
-    compiling.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
-
-    bounds = commands.add_parser("roofline", help="bytes, FLOPs and the least times of blocks, from data sheets")
-    bounds.set_defaults(command=_roofline)
-
-    planned = commands.add_parser("chains", help="chains of steps in little memory: steps, bytes, pictures")
-    planned.set_defaults(command=_chains)
-    planned.add_argument(
-        "--parts", choices=tuple(chains.PARTS), nargs="+", default=list(chains.PARTS), help="all by default"
-    )
-
-    whole = commands.add_parser("graphs", help="plans for whole networks: peaks, predicted and measured, operations")
-    whole.set_defaults(command=_graphs)
-    whole.add_argument(
-        "--parts", choices=tuple(graphs.PARTS), nargs="+", default=list(graphs.PARTS), help="all by default"
-    )
-
-    fitting = commands.add_parser("fit", help="one plan within a budget, beside single methods and PyTorch's")
-    fitting.set_defaults(command=_fit)
-    fitting.add_argument("--parts", choices=fit.PARTS, nargs="+", default=list(fit.PARTS), help="all by default")
-    fitting.add_argument(
-        "--models", choices=(*MODELS, *LARGE), nargs="+", default=[*MODELS, *LARGE], help="all by default"
-    )
-    fitting.add_argument("--device", choices=tuple(PLACES), nargs="+", default=list(PLACES), help="of part paper")
-
-    training = commands.add_parser("frontier", help="accuracy, bytes and time of methods that train; resumes")
-    training.set_defaults(command=_frontier)
-    frontier.add_arguments(training)
-
-    into_results = (run, planned, whole, fitting, training)
-    for command, out in (*((one, RESULTS) for one in into_results), (all_of_it, None)):
-        command.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
-        command.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
-        command.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, and write csv files and pages.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands, by room")
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in argv[:1]:
+            found = importlib.import_module(f"benchmarks.{module}")
+            command.description = " ".join((found.__doc__ or "").split("\n\n")[-1].split())
+            found.add_arguments(command)
+            command.set_defaults(run=found.run)
     return parser
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    torch.set_num_threads(arguments.threads)
-    failed = False
-    chosen = {suite: SUITES[suite].cases(arguments.device, tiny=arguments.tiny) for suite in arguments.suite}
-    for suite, cases in chosen.items():
-        begin, count, path = time.monotonic(), 0, arguments.out / f"{suite}-{arguments.device}.csv"
-        cases = [case for case in cases if not arguments.ratios or case.ratio in arguments.ratios]
-        for rows in run_suite(path, cases, commit=arguments.commit, seed=arguments.seed):
-            count += len(rows)
-            failed = failed or any(row.status != "ok" for row in rows)
-            print(show(rows), flush=True)
-        print(f"{suite}: {count} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
-    return 1 if failed else 0
-
-
-def _plot(arguments: argparse.Namespace) -> int:
-    for path in plot_all(arguments.out):
-        print(path)
-    return 0
-
-
-def _table(arguments: argparse.Namespace) -> int:
-    if fill.update(check=arguments.check):
-        return 0
-    print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
-    return 1
-
-
-def _compile(arguments: argparse.Namespace) -> int:
-    print(compiled.summary(compiled.compile_all(arguments.out, commit=arguments.commit)))
-    return 0
-
-
-def _roofline(arguments: argparse.Namespace) -> int:
-    for name, make in bounds.TABLES.items():
-        if name.startswith("roofline"):
-            print(make(RESULTS), end="\n\n")
-    return 0
-
-
-def _chains(arguments: argparse.Namespace) -> int:
-    for text in chains.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
-        print(text, end="\n\n", flush=True)
-    if arguments.out == RESULTS:
-        fill.update()
-    return 0
-
-
-def _graphs(arguments: argparse.Namespace) -> int:
-    for text in graphs.run(arguments.out, arguments.parts, commit=arguments.commit, tiny=arguments.tiny):
-        print(text, end="\n\n", flush=True)
-    if arguments.out == RESULTS:
-        fill.update()
-    return 0
-
-
-def _fit(arguments: argparse.Namespace) -> int:
-    options = {"commit": arguments.commit, "tiny": arguments.tiny}
-    for text in fit.run(arguments.out, arguments.parts, arguments.models, arguments.device, **options):
-        print(text, end="\n\n", flush=True)
-    if arguments.out == RESULTS:
-        fill.update()
-    return 0
-
-
-def _frontier(arguments: argparse.Namespace) -> int:
-    for text in frontier.run(arguments):
-        print(text, flush=True)
-    if arguments.out == RESULTS:
-        fill.update()
-    return 0
-
-
-def _gpu(arguments: argparse.Namespace) -> int:
-    options = {"device": arguments.device, "tiny": arguments.tiny, "seconds": arguments.seconds}
-    return gpu.gpu(arguments.out, arguments.sections, commit=arguments.commit, **options)
 
 
 if __name__ == "__main__":

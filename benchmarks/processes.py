@@ -24,19 +24,7 @@ class ProcessError(RuntimeError):
 
 
 def call(function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> Any:
-    """Call a function in a fresh process.
-
-    Args:
-        function: A function of a module.
-        *arguments: Its arguments; they and the result are pickled.
-        timeout: Seconds until the process is ended.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        ProcessError: If the call raised (with its traceback), ended its process, or took too long.
-    """
+    """Call a function in a fresh process."""
     # A server that has imported everything is forked: a process then takes no seconds. Not with CUDA: an import that so
     # much as counts the devices forbids their use in what is forked later.
     forked, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")

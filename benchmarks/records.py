@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import io
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,10 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.library import provenance, table, write_text
 from rmm_linear import __version__
-from rmm_linear._support import provenance
-from rmm_linear._support.files import write_text
-from rmm_linear._support.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,144 +32,83 @@ def _generated() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a row comes from.
+    """Where a row comes from."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        machine: Name of the CPU or GPU.
-        threads: Threads of the CPU.
-        torch: Version.
-        triton: Version, or empty.
-        transformers: Version, or empty.
-        python: Version.
-        rmm_linear: Version.
-        commit: Commit of the checkout, with "-dirty" if files differed from it.
-        date: UTC.
-    """
-
-    device: str = ""
-    machine: str = ""
-    threads: int = 0
-    torch: str = ""
-    triton: str = ""
-    transformers: str = ""
-    python: str = ""
-    rmm_linear: str = ""
-    commit: str = ""
-    date: str = ""
+    device: str = ""  # "cpu" or "cuda"
+    machine: str = ""  # name of the CPU or GPU
+    threads: int = 0  # threads of the CPU
+    torch: str = ""  # version
+    triton: str = ""  # version, or empty
+    transformers: str = ""  # version, or empty
+    python: str = ""  # version
+    rmm_linear: str = ""  # version
+    commit: str = ""  # commit of the checkout, with "-dirty" if files differed from it
+    date: str = ""  # UTC
 
 
 @dataclass(frozen=True)
 class Row(Origin):
-    """One provider on one case.
+    """One provider on one case."""
 
-    Attributes:
-        suite: "linear", "model", "kernels", "growth", "host", "operators" or "blocks".
-        case: Title of the case.
-        provider: Title of the provider.
-        dtype: dtype of the input; for models on cuda, that of autocast.
-        ratio: The case's K/N, or for packed sketches bytes kept by bytes of the input.
-        status: "ok", or why there is no time.
-        median: Median time.
-        lower: Lower quartile.
-        upper: Upper quartile.
-        unit: Unit of the three.
-        samples: Times measured.
-        relative: Median by the median of the reference (nn.Linear, exact) in the same run.
-        copy_share: For kernels, bytes that must be moved per second, by those of a copy in the same run.
-        moved_bytes: Those bytes of one call.
-        kept_bytes: Bytes alive between forward and backward pass, parameters excluded.
-        peak_bytes: Peak of one step: tensors made in it on the CPU, all that is allocated on cuda.
-        seed: Seed of the run.
-    """
-
-    suite: str
-    case: str
-    provider: str
-    dtype: str
-    ratio: float = RATIO
-    status: str = "ok"
-    median: float | None = None
-    lower: float | None = None
-    upper: float | None = None
-    unit: str = "s"
-    samples: int = 0
-    relative: float | None = None
+    suite: str  # "linear", "model", "kernels", "growth", "host", "operators" or "blocks"
+    case: str  # title of the case
+    provider: str  # title of the provider
+    dtype: str  # dtype of the input; for models on cuda, that of autocast
+    ratio: float = RATIO  # the case's K/N, or for packed sketches bytes kept by bytes of the input
+    status: str = "ok"  # "ok", or why there is no time
+    median: float | None = None  # median time
+    lower: float | None = None  # lower quartile
+    upper: float | None = None  # upper quartile
+    unit: str = "s"  # unit of the three
+    samples: int = 0  # times measured
+    relative: float | None = None  # median by the median of the reference (nn.Linear, exact) in the same run
+    # for kernels, bytes that must be moved per second, by those of a copy in the same run
     copy_share: float | None = None
-    moved_bytes: int | None = None
-    kept_bytes: int | None = None
-    peak_bytes: int | None = None
-    seed: int = 0
+    moved_bytes: int | None = None  # those bytes of one call
+    kept_bytes: int | None = None  # bytes alive between forward and backward pass, parameters excluded
+    peak_bytes: int | None = None  # peak of one step: tensors made in it on the CPU, all that is allocated on cuda
+    seed: int = 0  # seed of the run
 
 
 @dataclass(frozen=True)
 class Parity(Origin):
-    """One check of a kernel against its reference.
+    """One check of a kernel against its reference."""
 
-    Attributes:
-        comparison: Title of the comparison.
-        what: What was compared.
-        error: Relative RMS error, or share of elements that differ.
-        limit: The most it may be.
-        status: "ok", "failed", or the error that was raised.
-    """
-
-    comparison: str
-    what: str = ""
-    error: float = float("nan")
-    limit: float = 0.0
-    status: str = "ok"
+    comparison: str  # title of the comparison
+    what: str = ""  # what was compared
+    error: float = float("nan")  # relative RMS error, or share of elements that differ
+    limit: float = 0.0  # the most it may be
+    status: str = "ok"  # "ok", "failed", or the error that was raised
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise(Origin):
-    """Noise of sketches on a GLUE task: the median over layers of D²_sketch / D²_SGD.
+    """Noise of sketches on a GLUE task: the median over layers of D²_sketch / D²_SGD."""
 
-    Attributes:
-        task: The GLUE task.
-        noise: Mean over seeds.
-        least: Least of the seeds.
-        most: Most of the seeds.
-        seeds: Number of seeds.
-        layers: Layers.
-        padding: Part of the tokens that is padding, mean over seeds.
-        seed: The seeds.
-    """
-
-    task: str
-    noise: float
-    least: float
-    most: float
-    seeds: int
-    layers: int
-    padding: float
-    seed: str = ""
+    task: str  # the GLUE task
+    noise: float  # mean over seeds
+    least: float  # least of the seeds
+    most: float  # most of the seeds
+    seeds: int  # number of seeds
+    layers: int  # layers
+    padding: float  # part of the tokens that is padding, mean over seeds
+    seed: str = ""  # the seeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Noise):
-    """Noise of one kind of sketch with one norm estimator.
+    """Noise of one kind of sketch with one norm estimator."""
 
-    Attributes:
-        kind: Kind of sketch.
-        norm_estimator: Name of the estimator, "oracle", or empty where none applies.
-    """
-
-    kind: str
-    norm_estimator: str
+    kind: str  # kind of sketch
+    norm_estimator: str  # name of the estimator, "oracle", or empty where none applies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyed(Noise):
-    """Noise of one setting at one memory.
+    """Noise of one setting at one memory."""
 
-    Attributes:
-        setting: Kind of sketch and bits, as :func:`rmm_linear.variance.survey.survey.medians` names them.
-        memory: Bytes kept by bytes of the input.
-    """
-
-    setting: str
-    memory: float
+    setting: str  # kind of sketch and bits, as :func:`rmm_linear.variance.survey.survey.medians` names them
+    memory: float  # bytes kept by bytes of the input
 
 
 Record = TypeVar("Record", bound=Origin)
@@ -200,18 +138,7 @@ def write_rows(path: Path, rows: Sequence[Origin]) -> None:
 
 
 def read_rows(path: Path, kind: type[Record]) -> list[Record]:
-    """Read what :func:`write_rows` wrote.
-
-    Args:
-        path: The csv file.
-        kind: Class of its rows. An empty cell that holds no text becomes the field's default.
-
-    Returns:
-        The rows.
-
-    Raises:
-        ValueError: If the columns are others.
-    """
+    """Read what :func:`write_rows` wrote."""
     columns = _columns(kind)
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
@@ -228,29 +155,12 @@ def read_rows(path: Path, kind: type[Record]) -> list[Record]:
 
 
 def known_rows(path: Path, kind: type[Record]) -> list[Record]:
-    """Read what :func:`write_rows` wrote.
-
-    Args:
-        path: The csv file.
-        kind: Class of its rows.
-
-    Returns:
-        The rows; none if there is no file.
-
-    Raises:
-        ValueError: If the columns are others.
-    """
+    """Read what :func:`write_rows` wrote."""
     return read_rows(path, kind) if path.is_file() else []
 
 
 def put_rows(path: Path, rows: Sequence[Record], is_replaced: Callable[[Record], bool]) -> None:
-    """Put rows behind those of a csv file, which is read just before: another command may have written meanwhile.
-
-    Args:
-        path: The csv file; made if there is none.
-        rows: At least one.
-        is_replaced: Whether a row that is there goes.
-    """
+    """Put rows behind those of a csv file, which is read just before: another command may have written meanwhile."""
     there = known_rows(path, type(rows[0]))
     write_rows(path, [*(row for row in there if not is_replaced(row)), *rows])
 
@@ -260,6 +170,19 @@ def show(rows: Sequence[Origin]) -> str:
     names = [name for name in _columns(type(rows[0])) if name not in Origin.__dataclass_fields__]
     names = [name for name in names if any(getattr(row, name) not in (None, "") for row in rows)]
     return table(names, [[_text(getattr(row, name)) for name in names] for row in rows])
+
+
+def add_output(parser: argparse.ArgumentParser, out: Path | None = RESULTS) -> None:
+    """Add what most commands take; without a folder to write into, one must be named."""
+    parser.add_argument("--out", type=Path, default=out, required=out is None, help="folder of the csv files")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command")
+    parser.add_argument("--commit", default="", help="commit to write into the csv where there is no git")
+
+
+def add_choices(parser: argparse.ArgumentParser, flag: str, every: Iterable[str], note: str = "all by default") -> None:
+    """Add a flag that takes some of several names."""
+    names = list(every)
+    parser.add_argument(flag, choices=names, nargs="+", default=names, help=note)
 
 
 def _text(value: object) -> str:

@@ -13,16 +13,7 @@ _WARMUP_MS, _REPEAT_MS = 10, 60
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Time functions interleaved, every second round in reverse order.
-
-    Args:
-        runs: Title to function, warm already.
-        device: "cpu": torch.utils.benchmark; "cuda": triton.testing.do_bench, which flushes the cache before each call.
-        rounds: How often every function's turn comes.
-
-    Returns:
-        Title to seconds, one or more per round.
-    """
+    """Time functions interleaved, every second round in reverse order."""
     measure = _on_cpu if device == "cpu" else _on_cuda
     times: dict[str, list[float]] = {title: [] for title in runs}
     for number in range(rounds):

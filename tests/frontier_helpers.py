@@ -25,23 +25,23 @@ def run(places: list[str], out: Path, *arguments: str) -> None:
     assert main(["frontier", *places, "--out", str(out), "--tiny", "--commit", "abc", *arguments]) == 0
 
 
-def epoch(method: str, seed: int, score: float, task: str = "cola", number: int = 2, **more: float) -> Epoch:
-    """Return the row of an epoch."""
+def epoch(method: str, seed: int, score: float, task: str = "cola") -> Epoch:
+    """Return the row of a last epoch."""
     return Epoch(
-        task=task, method=method, seed=seed, epoch=number, epochs=2, metric="m", score=score, dev_loss=1.0,
-        train_loss=1.0, steps=1, seconds=1.0, batch=32, learning_rate=1e-4, rows=9, settings="", **more,
+        task=task, method=method, seed=seed, epoch=2, epochs=2, metric="m", score=score, dev_loss=1.0, train_loss=1.0,
+        steps=1, seconds=1.0, batch=32, learning_rate=1e-4, rows=9, settings="",
     )  # fmt: skip
 
 
-def point(method: str, batch: int, loss: float, seed: int = 0, step: int = 100, epoch: float = 0.9) -> Point:
+def point(method: str, batch: int, loss: float, step: int = 100, epoch: float = 0.9) -> Point:
     """Return an evaluation of a model from scratch."""
     return Point(
-        study="language", method=method, seed=seed, batch=batch, step=step, steps=200, epoch=epoch, train_loss=loss,
+        study="language", method=method, seed=0, batch=batch, step=step, steps=200, epoch=epoch, train_loss=loss,
         dev_loss=loss, metric="m", score=0.5, seconds=1.0, learning_rate=1e-3, settings="",
     )  # fmt: skip
 
 
-def noisy(noise: float, step: int = 50, block: str = "layers.0", operation: str = "all") -> Noisy:
+def noisy(noise: float, step: int = 50, block: str = "layers.0") -> Noisy:
     """Return a measurement of noise."""
     here = {"study": "language", "method": "tenth", "seed": 0, "batch": 8, "step": step}
-    return Noisy(**here, operation=operation, block=block, noise=noise, sgd=2.0)
+    return Noisy(**here, operation="all", block=block, noise=noise, sgd=2.0)

@@ -1,17 +1,19 @@
-"""The command: ``python -m benchmarks frontier``."""
+"""Methods that save memory, in training: what a step costs, the share of every operator, scores, and curves."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier.language import GLOSSES, check_glosses
 from benchmarks.frontier.methods import METHODS
-from benchmarks.records import RESULTS, known_rows, origin
+from benchmarks.frontier.runs import Asked
+from benchmarks.frontier.study import GLOSSES, check_glosses
+from benchmarks.records import RESULTS, add_choices, add_output, known_rows, origin
 
 PARTS = ("cost", "shares", "accuracy", "curves")
 _STUDIES = ("images", "language")
@@ -19,54 +21,31 @@ _TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own arguments.
-
-    Args:
-        parser: Of the command.
-    """
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="all by default")
+    add_choices(parser, "--parts", PARTS)
     parser.add_argument("--data_dir", default="data/glue", help="folder in the official GLUE layout")
     parser.add_argument("--model_dir", default="out/minilm", help="MiniLM in RoBERTa's classes; made if missing")
-    parser.add_argument("--tasks", choices=_TASKS, nargs="+", default=list(_TASKS), help="all by default")
-    parser.add_argument("--studies", choices=_STUDIES, nargs="+", default=list(_STUDIES), help="of part curves")
+    add_choices(parser, "--tasks", _TASKS)
+    add_choices(parser, "--studies", _STUDIES, "of part curves; all by default")
     parser.add_argument("--wordnet", default=GLOSSES, help="folder with data.noun, as in wordnet-base")
-    parser.add_argument("--methods", choices=tuple(METHODS), nargs="+", default=list(METHODS), help="all by default")
+    add_choices(parser, "--methods", METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the threads")
     parser.add_argument("--minutes", type=float, help="begin nothing after that; the same command goes on later")
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Run parts one after the other.
-
-    Args:
-        arguments: Of the command line.
-
-    Yields:
-        What was found.
-
-    Raises:
-        ImportError: If what fine-tuning needs is not installed.
-    """
-    from benchmarks.frontier import accuracy, cost, curves, shares  # they import transformers
+    from benchmarks.frontier import cost, curves, shares, tasks  # they import transformers
 
     _check(arguments)
     about: dict[str, Any] = origin("cpu", arguments.commit)
     deadline = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    where, out, tiny = (arguments.data_dir, arguments.model_dir), arguments.out, arguments.tiny
-    if "cost" in arguments.parts:
-        sized = cost.Sized(arguments.tasks, arguments.methods, *where, out, deadline, tiny)
-        yield from cost.cost(sized, about)
-    if "shares" in arguments.parts:
-        yield from shares.shares(out, about, tiny=tiny)
-    asked = (arguments.methods, arguments.seeds)
-    if "accuracy" in arguments.parts:
-        wanted = accuracy.Wanted(arguments.tasks, *asked, *where, out, arguments.jobs, deadline, tiny)
-        yield from accuracy.accuracy(wanted, about)
-    if "curves" in arguments.parts:
-        sought = curves.Curves(arguments.studies, *asked, out, arguments.wordnet, arguments.jobs, deadline, tiny)
-        yield from curves.curves(sought, about)
-    yield from draw(out)
+    named = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(Asked) if one.name != "deadline"}
+    asked = Asked(**named, deadline=deadline)
+    parts = {"cost": cost.cost, "shares": shares.shares, "accuracy": tasks.accuracy, "curves": curves.curves}
+    for part in (part for part in PARTS if part in arguments.parts):
+        yield from parts[part](asked, about)
+    yield from draw(asked.out)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -84,14 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def draw(out: Path) -> Iterator[str]:
-    """Draw what was measured, from the csv files.
-
-    Args:
-        out: Their folder, where the pictures go.
-
-    Yields:
-        The paths of the pictures.
-    """
+    """Draw what was measured, from the csv files."""
     from benchmarks.frontier import plots
     from benchmarks.frontier.rows import Cost, Epoch, Point
     from benchmarks.frontier.study import BATCHES, LONG

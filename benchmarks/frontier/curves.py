@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.frontier.images import images
-from benchmarks.frontier.language import GLOSSES, language
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
-from benchmarks.frontier.runs import about_run, in_turn, last_line, what_is_left
-from benchmarks.frontier.study import Study
-from benchmarks.records import known_rows, put_rows
-from rmm_linear.conversion.exact import converted_modules
+from benchmarks.frontier.runs import Asked, go_on, put_run
+from benchmarks.frontier.study import GLOSSES, Study, images, language
+from benchmarks.library import converted_modules
+from benchmarks.records import known_rows
 from rmm_linear.variance import gradient_noise
 
 Run = tuple[str, str, int, int]
@@ -33,36 +29,11 @@ _WARM_UP, _LEAST = 0.05, 0.1
 
 
 def make(study: str, glosses: str = GLOSSES, *, tiny: bool = False) -> Study:
-    """Read a study's data.
-
-    Args:
-        study: Of :data:`STUDIES`.
-        glosses: Folder of WordNet.
-        tiny: Whether all is small.
-
-    Returns:
-        The study.
-
-    Raises:
-        ValueError: If the data are missing.
-    """
     return images(tiny=tiny) if study == "images" else language(glosses, tiny=tiny)
 
 
 def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: bool) -> tuple[list[Point], list[Noisy]]:
-    """Train a model from scratch.
-
-    Args:
-        name: Of :data:`STUDIES`.
-        method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        seed: Of all that is random; runs of one seed see the same rows in the same order.
-        batch: Rows per step.
-        glosses: Folder of WordNet.
-        tiny: Whether all is small.
-
-    Returns:
-        Evaluations; and the noise of stand-ins, where the method has any.
-    """
+    """Train a model from scratch, and measure the noise of compressed activations on the way."""
     study, how = make(name, glosses, tiny=tiny), METHODS[method]
     bare = study.model(seed)
     model = how.prepare(bare).train()
@@ -114,84 +85,36 @@ def _noise(model: nn.Module, rows: dict[str, Any], here: dict[str, Any]) -> list
     ]
 
 
-@dataclass(frozen=True)
-class Curves:
-    """What is to be run, and how.
-
-    Attributes:
-        studies: Of :data:`STUDIES`.
-        methods: Those of the study are run.
-        seeds: Of every method.
-        out: Folder of the csv files.
-        glosses: Folder of WordNet.
-        jobs: Runs at a time.
-        deadline: By ``time.monotonic``, after which no run begins; None has no end.
-        tiny: Whether all is small.
-    """
-
-    studies: Sequence[str]
-    methods: Sequence[str]
-    seeds: Sequence[int]
-    out: Path
-    glosses: str = GLOSSES
-    jobs: int = 1
-    deadline: float | None = None
-    tiny: bool = False
-
-
-def curves(wanted: Curves, about: dict[str, Any]) -> Iterator[str]:
-    """Run what is not there yet, or was run with other settings; the files are whole after every run.
-
-    Args:
-        wanted: What to run. Seeds are the outer loop.
-        about: Where the rows come from.
-
-    Yields:
-        A line per run, and what is left.
-    """
-    path, beside = wanted.out / "frontier-curves.csv", wanted.out / "frontier-noise.csv"
+def curves(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
+    """Run what is not there yet, or was run with other settings; the files are whole after every run."""
+    path, noise_path = asked.out / "frontier-curves.csv", asked.out / "frontier-noise.csv"
     there = {_key(row): row for row in known_rows(path, Point)}
-    made = {name: make(name, wanted.glosses, tiny=wanted.tiny) for name in wanted.studies}
+    made = {name: make(name, asked.wordnet, tiny=asked.tiny) for name in asked.studies}
     every = [
         (name, method, seed, batch)
-        for seed in wanted.seeds
+        for seed in asked.seeds
         for name, study in made.items()
         for method in study.methods
         for batch in (study.batch, *(SMALLER[name] if method == EXACT else ()))
-        if method in wanted.methods
+        if method in asked.methods
     ]
-    pending = [run for run in every if run not in there or not _is_as_wanted(there[run], made[run[0]])]
-    done = len(every) - len(pending)
 
-    def arguments(run: Run) -> tuple[Any, ...]:
-        return curve, *run, wanted.glosses, wanted.tiny
+    def is_as_wanted(row: Point) -> bool:
+        now = (made[row.study].steps, made[row.study].learning_rate, METHODS[row.method].settings())
+        return now == (row.steps, row.learning_rate, row.settings)
 
-    failed = 0
-    for run, result in in_turn(pending, arguments, wanted.jobs, wanted.deadline):
-        title = ", ".join(map(str, run))
-        if isinstance(result, BaseException):
-            failed += 1
-            yield f"{title} failed: {last_line(result)}"
-            continue
-        found, noisy = result
-        here = about_run(about, wanted.jobs)
+    def keep(run: Run, found: tuple[list[Point], list[Noisy]]) -> str:
         # First the noise: of a run that is interrupted between the two files, its rows are replaced.
-        for place, rows in ((beside, noisy), (path, found)):
+        for place, rows in ((noise_path, found[1]), (path, found[0])):
             if rows:
-                put_rows(
-                    place, [dataclasses.replace(row, **here) for row in rows], lambda row, run=run: _key(row) == run
-                )
-        done += 1
-        last = found[-1]
-        yield f"[{done}/{len(every)}] {title}: {last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
-    yield what_is_left(done, len(every), failed)
+                put_run(place, rows, about, asked.jobs, _key)
+        last = found[0][-1]
+        return f"{last.metric} {last.score:.4f} ({last.seconds:.0f} s)"
+
+    pending = [run for run in every if run not in there or not is_as_wanted(there[run])]
+    done = len(every) - len(pending)
+    yield from go_on(asked, len(every), done, pending, lambda run: (curve, *run, asked.wordnet, asked.tiny), keep)
 
 
 def _key(row: Point | Noisy) -> Run:
     return row.study, row.method, row.seed, row.batch
-
-
-def _is_as_wanted(row: Point, study: Study) -> bool:
-    """Whether a run that is there was trained as it would be now."""
-    now = (study.steps, study.learning_rate, METHODS[row.method].settings())
-    return now == (row.steps, row.learning_rate, row.settings)

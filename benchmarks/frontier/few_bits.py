@@ -21,15 +21,7 @@ _POINTS = 1001  # of the grid that borders lie on: a fiftieth apart
 
 
 def best_steps(values: np.ndarray, pieces: int) -> list[int]:
-    """Cut a row of numbers into pieces with the least sum of squared distances from each piece's mean.
-
-    Args:
-        values: The numbers, shape (n,).
-        pieces: How many.
-
-    Returns:
-        Where each piece but the first begins.
-    """
+    """Cut a row of numbers into pieces with the least sum of squared distances from each piece's mean."""
     count = len(values)
     sums, squares = (np.concatenate([[0.0], np.cumsum(numbers)]) for numbers in (values, values**2))
     begin, end = np.meshgrid(np.arange(count + 1), np.arange(count + 1), indexing="ij")
@@ -50,14 +42,7 @@ def best_steps(values: np.ndarray, pieces: int) -> list[int]:
 
 @functools.lru_cache
 def gelu_steps(bits: int) -> tuple[Tensor, Tensor]:
-    """Return the piecewise constant function that stands for the derivative of GELU.
-
-    Args:
-        bits: Its pieces are 2^bits.
-
-    Returns:
-        Borders between pieces, ascending, shape (2^bits - 1,), and the value of each piece, shape (2^bits,).
-    """
+    """Return the piecewise constant function that stands for the derivative of GELU."""
     edges = np.linspace(-_DOMAIN, _DOMAIN, _POINTS + 1)
     x = torch.tensor((edges[:-1] + edges[1:]) / 2, requires_grad=True)
     derivative = torch.autograd.grad(F.gelu(x).sum(), x)[0].numpy()
@@ -73,25 +58,13 @@ class FewBitGELU(nn.Module):
     levels: Tensor
 
     def __init__(self, bits: int) -> None:
-        """Find the pieces.
-
-        Args:
-            bits: 1 to 4.
-        """
+        """Find the pieces."""
         super().__init__()
         self.bits = bits
         for name, tensor in zip(("borders", "levels"), gelu_steps(bits), strict=True):
             self.register_buffer(name, tensor.clone(), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply GELU.
-
-        Args:
-            input: Any shape, float32.
-
-        Returns:
-            The shape of ``input``.
-        """
         return _FewBits.apply(input, self.borders, self.levels, self.bits)
 
 
@@ -113,15 +86,7 @@ class _FewBits(torch.autograd.Function):
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Store small numbers, eight of them in ``bits`` bytes.
-
-    Args:
-        codes: uint8, below 2^bits, shape (n,).
-        bits: 1 to 4.
-
-    Returns:
-        uint8, shape (bits, ⌈n / 8⌉): a byte of row b has bit b of eight numbers.
-    """
+    """Store small numbers, eight of them in ``bits`` bytes."""
     lanes = F.pad(codes, (0, -len(codes) % 8)).view(-1, 8)
     rows = torch.zeros(bits, len(lanes), dtype=torch.uint8, device=codes.device)
     for bit, row in enumerate(rows):
@@ -131,16 +96,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
-    """Read what :func:`pack_codes` stored.
-
-    Args:
-        stored: Its result.
-        bits: 1 to 4.
-        count: How many numbers it holds.
-
-    Returns:
-        uint8, shape (count,).
-    """
+    """Read what :func:`pack_codes` stored."""
     lanes = torch.zeros(stored.shape[1], 8, dtype=torch.uint8, device=stored.device)
     for bit, row in enumerate(stored):
         for lane in range(8):
@@ -149,15 +105,7 @@ def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
 
 
 def use_few_bits(model: nn.Module, bits: int) -> None:
-    """Replace every GELU of a model, transformers' own among them.
-
-    Args:
-        model: The model.
-        bits: 1 to 4.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Replace every GELU of a model, transformers' own among them."""
     found = [name for name, module in model.named_modules() if _is_gelu(module)]
     if not found:
         raise ValueError("A derivative of few bits needs a GELU, and the model has none as a module.")

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rmm_linear.memory.ledger import storage_key
-from rmm_linear.ops.masks import APPLY_MASK, PACK_MASK
-from rmm_linear.ops.sketches import PACK, UNPACK
-from rmm_linear.packing import GROUP
-from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
+from benchmarks.library import APPLY_MASK, GROUP, PACK, PACK_MASK, UNPACK, draw_seed, mix, peek_seed, storage_key
 
 _DIMENSIONS = (2, 3, 4)
 
@@ -30,25 +26,18 @@ class PackedSaves:
     """The hooks that pack what autograd saves, and what they have packed already."""
 
     def __init__(self, model: nn.Module, bits: int) -> None:
-        """Remember which tensors stay.
-
-        Args:
-            model: Its parameters and buffers do.
-            bits: 8, 4 or 2.
-        """
+        """Remember which tensors stay."""
         self._model, self._bits = model, bits
         self._own = set[Any]()
         self._packed = dict[Any, Any]()
 
     def __enter__(self) -> None:
-        """Begin to pack."""
         self._own = {storage_key(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         self._seed, self._count = peek_seed(), 0  # numbers drawn on the way would shift the masks of dropout
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
     def __exit__(self, *_: Any) -> None:
-        """Pack no more."""
         self._hooks.__exit__()
         self._packed.clear()
         draw_seed()  # so that the next step has others
@@ -91,12 +80,7 @@ def _packed_mask(tensor: Tensor) -> Any:
 
 
 def use_gact(model: nn.Module, bits: int = 4) -> None:
-    """Pack what a model's forward pass saves, from now on.
-
-    Args:
-        model: The model; its attention is computed by softmax, since what fused kernels save cannot be rounded.
-        bits: 8, 4 or 2.
-    """
+    """Pack what a model's forward pass saves, from now on."""
     set_attention: Any = getattr(model, "set_attn_implementation", None)
     if set_attention is not None:
         set_attention("eager")

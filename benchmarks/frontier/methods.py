@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
-from benchmarks.paper import HEAD, use_paper
+from benchmarks.library import CacheEntry, SketchCache
+from benchmarks.suites.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.context.model_context import CacheEntry, SketchCache
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
@@ -26,60 +26,28 @@ _RANK = 16
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        title: As tables show it.
-        group: "exact", "published", "fewer parameters" or "ours".
-        change: Changes a model in place, or wraps it; returns what trains.
-        fields: Its arguments besides the model.
-        learning_rate: Of AdamW.
-        is_exact: Whether gradients are the exact model's to the bit, so that nothing has to be trained again.
-        is_indexed: Whether the model takes the numbers of the examples.
-        is_tuned: Whether it is fine-tuned on GLUE; otherwise it is in studies alone.
-        budget: Of a plan: the share of what the exact step's peak has above the least of any plan.
-    """
-
-    title: str
-    group: str
-    change: Callable[..., nn.Module]
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float = LEARNING_RATE
+    title: str  # as tables show it
+    group: str  # "exact", "published", "fewer parameters" or "ours"
+    change: Callable[..., nn.Module | None]  # changes a model in place, or wraps it and returns what trains
+    fields: Mapping[str, Any] = field(default_factory=dict)  # its arguments besides the model
+    learning_rate: float = LEARNING_RATE  # of AdamW
+    # whether gradients are the exact model's to the bit, so that nothing has to be trained again
     is_exact: bool = False
-    is_indexed: bool = False
-    is_tuned: bool = True
-    budget: float | None = None
+    is_indexed: bool = False  # whether the model takes the numbers of the examples
+    is_tuned: bool = True  # whether it is fine-tuned on GLUE; otherwise it is in studies alone
+    budget: float | None = None  # of a plan: the share of what the exact step's peak has above the least of any plan
 
     def prepare(self, model: nn.Module, plan: Path | None = None) -> nn.Module:
-        """Prepare a model for this method.
-
-        Args:
-            model: Changed in place, or wrapped.
-            plan: The saved plan, where there is a budget.
-
-        Returns:
-            What trains.
-
-        Raises:
-            ValueError: If the plan is missing.
-        """
+        """Prepare a model for this method."""
         if self.budget is None:
-            return self.change(model, **self.fields)
+            return self.change(model, **self.fields) or model
         load_plan(self._there(plan)).apply(model)
         return model
 
     def settings(self, plan: Path | None = None) -> str:
-        """Write what a run is trained with, besides the columns of its row: another text, another run.
-
-        Args:
-            plan: The saved plan, where there is a budget.
-
-        Returns:
-            The fields as JSON; of a plan, the beginning of its SHA-256.
-
-        Raises:
-            ValueError: If the plan is missing.
-        """
+        """Write what a run is trained with, besides the columns of its row: another text, another run."""
         if self.budget is None:
             return json.dumps(dict(self.fields), sort_keys=True)
         return f"plan {hashlib.sha256(self._there(plan).read_bytes()).hexdigest()[:12]}"
@@ -88,10 +56,6 @@ class Method:
         if plan is None or not plan.is_file():
             raise ValueError(f"{self.title} needs a plan, and there is no {plan}. Run part cost first, which makes it.")
         return plan
-
-
-def _unchanged(model: nn.Module) -> nn.Module:
-    return model
 
 
 def _converted(model: nn.Module, **fields: Any) -> nn.Module:
@@ -115,11 +79,6 @@ def _wta(model: nn.Module, **fields: Any) -> nn.Module:
     return model
 
 
-def _paper(model: nn.Module, *, ratio: float) -> nn.Module:
-    use_paper(model, ratio)
-    return model
-
-
 def _checkpointed(model: nn.Module, *, every: int) -> nn.Module:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -129,16 +88,6 @@ def _checkpointed(model: nn.Module, *, every: int) -> nn.Module:
     blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     for place, block in enumerate(blocks):
         block.gradient_checkpointing = place % every == 0
-    return model
-
-
-def _few_bits(model: nn.Module, *, bits: int) -> nn.Module:
-    use_few_bits(model, bits)
-    return model
-
-
-def _gact(model: nn.Module, *, bits: int) -> nn.Module:
-    use_gact(model, bits)
     return model
 
 
@@ -154,10 +103,6 @@ def _lora(model: nn.Module, *, rank: int, groups: int | None = None) -> nn.Modul
     return get_peft_model(model, LoraConfig(task_type=kind, **settings))  # pyright: ignore[reportArgumentType]
 
 
-def _converted_lora(model: nn.Module, *, rank: int) -> nn.Module:
-    return _converted(_lora(model, rank=rank))
-
-
 # All linear layers but those of the head, which see one row per sequence.
 _PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "min_rows": 1}
 _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
@@ -167,7 +112,7 @@ _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "att
 
 
 def _published(share: int) -> Method:
-    return Method(f"Gaussian sketch, {share} %", "published", _paper, {"ratio": share / 100})
+    return Method(f"Gaussian sketch, {share} %", "published", use_paper, {"ratio": share / 100})
 
 
 def _dense(share: int) -> Method:
@@ -181,11 +126,11 @@ def _adapters(title: str, change: Callable[..., nn.Module], **fields: Any) -> Me
 
 
 def _fit(share: int) -> Method:
-    return Method(f"fit, least + {share} %", "ours", _unchanged, budget=share / 100)
+    return Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
 
 
 METHODS: dict[str, Method] = {
-    EXACT: Method("exact", "exact", _unchanged, is_exact=True),
+    EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
     "checkpoint": Method("checkpointing, all blocks", "exact", _checkpointed, {"every": 1}, is_exact=True),
     "checkpoint-half": Method("checkpointing, half", "exact", _checkpointed, {"every": 2}, is_exact=True),
     **{f"gaussian-{share}": _published(share) for share in (50, 20, 10)},
@@ -196,11 +141,11 @@ METHODS: dict[str, Method] = {
         )
         for share in (30, 10)
     },
-    "few-bits": Method("few-bit GELU, 3 bits", "published", _few_bits, {"bits": 3}),
-    "gact": Method("GACT's rule, 4 bits", "published", _gact, {"bits": 4}),
+    "few-bits": Method("few-bit GELU, 3 bits", "published", use_few_bits, {"bits": 3}),
+    "gact": Method("GACT's rule, 4 bits", "published", use_gact, {"bits": 4}),
     "lora": _adapters(f"LoRA, rank {_RANK}", _lora),
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
-    "lora-tenth": _adapters("LoRA, and ours on it", _converted_lora),
+    "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
     "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted),

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.frontier import compared
-from benchmarks.frontier.means import mean_and_error, mean_over_groups
+from benchmarks.figures import distinct, figure_of
+from benchmarks.frontier import aggregate as compared
+from benchmarks.frontier.aggregate import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.frontier.study import TITLES
-from benchmarks.plots import distinct, figure_of
 
 _TITLES = {"sst2": "SST-2, accuracy", "cola": "CoLA, Matthews", "stsb": "STS-B, Pearson", "rte": "RTE, accuracy"}
 _GROUPS = {
@@ -26,15 +26,7 @@ _PLACES = ((4, 3), (4, -8), (-4, 3), (-4, -8), (4, 10), (4, -15), (-4, 10), (-4,
 
 
 def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot scores, training losses and the time of a step against what lives between the two passes.
-
-    Args:
-        epochs: All runs.
-        costs: All measurements of steps.
-
-    Returns:
-        The figure: means over the tasks that are comparable; None if there is none.
-    """
+    """Plot scores, training losses and the time of a step against what lives between the two passes."""
     tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None
@@ -58,15 +50,7 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
 
 
 def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot the scores of every task against the bytes that live between the two passes.
-
-    Args:
-        epochs: All runs.
-        costs: All measurements of steps.
-
-    Returns:
-        The figure; None if no task was measured.
-    """
+    """Plot the scores of every task against the bytes that live between the two passes."""
     tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None
@@ -126,15 +110,7 @@ def _at(name: Any, place: tuple[int, int]) -> Any:
 
 
 def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
-    """Plot the held-out loss of every study: means over seeds, with bands from the least to the greatest.
-
-    Args:
-        points: All evaluations.
-        batches: Rows per step of every study; exact runs with others are thinner and dashed, without bands.
-
-    Returns:
-        The figure.
-    """
+    """Plot the held-out loss of every study: means over seeds, with bands from the least to the greatest."""
     studies = [study for study in batches if any(row.study == study for row in points)]
     figure, axes = figure_of(1, len(studies))
     every = [EXACT, *dict.fromkeys(row.method for row in points if row.method != EXACT)]
@@ -176,14 +152,7 @@ def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
 
 
 def plot_long(epochs: Sequence[Epoch]) -> Any:
-    """Plot losses and the score by epoch: means over seeds, with bands.
-
-    Args:
-        epochs: Of the long task.
-
-    Returns:
-        The figure.
-    """
+    """Plot losses and the score by epoch: means over seeds, with bands."""
     figure, axes = figure_of(1, 3)
     exact = {(row.seed, row.epoch): row.train_loss for row in epochs if row.method == EXACT}
     every = [method for method in METHODS if any(row.method == method for row in epochs)]

@@ -9,155 +9,84 @@ from benchmarks.records import Origin
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch(Origin):
-    """One epoch of one run.
+    """One epoch of one run."""
 
-    Attributes:
-        task: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
-        method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        seed: Of the classifier, the order of the rows, dropout and the method.
-        epoch: Which one, from 1.
-        epochs: How many the run has.
-        metric: Name of the score.
-        score: On the dev set.
-        dev_loss: On the dev set.
-        train_loss: Mean over the epoch's batches.
-        fitted_loss: On the training set, evaluated as the dev set is; empty where it is not.
-        steps: So far.
-        seconds: Of the whole run, other runs beside it.
-        batch: Rows per step.
-        learning_rate: At its highest.
-        rows: Of the training set.
-        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
-        dropout: "by step" where all methods have the exact run's masks of dropout; empty where they have others.
-    """
-
-    task: str
-    method: str
-    seed: int
-    epoch: int
-    epochs: int
-    metric: str
-    score: float
-    dev_loss: float
-    train_loss: float
-    steps: int
-    seconds: float
-    batch: int
-    learning_rate: float
-    rows: int
-    settings: str
-    dropout: str = ""
-    fitted_loss: float | None = None
+    task: str  # of :data:`benchmarks.frontier.tasks.TRAININGS`
+    method: str  # of :data:`benchmarks.frontier.methods.METHODS`
+    seed: int  # of the classifier, the order of the rows, dropout and the method
+    epoch: int  # which one, from 1
+    epochs: int  # how many the run has
+    metric: str  # name of the score
+    score: float  # on the dev set
+    dev_loss: float  # on the dev set
+    train_loss: float  # mean over the epoch's batches
+    steps: int  # so far
+    seconds: float  # of the whole run, other runs beside it
+    batch: int  # rows per step
+    learning_rate: float  # at its highest
+    rows: int  # of the training set
+    settings: str  # of the method, by :meth:`benchmarks.frontier.methods.Method.settings`
+    dropout: str = ""  # "by step" where all methods have the exact run's masks of dropout; empty where they have others
+    fitted_loss: float | None = None  # on the training set, evaluated as the dev set is; empty where it is not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Origin):
-    """What a training step with one method takes, on one batch of a task.
+    """What a training step with one method takes, on one batch of a task."""
 
-    Attributes:
-        task: Of :data:`benchmarks.frontier.tasks.TRAININGS`.
-        method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        batch: Its shape, rows × tokens, none of which is padding.
-        saved: Bytes that autograd saves, by the ledger; empty where hooks of the method store them elsewhere.
-        kept: Live bytes between forward and backward pass.
-        peak: Live bytes that a step makes at its peak, gradients among them.
-        rss: What a step adds to the peak of the resident set; empty where there is no /proc.
-        seconds: Median of a step, steps of all methods in turns.
-        lower: Lower quartile of the same.
-        upper: Upper quartile.
-        time: The median by the exact step's.
-        trained_batch: Shape of a batch as large as those that are trained on.
-        trained_seconds: As ``seconds``, on that batch.
-        trained_lower: Lower quartile.
-        trained_upper: Upper quartile.
-        trained_time: The median by the exact step's.
-        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
-        plan: For plans: how many blocks do what.
-        status: "ok", or why there is nothing.
-        seed: Of the model and the method.
-    """
-
-    task: str
-    method: str
-    batch: str = ""
+    task: str  # of :data:`benchmarks.frontier.tasks.TRAININGS`
+    method: str  # of :data:`benchmarks.frontier.methods.METHODS`
+    batch: str = ""  # its shape, rows × tokens, none of which is padding
+    # bytes that autograd saves, by the ledger; empty where hooks of the method store them elsewhere
     saved: int | None = None
-    kept: int | None = None
-    peak: int | None = None
-    rss: int | None = None
-    seconds: float | None = None
-    lower: float | None = None
-    upper: float | None = None
-    time: float | None = None
-    trained_batch: str = ""
-    trained_seconds: float | None = None
-    trained_lower: float | None = None
-    trained_upper: float | None = None
-    trained_time: float | None = None
-    settings: str = ""
-    plan: str = ""
-    status: str = "ok"
-    seed: int = 0
+    kept: int | None = None  # live bytes between forward and backward pass
+    peak: int | None = None  # live bytes that a step makes at its peak, gradients among them
+    rss: int | None = None  # what a step adds to the peak of the resident set; empty where there is no /proc
+    seconds: float | None = None  # median of a step, steps of all methods in turns
+    lower: float | None = None  # lower quartile of the same
+    upper: float | None = None  # upper quartile
+    time: float | None = None  # the median by the exact step's
+    trained_batch: str = ""  # shape of a batch as large as those that are trained on
+    trained_seconds: float | None = None  # as ``seconds``, on that batch
+    trained_lower: float | None = None  # lower quartile
+    trained_upper: float | None = None  # upper quartile
+    trained_time: float | None = None  # the median by the exact step's
+    settings: str = ""  # of the method, by :meth:`benchmarks.frontier.methods.Method.settings`
+    plan: str = ""  # for plans: how many blocks do what
+    status: str = "ok"  # "ok", or why there is nothing
+    seed: int = 0  # of the model and the method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Origin):
-    """One evaluation of one run of a study.
+    """One evaluation of one run of a study."""
 
-    Attributes:
-        study: "images" or "language".
-        method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        seed: Of the weights, the order of the rows and the method.
-        batch: Rows per step.
-        step: So far.
-        steps: Of the run.
-        epoch: How often the training set was seen so far.
-        train_loss: Mean over the steps since the last evaluation.
-        dev_loss: On held-out rows.
-        metric: Name of the score.
-        score: On held-out rows.
-        seconds: Of the whole run, other runs beside it.
-        learning_rate: At its highest.
-        settings: Of the method, by :meth:`benchmarks.frontier.methods.Method.settings`.
-    """
-
-    study: str
-    method: str
-    seed: int
-    batch: int
-    step: int
-    steps: int
-    epoch: float
-    train_loss: float
-    dev_loss: float
-    metric: str
-    score: float
-    seconds: float
-    learning_rate: float
-    settings: str
+    study: str  # "images" or "language"
+    method: str  # of :data:`benchmarks.frontier.methods.METHODS`
+    seed: int  # of the weights, the order of the rows and the method
+    batch: int  # rows per step
+    step: int  # so far
+    steps: int  # of the run
+    epoch: float  # how often the training set was seen so far
+    train_loss: float  # mean over the steps since the last evaluation
+    dev_loss: float  # on held-out rows
+    metric: str  # name of the score
+    score: float  # on held-out rows
+    seconds: float  # of the whole run, other runs beside it
+    learning_rate: float  # at its highest
+    settings: str  # of the method, by :meth:`benchmarks.frontier.methods.Method.settings`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noisy(Origin):
-    """Variances of the gradient of one block at one moment of one run, on the batch of that step.
+    """Variances of the gradient of one block at one moment of one run, on the batch of that step."""
 
-    Attributes:
-        study: "images" or "language".
-        method: Of :data:`benchmarks.frontier.methods.METHODS`.
-        seed: Of the run.
-        batch: Rows per step.
-        step: So far.
-        operation: Which stand-ins add to the noise, or "all".
-        block: Whose parameters.
-        noise: Σ D² of the stand-ins.
-        sgd: Σ D²_SGD, over rows.
-    """
-
-    study: str
-    method: str
-    seed: int
-    batch: int
-    step: int
-    operation: str
-    block: str
-    noise: float
-    sgd: float
+    study: str  # "images" or "language"
+    method: str  # of :data:`benchmarks.frontier.methods.METHODS`
+    seed: int  # of the run
+    batch: int  # rows per step
+    step: int  # so far
+    operation: str  # which stand-ins add to the noise, or "all"
+    block: str  # whose parameters
+    noise: float  # σ D² of the stand-ins
+    sgd: float  # σ D²_SGD, over rows

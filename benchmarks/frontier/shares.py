@@ -7,19 +7,19 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.block_cases import inputs, llama, roberta
-from benchmarks.paper import use_paper
-from benchmarks.plots import distinct, figure_of
+from benchmarks.figures import distinct, figure_of
+from benchmarks.frontier.runs import Asked
+from benchmarks.library import STEPS
+from benchmarks.noise.blocks import inputs, llama, roberta
 from benchmarks.records import Origin, show, write_rows
+from benchmarks.suites.paper import use_paper
 from rmm_linear import RMMConfig, convert
-from rmm_linear.context.auto_bits import STEPS
 
 FORWARD, BACKWARD, REST = "forward", "backward", "the rest"
 _PREFIXES, _ROUNDS = ("rmm_linear::", "paper::"), 5
@@ -52,57 +52,33 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Origin):
-    """One operator in the steps of one case.
+    """One operator in the steps of one case."""
 
-    Attributes:
-        case: Title.
-        phase: "forward" or "backward"; empty for the rest.
-        operator: Name, of this package or of the published layer; "the rest" is PyTorch's operators, and the Python
-            around.
-        calls: Per step.
-        seconds: Per step, median over steps, the profiler's own time among them.
-        share: Of the step.
-        products: The part of ``share`` that matrix products take which exact training has too, if of more rows: dW, the
-            products of attention and of the head. Those with S are none of them.
-        seed: Of the weights and the batch.
-    """
-
-    case: str
-    phase: str
+    case: str  # title
+    phase: str  # "forward" or "backward"; empty for the rest
+    # name, of this package or of the published layer; "the rest" is PyTorch's operators, and the Python around
     operator: str
-    calls: int
-    seconds: float
-    share: float
+    calls: int  # per step
+    seconds: float  # per step, median over steps, the profiler's own time among them
+    share: float  # of the step
+    # the part of ``share`` that matrix products take which exact training has too, if of more rows: dW, the products of
+    # attention and of the head. Those with S are none of them
     products: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of the weights and the batch
 
 
 @dataclass
 class Spent:
-    """What an operator took in one step.
+    """What an operator took in one step."""
 
-    Attributes:
-        seconds: With all that it calls.
-        calls: How often it was called.
-        products: Seconds of the matrix products in it, but for those with S.
-    """
-
-    seconds: float = 0.0
-    calls: int = 0
-    products: float = 0.0
+    seconds: float = 0.0  # with all that it calls
+    calls: int = 0  # how often it was called
+    products: float = 0.0  # seconds of the matrix products in it, but for those with S
 
 
-def shares(out: Path, about: dict[str, Any], *, tiny: bool = False) -> Iterator[str]:
-    """Profile steps of two converted models, and of the published sketch, unless they are there.
-
-    Args:
-        out: Folder of the csv file and the picture.
-        about: Where the rows come from.
-        tiny: Whether sizes are small.
-
-    Yields:
-        A table per model, and the picture's path.
-    """
+def shares(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
+    """Profile steps of two converted models, and of the published sketch, unless they are there."""
+    tiny, out = asked.tiny, asked.out
     path = out / "frontier-shares.csv"
     if path.is_file():
         yield "all shares are there"
@@ -139,15 +115,7 @@ def _profiled(title: str, model: nn.Module, batch: dict[str, Any], tiny: bool) -
 
 
 def shares_of(title: str, rounds: Sequence[Mapping[tuple[str, str], Spent]]) -> list[Share]:
-    """Take the medians over steps.
-
-    Args:
-        title: Of the case.
-        rounds: Of every step, what each phase and operator took; the rest among them.
-
-    Returns:
-        A row per operator, the longest first, and the rest, which is what the medians leave of the median step.
-    """
+    """Take the medians over steps."""
     whole = statistics.median(sum(spent.seconds for spent in one.values()) for one in rounds)
     found = list[Share]()
     for phase, name in dict.fromkeys(key for one in rounds for key in one if key[1] != REST):
@@ -206,14 +174,7 @@ def _ours(event: Any) -> Any:
 
 
 def plot_shares(rows: Sequence[Share]) -> Any:
-    """Plot a bar per case: what operators take without matrix products that exact training has too.
-
-    Args:
-        rows: Of one case or more.
-
-    Returns:
-        The figure.
-    """
+    """Plot a bar per case: what operators take without matrix products that exact training has too."""
     cases = list(dict.fromkeys(row.case for row in rows))
     figure, (axis,) = figure_of(1, 1, width=9.0, height=1.2 + 0.9 * len(cases))
     names = list(dict.fromkeys(row.operator for row in rows if row.operator != REST))

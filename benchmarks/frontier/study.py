@@ -1,9 +1,14 @@
-"""A model that is trained from scratch: what the curves of two other families have in common."""
+"""Models that are trained from scratch: a vision transformer on scikit-learn's digits, a LLaMA on WordNet's glosses.
+
+The tokenizer of the LLaMA is trained on the glosses too.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,33 +22,20 @@ LONG = "cola-long"  # the task of ten epochs
 
 @dataclass(frozen=True)
 class Study:
-    """A data set and a model.
+    """A data set and a model."""
 
-    Attributes:
-        title: As pictures show it.
-        train: Arguments of the model, one row per example.
-        dev: The same, held out.
-        model: Makes the model of a seed.
-        score: Of the logits and the labels of held-out rows, a mean over them: what is reported, besides the loss.
-        metric: Its name.
-        batch: Rows per step.
-        steps: Of a run.
-        every: Steps between evaluations.
-        learning_rate: At its highest.
-        methods: What is compared.
-    """
-
-    title: str
-    train: Batch
-    dev: Batch
-    model: Callable[[int], nn.Module]
+    title: str  # as pictures show it
+    train: Batch  # arguments of the model, one row per example
+    dev: Batch  # the same, held out
+    model: Callable[[int], nn.Module]  # makes the model of a seed
+    # of the logits and the labels of held-out rows, a mean over them: what is reported, besides the loss
     score: Callable[[Tensor, Tensor], float]
-    metric: str
-    batch: int
-    steps: int
-    every: int
-    learning_rate: float
-    methods: tuple[str, ...]
+    metric: str  # its name
+    batch: int  # rows per step
+    steps: int  # of a run
+    every: int  # steps between evaluations
+    learning_rate: float  # at its highest
+    methods: tuple[str, ...]  # what is compared
 
     @property
     def rows(self) -> int:
@@ -51,15 +43,7 @@ class Study:
         return len(self.train["labels"])
 
     def batches(self, seed: int, size: int) -> Iterator[Batch]:
-        """Draw batches for ever; every row comes once before one comes twice.
-
-        Args:
-            seed: Of the order.
-            size: Rows per batch.
-
-        Yields:
-            Arguments of the model.
-        """
+        """Draw batches for ever; every row comes once before one comes twice."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(self.rows, generator=generator)
@@ -67,14 +51,7 @@ class Study:
                 yield {name: rows[order[begin : begin + size]] for name, rows in self.train.items()}
 
     def evaluate(self, model: Any) -> tuple[float, float]:
-        """Return the loss and the score on the held-out rows.
-
-        Args:
-            model: The model; its mode stays.
-
-        Returns:
-            Both.
-        """
+        """Return the loss and the score on the held-out rows."""
         was_training = model.training
         model.eval()
         loss, score, count = 0.0, 0.0, len(self.dev["labels"])
@@ -86,3 +63,113 @@ class Study:
                 score += weight * self.score(output.logits, part["labels"])
         model.train(was_training)
         return loss, score
+
+
+_HELD_OUT = 360  # of 1797
+
+
+def images(*, tiny: bool = False) -> Study:
+    """Read the digits, 8 × 8 pixels each."""
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out, rest = order[:_HELD_OUT], order[_HELD_OUT:]
+    if tiny:
+        held_out, rest = held_out[:40], rest[:160]
+    train, dev = ({"pixel_values": pixels[rows], "labels": labels[rows]} for rows in (rest, held_out))
+
+    def model(seed: int) -> nn.Module:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        torch.manual_seed(seed)
+        width, layers = (32, 2) if tiny else (128, 4)
+        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+        return ViTForImageClassification(ViTConfig(**sizes))
+
+    methods = ("exact", "dense-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
+    return Study(
+        title="ViT on digits", train=train, dev=dev, model=model, score=_error, metric="error rate", batch=64,
+        steps=12 if tiny else 1500, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
+    )  # fmt: skip
+
+
+def _error(logits: Tensor, labels: Tensor) -> float:
+    return float((logits.argmax(-1) != labels).double().mean())
+
+
+GLOSSES = "/usr/share/wordnet"  # where Debian's wordnet-base has them
+_LENGTH, _HELD_OUT = 64, 0.01  # tokens of a row: a few glosses, so that all rows of a run are new ones
+_END = "<end>"
+_PARTS = ("data.noun", "data.verb", "data.adj", "data.adv")
+
+
+def check_glosses(folder: Path) -> None:
+    """Look for the files of WordNet."""
+    for part in _PARTS:
+        if not (folder / part).is_file():
+            raise ValueError(
+                f"The language model is trained on WordNet's glosses, and there is no {folder / part}. On Debian and "
+                "Ubuntu: apt-get install wordnet-base; or --wordnet FOLDER."
+            )
+
+
+def read_glosses(folder: Path) -> list[str]:
+    """Read the definitions and examples of WordNet 3."""
+    check_glosses(folder)
+    texts = list[str]()
+    for part in _PARTS:
+        lines = (folder / part).read_text(encoding="utf-8").splitlines()
+        texts += [line.partition(" | ")[2].strip() for line in lines if " | " in line]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
+    """Cut the glosses into tokens."""
+    words, width, layers, steps = (300, 32, 2, 12) if tiny else (4096, 256, 4, 3000)
+    texts = read_glosses(Path(folder))
+    count = int(_HELD_OUT * len(texts)) + 1
+    ids = _tokens(texts, texts[count:], words)
+    held_out, rest = ([token for text in part for token in text] for part in (ids[:count], ids[count:]))
+    train, dev = ({"input_ids": rows, "labels": rows} for rows in map(_rows, (rest, held_out)))
+
+    def model(seed: int) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width + width // 4 * 3}
+        sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": words}
+        return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=_LENGTH, use_cache=False))
+
+    methods = ("exact", "dense-20", "dense-10", "wide", "tenth", "narrow")
+    return Study(
+        title="LLaMA on glosses", train=train, dev=dev, model=model, score=_accuracy, metric="next-token accuracy",
+        batch=8, steps=steps, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
+    )  # fmt: skip
+
+
+def _tokens(texts: list[str], known: list[str], words: int) -> list[list[int]]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=words, special_tokens=[_END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(known, trainer)
+    end = tokenizer.token_to_id(_END)
+    return [[*encoded.ids, end] for encoded in tokenizer.encode_batch(texts)]
+
+
+def _rows(tokens: list[int]) -> Tensor:
+    return torch.tensor(tokens[: len(tokens) // _LENGTH * _LENGTH]).view(-1, _LENGTH)
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    return float((logits[:, :-1].argmax(-1) == labels[:, 1:]).double().mean())

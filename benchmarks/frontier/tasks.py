@@ -1,9 +1,12 @@
-"""The GLUE tasks that methods are compared on, and the model that is fine-tuned."""
+"""The GLUE tasks that methods are compared on, the model that is fine-tuned, and one run: a method, a task, a seed."""
 
 from __future__ import annotations
 
 import functools
 import statistics
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,19 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from transformers import DataCollatorWithPadding, PreTrainedModel, set_seed
+from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.rows import Epoch
+from benchmarks.frontier.runs import Asked, go_on, put_run
+from benchmarks.library import mix
+from benchmarks.records import known_rows
 from glue_finetune.minilm import save_minilm
 from glue_finetune.modeling import limit_length, load_config, load_model, load_tokenizer, take_columns, tokenize
-from glue_finetune.tasks import Task, get_task, load_task
+from glue_finetune.scoring import make_scorer
+from glue_finetune.tasks import PAPER, Task, get_task, load_task
 from rmm_linear.estimators import IndexedDataset, with_sample_index
 
 BATCH, _TOKENS, _MAX_LENGTH, _TINY_ROWS = 32, 2048, 128, 96
@@ -23,27 +34,16 @@ BATCH, _TOKENS, _MAX_LENGTH, _TINY_ROWS = 32, 2048, 128, 96
 
 @dataclass(frozen=True)
 class Training:
-    """How much of a task is trained on.
+    """How much of a task is trained on."""
 
-    Attributes:
-        task: Name of the GLUE task.
-        epochs: Times that the training set is seen.
-        rows: Only the first rows of the training set.
-        batch: Rows per step.
-        methods: What is trained; None is everything.
-        seeds: What is trained of those that are asked for; None is all.
-        slower: By what learning rates are divided.
-        is_watched: Whether the loss on the training set is evaluated after every epoch, as that on the dev set.
-    """
-
-    task: str
-    epochs: int
-    rows: int | None = None
-    batch: int = BATCH
-    methods: tuple[str, ...] | None = None
-    seeds: tuple[int, ...] | None = None
-    slower: float = 1
-    is_watched: bool = False
+    task: str  # name of the GLUE task
+    epochs: int  # times that the training set is seen
+    rows: int | None = None  # only the first rows of the training set
+    batch: int = BATCH  # rows per step
+    methods: tuple[str, ...] | None = None  # what is trained; None is everything
+    seeds: tuple[int, ...] | None = None  # what is trained of those that are asked for; None is all
+    slower: float = 1  # by what learning rates are divided
+    is_watched: bool = False  # whether the loss on the training set is evaluated, too
 
 
 TRAININGS: dict[str, Training] = {
@@ -63,62 +63,29 @@ TRAININGS: dict[str, Training] = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task, cut into tokens.
-
-    Attributes:
-        name: Of :data:`TRAININGS`.
-        training: What is trained on.
-        task: The GLUE task.
-        rows: Training set.
-        dev: Dev set.
-        tokenizer: Of the model.
-        config: Of the model.
-        folder: Of the model.
-    """
+    """A task, cut into tokens."""
 
     name: str
     training: Training
     task: Task
-    rows: Any
+    rows: Any  # training set
     dev: Any
     tokenizer: Any
     config: Any
-    folder: str
+    folder: str  # of the model
 
     def model(self, seed: int) -> PreTrainedModel:
-        """Load the model; its classifier is drawn anew.
-
-        Args:
-            seed: Of the classifier.
-
-        Returns:
-            The model in training mode.
-        """
+        """Load the model; its classifier is drawn anew."""
         set_seed(seed)
         return load_model(self.folder, self.config).train()
 
     def collator(self, *, indexed: bool) -> Any:
-        """Return what makes a batch of rows.
-
-        Args:
-            indexed: Whether batches have the numbers of their examples.
-
-        Returns:
-            The collator.
-        """
+        """Return what makes a batch of rows."""
         collator: Any = DataCollatorWithPadding(self.tokenizer)
         return with_sample_index(collator) if indexed else collator
 
     def data(self, model: torch.nn.Module, *, indexed: bool) -> tuple[Any, Any]:
-        """Return the training set and the dev set, with the columns that a model takes.
-
-        Args:
-            model: The model, not yet wrapped.
-            indexed: Whether rows of the training set have their number.
-
-        Returns:
-            Both.
-        """
+        """Return the training set and the dev set, with the columns that a model takes."""
         rows, dev = (take_columns(part, model) for part in (self.rows, self.dev))
         return IndexedDataset(rows) if indexed else rows, dev
 
@@ -127,14 +94,6 @@ class Prepared:
 
         Some methods keep padding and others do not, and there is none. It is larger than those that are trained on by
         default, so that what is saved outweighs the gradient of the word embeddings, which all methods have.
-
-        Args:
-            model: The model, not yet wrapped.
-            indexed: Whether it has the numbers of its examples.
-            count: Rows, or as many as there are; None takes as many as have about 2,048 tokens.
-
-        Returns:
-            Its arguments.
         """
         rows, _ = self.data(model, indexed=indexed)
         lengths = [len(ids) for ids in self.rows["input_ids"]]
@@ -146,20 +105,7 @@ class Prepared:
 
 @functools.lru_cache(maxsize=2)
 def prepare(name: str, data_dir: str, folder: str, *, tiny: bool = False) -> Prepared:
-    """Read a task and cut it into tokens.
-
-    Args:
-        name: Of :data:`TRAININGS`.
-        data_dir: Folder in the official GLUE layout.
-        folder: Of the model; MiniLM is written into it if there is none.
-        tiny: Whether to take few rows.
-
-    Returns:
-        The task.
-
-    Raises:
-        glue_finetune.errors.UserError: If something cannot be read.
-    """
+    """Read a task and cut it into tokens."""
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -173,3 +119,126 @@ def prepare(name: str, data_dir: str, folder: str, *, tiny: bool = False) -> Pre
     length = limit_length(tokenizer, _MAX_LENGTH)
     rows, dev = (tokenize(part, tokenizer, length) for part in (data.train, data.dev[""]))
     return Prepared(name, training, task, rows, dev, tokenizer, config, folder)
+
+
+DROPOUT = "by step"
+
+
+class SameOrder(Trainer):
+    """Takes the order of rows from the seed alone: methods draw from PyTorch's own generator, and not alike."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> LengthGroupedSampler:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        lengths = [len(rows[place]["input_ids"]) for place in range(len(rows))]
+        generator = torch.Generator().manual_seed(self.args.seed)
+        return LengthGroupedSampler(self.args.train_batch_size, lengths=lengths, generator=generator)
+
+
+class SameDropout(TrainerCallback):
+    """Begins the random numbers of every step with the seed and the step alone.
+
+    Methods that draw a number per step would shift the masks of dropout of all later steps: differences to the exact
+    run of the same seed would be those of other masks.
+    """
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        """Seed the step."""
+        torch.manual_seed(mix(args.seed, state.global_step))
+
+
+def train(
+    name: str, method: str, seed: int, data_dir: str, model_dir: str, plan: Path | None, tiny: bool
+) -> list[Epoch]:
+    """Fine-tune the model on a task with one method.
+
+    AdamW, decay and warm-up are those of Bershatsky et al. 2022; batch and learning rate are larger, since the model is
+    smaller and sees less. Rows of like length are trained on together: padding would be half of the work.
+    """
+    how = METHODS[method]
+    ready = prepare(name, data_dir, model_dir, tiny=tiny)
+    model = ready.model(seed)
+    rows, dev = ready.data(model, indexed=how.is_indexed)
+    evaluated: dict[str, Any] = {"dev": dev}
+    evaluated |= {"train": take_columns(ready.rows, model)} if ready.training.is_watched else {}
+    prepared = how.prepare(model, plan)
+    rate = how.learning_rate / ready.training.slower
+    epochs = ready.training.epochs
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {
+            **PAPER, "num_train_epochs": epochs, "learning_rate": rate,
+            "per_device_train_batch_size": ready.training.batch, "per_device_eval_batch_size": 64, "seed": seed,
+            "eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "no", "report_to": "none",
+            "disable_tqdm": True, "use_cpu": True, "remove_unused_columns": False, "label_names": ["labels"],
+            "dataloader_pin_memory": False, "train_sampling_strategy": "group_by_length",
+        }  # fmt: skip
+        trainer = SameOrder(
+            model=prepared,  # pyright: ignore[reportArgumentType]
+            args=TrainingArguments(folder, **settings),
+            train_dataset=rows,
+            eval_dataset=evaluated,
+            data_collator=ready.collator(indexed=how.is_indexed),
+            compute_metrics=make_scorer(ready.task),
+            callbacks=[SameDropout()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        began = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - began
+    logs, metric = trainer.state.log_history, ready.task.main_metric
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
+    scores = [entry for entry in logs if "eval_dev_loss" in entry]
+    fitted = [entry["eval_train_loss"] for entry in logs if "eval_train_loss" in entry] or [None] * epochs
+    return [
+        Epoch(
+            task=name, method=method, seed=seed, epoch=number, epochs=epochs, metric=metric,
+            score=entry[f"eval_dev_{metric}"], dev_loss=entry["eval_dev_loss"], train_loss=loss,
+            steps=int(entry["step"]), seconds=seconds, batch=ready.training.batch, learning_rate=rate,
+            rows=len(ready.rows), settings=how.settings(plan), dropout=DROPOUT, fitted_loss=of_rows,
+        )
+        for number, (loss, entry, of_rows) in enumerate(zip(losses, scores, fitted, strict=True), start=1)
+    ]  # fmt: skip
+
+
+def accuracy(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
+    """Run what is not there yet, or was run with other settings; the file is whole after every run.
+
+    Seeds are the outer loop, so that all methods are there once before one is there twice.
+    """
+    path = asked.out / "frontier-accuracy.csv"
+    trained = [
+        name for name in asked.methods if name == EXACT or (not METHODS[name].is_exact and METHODS[name].is_tuned)
+    ]
+    every = [
+        (task, method, seed)
+        for seed in asked.seeds
+        for task in asked.tasks
+        for method in trained
+        if method in (TRAININGS[task].methods or trained) and seed in (TRAININGS[task].seeds or asked.seeds)
+    ]
+
+    def plan_of(task: str, method: str) -> Path | None:
+        return asked.plan(task, method) if METHODS[method].budget else None
+
+    def is_as_wanted(row: Epoch) -> bool:
+        how, training = METHODS[row.method], TRAININGS[row.task]
+        settings = how.settings(plan_of(row.task, row.method))
+        is_all = asked.tiny or training.rows in (None, row.rows)
+        now = (training.epochs, training.batch, how.learning_rate / training.slower, settings, DROPOUT)
+        return is_all and now == (row.epochs, row.batch, row.learning_rate, row.settings, row.dropout)
+
+    def arguments(run: tuple[str, str, int]) -> tuple[Any, ...]:
+        return train, *run, asked.data_dir, asked.model_dir, plan_of(run[0], run[1]), asked.tiny
+
+    def key(row: Epoch) -> tuple[str, str, int]:
+        return row.task, row.method, row.seed
+
+    def keep(run: tuple[str, str, int], found: list[Epoch]) -> str:
+        put_run(path, found, about, asked.jobs, key)
+        return f"{found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
+
+    able = [run for run in every if (plan := plan_of(run[0], run[1])) is None or plan.is_file()]
+    there = {key(row): row for row in known_rows(path, Epoch)}
+    pending = [run for run in able if run not in there or not is_as_wanted(there[run])]
+    for run in (run for run in every if run not in able):
+        yield f"{', '.join(map(str, run))}: no plan, see part cost"
+    yield from go_on(asked, len(every), len(able) - len(pending), pending, arguments, keep)

@@ -6,17 +6,18 @@ comes from.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
+import sys
 from pathlib import Path
 
-from benchmarks.pages import frontier, frontier_noise, gpu, noise, planning, suites
+from benchmarks.pages import frontier, frontier_noise, gpu, planning, suites
 from benchmarks.pages.render import Table
 from benchmarks.records import RESULTS, ROOT
 
 TABLES: dict[str, Table] = {
     **suites.TABLES,
-    **noise.TABLES,
     **frontier.TABLES,
     **frontier_noise.TABLES,
     **planning.TABLES,
@@ -30,6 +31,18 @@ _ORIGINS = {
 }
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$")
 _END = "<!-- end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fill the pages; return 1 if one is out of date."""
+    if update(check=arguments.check):
+        return 0
+    print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)
+    return 1
 
 
 def update(*, check: bool = False, root: Path = ROOT, results: Path = RESULTS) -> bool:

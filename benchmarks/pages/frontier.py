@@ -6,15 +6,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.frontier import compared
-from benchmarks.frontier.compared import TITLES, loss_text, score_text, share_of, share_text
-from benchmarks.frontier.means import mean_text
+from benchmarks.frontier import aggregate as compared
+from benchmarks.frontier.aggregate import TITLES, loss_text, mean_text, score_text, share_of, share_text
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.frontier.shares import REST, WORDS, Share
+from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv
 from benchmarks.records import read_rows
-from rmm_linear._support.tables import table
 
 _README = {
     EXACT: "exact",

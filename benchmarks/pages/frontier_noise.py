@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.frontier.means import mean_text
+from benchmarks.frontier.aggregate import mean_text
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Epoch, Noisy, Point
 from benchmarks.frontier.study import BATCHES, LONG, TITLES
+from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv
 from benchmarks.records import read_rows
-from rmm_linear._support.tables import table
 from rmm_linear.variance import effective_batch
 
 _SLOW, _RAISED = "cola-slow", "cola-raised"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from benchmarks import roofline
-from benchmarks.compiled import NAME, CompiledRow
+from benchmarks.gpu import roofline
+from benchmarks.gpu.compiled import NAME, CompiledRow
+from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Machine, Way, Work
+from benchmarks.library import table
 from benchmarks.pages.render import Table, columns, from_csv
-from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Machine, Way
-from benchmarks.work import Work
-from rmm_linear._support.tables import table
+from benchmarks.records import RESULTS
 
 
 def _compiled(rows: Sequence[CompiledRow]) -> str:
@@ -101,3 +102,12 @@ TABLES: dict[str, Table] = {
         for part, make in (("", _ways), ("-operators", _operators))
     },
 }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing."""
+
+
+def run(arguments: argparse.Namespace) -> Iterator[str]:
+    """Return the tables of the bounds, which are computed."""
+    yield from (f"{make(RESULTS)}\n" for name, make in TABLES.items() if name.startswith("roofline"))

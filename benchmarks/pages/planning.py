@@ -6,14 +6,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from benchmarks.chains_bptt import Run
-from benchmarks.fit_paper import METHODS, Paper
-from benchmarks.fit_rows import EXACT, FIT, Fitted, Neighbour, Solved
-from benchmarks.graph_networks import PUBLISHED
-from benchmarks.graphs import METHODS as GRAPH_METHODS
-from benchmarks.graphs import Planned
+from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
-from rmm_linear._support.tables import table
+from benchmarks.planning.chains import Run
+from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_neighbours import Neighbour
+from benchmarks.planning.fit_paper import METHODS, Paper
+from benchmarks.planning.fit_solvers import Solved
+from benchmarks.planning.fit_steps import EXACT, FIT
+from benchmarks.planning.graphs import METHODS as GRAPH_METHODS
+from benchmarks.planning.graphs import Planned
+from benchmarks.planning.networks import PUBLISHED
 
 _ERROR = 3.0  # %, that a predicted peak may be from the measured one
 _CHAINS = {

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.library import table
 from benchmarks.records import Record, read_rows
-from rmm_linear._support.tables import table
 
 Table = Callable[[Path], str]
 Cell = Callable[[Any], str]

@@ -1,4 +1,4 @@
-"""The tables of ``docs/benchmarks.md``: suites of ``python -m benchmarks run``, of cases with a tenth of the bytes."""
+"""The tables of benchmarks.md, of cases with a tenth of the bytes, of noise.md and of estimators.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,43 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import growth, host, linear, models, operators
-from benchmarks.pages.render import Table, columns, pivot
-from benchmarks.records import RATIO, Row, read_rows
+from benchmarks.library import SAMPLERS, table
+from benchmarks.pages.render import Table, columns, from_csv, pivot
+from benchmarks.records import RATIO, Row, Sampled, Surveyed, read_rows
+from benchmarks.suites import growth, host, linear, models, operators
+
+_ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
+
+
+def digits(noise: float) -> str:
+    """Write a ratio of variances with two significant digits or so."""
+    return f"{noise:.{1 if noise >= 10 else 2 if noise >= 0.095 else 3}f}"
+
+
+def _survey(rows: Sequence[Surveyed]) -> str:
+    """Lay out settings down, tasks and memory across."""
+    return pivot(
+        rows,
+        lambda row: row.setting,
+        lambda row: f"{row.task}: {100 * row.memory:g} %",
+        lambda row: digits(row.noise),
+        corner="bytes relative to the input",
+    )
+
+
+def _sampling(rows: Sequence[Sampled]) -> str:
+    """Lay out norm estimators down, tasks and kinds across; kinds without an estimator below, in both columns."""
+    tasks = dict.fromkeys(row.task for row in rows)
+    cells = {(row.kind, row.norm_estimator, row.task): f"{row.noise:.2f}" for row in rows}
+    names = dict.fromkeys(row.norm_estimator for row in rows if row.norm_estimator)
+    lines = [
+        (_ESTIMATORS.get(name, f'"{name}"'), *(cells[kind, name, task] for task in tasks for kind in SAMPLERS))
+        for name in names
+    ]
+    for kind in ("rows", "countsketch"):
+        lines.append((f"for comparison, `{kind}`", *(cells[kind, "", task] for task in tasks for _ in SAMPLERS)))
+    return table(("rows sampled by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS)), lines)
+
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TITLES = {"paper": "the published dense Gaussian"}
@@ -130,7 +164,11 @@ _MAKERS = {
     "host": _host,
 }
 TABLES: dict[str, Table] = {
-    f"{suite}-{device}": partial(_suite, suite, device, make)
-    for suite, make in _MAKERS.items()
-    for device in ("cpu", "cuda")
+    "noise": from_csv("noise", Surveyed, _survey),
+    "sampling": from_csv("sampling", Sampled, _sampling),
+    **{
+        f"{suite}-{device}": partial(_suite, suite, device, make)
+        for suite, make in _MAKERS.items()
+        for device in ("cpu", "cuda")
+    },
 }

@@ -1,7 +1,8 @@
-"""The commands: what they refuse, what they need, and which cases a full run has."""
+"""Each command runs on small sizes, writes what it says, and refuses what makes no sense."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,54 +10,204 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bandwidth, block_steps, linear, models, operators
-from benchmarks.__main__ import main
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.noise.blocks import BlockRow, LeftRow
+from benchmarks.planning.chains import Cost, Run, Subset, revolve
+from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_neighbours import Neighbour
+from benchmarks.planning.fit_solvers import Solved
+from benchmarks.planning.fit_steps import FIT
+from benchmarks.planning.graphs import Planned
+from benchmarks.planning.sweep import Waits
+from benchmarks.records import RESULTS, Row, Surveyed, read_rows
+from benchmarks.suites.growth import per_token
+from benchmarks.suites.host import per_layer
 
-ON_CPU = not torch.cuda.is_available()
-
-
-def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run", "--threads", "0"])
-    assert "--threads must be at least 1, got 0" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not ON_CPU, reason="there is a CUDA device")
-def test_gpu_without_a_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpu", "--out", str(tmp_path)]) == main(["run", "--device", "cuda", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("needs a CUDA device, and there is none. Use --device cpu.") == 2
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers")
 
 
-def test_the_commands_start_without_the_extras() -> None:
+@pytest.fixture(autouse=True)
+def _fresh():
+    yield
+    torch._dynamo.reset()
+
+
+def run(out: Path, *arguments: str) -> None:
+    assert main([*arguments, "--tiny", "--out", str(out), "--commit", "abc"]) == 0
+
+
+@pytest.fixture
+def glue(cola: Path, model: Path) -> list[str]:
+    """Arguments that name a short task and a small model."""
+    return ["--data_dir", str(cola), "--model_name_or_path", str(model)]
+
+
+def test_commands_start_without_the_extras_and_know_one_another() -> None:
     """Nothing of the extras is imported at the start, and their absence is none of an error."""
     code = (
         "import sys\n"
         "for name in ('transformers', 'pandas', 'matplotlib', 'rich', 'scipy', 'datasets'): sys.modules[name] = None\n"
         "import benchmarks.__main__ as m\n"
-        "sys.exit(m.main(['run', '--help']))\n"
+        "for name in ('run', 'gpu', 'compile', 'roofline', 'blocks'):\n"
+        "    m._parser([name])\n"
+        "sys.exit(m.main(['--help']))\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--suite" in done.stdout
+    assert all(name in done.stdout for name in COMMANDS)
 
 
-def test_cases_of_the_full_run_are_those_that_are_promised() -> None:
-    cpu = linear.cases("cpu", tiny=False)
-    shapes = {(4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768)}
-    every = (0.05, 0.1, 0.2, 0.5)
-    wanted = {(s, "float32", r) for s in shapes for r in every} | {(s, "bfloat16", 0.1) for s in shapes}
-    wanted |= {((4096, 768, 3072), "bfloat16", r) for r in every}
-    assert {(case.sizes, case.dtype, case.ratio) for case in cpu} == wanted
-    cuda = linear.cases("cuda", tiny=False)
-    assert {c.sizes for c in cuda} == shapes | {(16384, 4096, 4096), (16384, 2048, 5632)}
-    assert [case.sizes for case in models.cases("cuda", tiny=False)] == [(64, 128), (8, 2048)]
-    assert (16384, 4096) in {c.sizes for c in bandwidth.cases("cuda", tiny=False) if c.dtype == "bfloat16"}
-    blocks = {
-        (case.name.split()[0], case.sizes, case.dropout, case.dtype) for case in block_steps.cases("cuda", tiny=False)
-    }
-    roberta = {("roberta", (32, 512, 2), p, dtype) for p in (0.1, 0.0) for dtype in ("bfloat16", "float32")}
-    assert blocks == roberta | {("llama", (4, 4096, 2), 0.0, "bfloat16"), ("llama-1b", (8, 2048, 2), 0.0, "bfloat16")}
-    named = {case.name.rstrip("0123456789 x") for case in operators.cases("cuda", tiny=False)}
-    assert named == {"layer norm", "gelu", "swiglu", "dropout", "attention", "causal attention"}
+def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--threads", "0"])
+    assert "must be at least 1, got 0" in capsys.readouterr().err
+    assert main(["plot", "--out", str(tmp_path)]) == 2
+    assert "Run python -m benchmarks run first" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["gpu", "--out", str(tmp_path)]) == main(["run", "--device", "cuda", "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err.count("needs a CUDA device, and there is none. Use --device cpu.") == 2
+
+
+def test_without_transformers_a_suite_says_so_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["run", "--tiny", "--suite", "linear", "model", "--out", str(tmp_path)]) == 2
+    assert "The suite model needs transformers: pip install transformers" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_suites_measure_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, set_to = torch.get_num_threads(), []
+    set_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (set_to.append(count), set_threads(count)))
+    try:
+        run(tmp_path, "run", "--suite", "growth", "host", "--threads", "2")
+    finally:
+        set_threads(threads)
+    assert 1 in set_to  # for host
+    rows = read_rows(tmp_path / "growth-cpu.csv", Row)
+    few, many = (row.median or 0.0 for row in rows if row.provider == "default")
+    assert per_token(rows)["default", 128] == pytest.approx(few / 128 / (many / 4096))
+    rows = read_rows(tmp_path / "host-cpu.csv", Row)
+    assert ({row.threads for row in rows}, {row.status for row in rows}) == ({1}, {"ok"})
+    assert len({row.case for row in rows}) == 9
+    assert per_layer(rows[0]) == pytest.approx((rows[0].median or 0) / 2 * 1e6)
+    assert main(["plot", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "growth-cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chains(tmp_path: Path) -> None:
+    run(tmp_path, "chains")
+    for folder in (tmp_path, RESULTS):
+        for row in read_rows(folder / "chains-bptt.csv", Run):
+            assert row.counted_steps == row.planned_steps
+            # A GRU's parts of a gradient add up in another order.
+            assert row.gradients == "equal" or (row.cell == "GRU" and float(row.gradients) < 1e-5)
+        costs = {(row.steps, row.policy, row.share): row for row in read_rows(folder / "chains-costs.csv", Cost)}
+        for (steps, policy, share), row in costs.items():
+            assert row.least <= row.forward_steps <= 1.03 * row.least
+            if policy == "states":
+                assert row.forward_steps == revolve(steps, row.slots) == costs[steps, "Revolve", share].forward_steps
+        measured = [row for row in read_rows(folder / "chains-subsets.csv", Subset) if row.measured is not None]
+        assert len(measured) == 2
+        for row in measured:
+            assert row.is_equal == "equal"
+            # On top come what a module makes before its result, and a number per element of the loss.
+            assert 0 < (row.measured or 0) - row.peak <= 1.2 * 256 * 1024 * 4
+    (row,) = read_rows(tmp_path / "chains-sweep-waits.csv", Waits)
+    assert row.forward_steps >= 2 * row.steps - 1
+    assert row.share == pytest.approx((row.waited_forward + row.waited_backward) / row.seconds)
+
+
+@pytest.mark.thorough
+def test_graphs(tmp_path: Path) -> None:
+    run(tmp_path, "graphs", "--parts", "real", "paper")
+    rows = read_rows(tmp_path / "graphs-real.csv", Planned)
+    assert [row.method for row in rows] == ["plain", "cuts", "chen", "kusumoto"]
+    for row in rows:
+        assert row.predicted == row.live
+        assert row.is_equal in ("", "equal")
+        assert row.with_workspace == pytest.approx(row.allocated, rel=0.03)
+    (plain, cuts, *_) = read_rows(tmp_path / "graphs-paper.csv", Planned)
+    assert cuts.predicted < 0.6 * plain.predicted  # without the workspace, which is the processor's
+
+
+def test_solvers(tmp_path: Path) -> None:
+    run(tmp_path, "fit", "--parts", "solvers")
+    rows = read_rows(tmp_path / "fit-solvers.csv", Solved)
+    assert [row.solver for row in rows] == ["milp", "rounded"] * 2
+    assert all(row.cost is None or row.cost >= 1 for row in rows)
+
+
+@pytest.mark.thorough
+def test_plans_within_a_budget_are_compared_with_single_methods(tmp_path: Path) -> None:
+    run(tmp_path, "fit", "--parts", "frontier", "--models", "roberta")
+    rows = {(row.method, row.share): row for row in read_rows(tmp_path / "fit-frontier.csv", Fitted)}
+    exact, met, other = rows["exact", None], rows[FIT, 0.5], rows[FIT, 0.08]
+    assert len(rows) == 1 + 14 + 1 + 2
+    assert other.status == "fits" or other.status.startswith("cannot fit: the least is")
+    assert met.memory == met.floor + int(0.5 * ((exact.measured or 0) - met.floor))
+    assert met.floor < (met.measured or 0) <= (met.memory or 0)
+    single = [row for row in rows.values() if row.method not in (FIT, "exact")]
+    assert met.rival == min((r for r in single if (r.measured or 0) <= met.memory), key=lambda r: r.time or 0).method
+    for method in ("recompute", "pack", "convert narrow"):
+        half, every = (rows[f"{method} {part}", None].measured or 0 for part in ("half", "all"))
+        assert every < half < (exact.measured or 0)
+
+
+@pytest.mark.thorough
+def test_plans_are_compared_with_what_pytorch_has(tmp_path: Path) -> None:
+    run(tmp_path, "fit", "--parts", "neighbours", "--models", "roberta")
+    rows = read_rows(tmp_path / "fit-neighbours.csv", Neighbour)
+    theirs = {row.method: row for row in rows if row.method != FIT}
+    whole, selective = theirs["torch.utils.checkpoint, 3 of 3 blocks"], theirs["selective checkpoint, products kept"]
+    assert (whole.live or 0) < (selective.live or 0) < (theirs["exact"].live or 0) < (theirs["save_on_cpu"].live or 0)
+    ours = {row.beside: row for row in rows if row.method == FIT}
+    assert {whole.method, selective.method} < ours.keys()
+    assert all(row.live is None or row.live <= (row.memory or 0) for row in ours.values())
+
+
+def test_noise_on_glue(glue: list[str], tmp_path: Path) -> None:
+    some = ["--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16", "--memory", "0.2"]
+    some += ["--plot", str(tmp_path), "--seeds", "0", "1", "--csv", str(tmp_path / "noise.csv")]
+    assert main(["noise", *glue, *some]) == 0
+    assert (tmp_path / "noise-cola-1.png").read_bytes().startswith(b"\x89PNG")
+    rows = read_rows(tmp_path / "noise.csv", Surveyed)
+    assert {(row.seeds, row.seed, row.layers, row.memory) for row in rows} == {(2, "0 1", 12, 0.2)}
+    assert all(row.least <= row.noise <= row.most for row in rows)
+
+
+def test_the_bias_of_attention_by_layer_and_of_the_model(glue: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    some = ["--tasks", "cola", "--batch", "8", "--steps", "1", "--max_seq_length", "16", "--draws", "20"]
+    assert main(["attention", *glue, *some, "--whole", "10"]) == 0
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    noises = [float(cells[3]) for cells in lines if len(cells) == 7 and cells[0] == "0"]
+    assert noises[0] > noises[1] > noises[2] > 0  # 4 bits, 8 of queries and keys, 8 of all
+    assert float(next(cells for cells in lines if cells[:1] == ["whole gradient"])[1]) > 0
+
+
+def test_the_price_of_a_probe(glue: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", *glue, "--batch", "8", "--rounds", "3", "--every", "4"]) == 0
+    assert re.search(r"a probe every 4 steps of batch 8: -?[\d.]+ % of training time", capsys.readouterr().out)
+
+
+def test_what_blocks_save(tmp_path: Path) -> None:
+    run(tmp_path, "blocks", "bytes")
+    rows = read_rows(tmp_path / "blocks-bytes.csv", BlockRow)
+    for case in {(row.case, row.dtype) for row in rows}:
+        exact, *first, others = [row.value for row in rows if (row.case, row.dtype) == case]
+        assert first == sorted(first, reverse=True)
+        assert 0 < first[-1] < min(exact, others)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["left", "noise", "peaks", "steps"])
+def test_other_measurements_of_blocks(what: str, tmp_path: Path) -> None:
+    run(tmp_path, "blocks", what, "--rounds", "1", "--draws", "2")
+    assert (tmp_path / f"blocks-{what}.csv").stat().st_size > 300
+    if what == "left":
+        rows = read_rows(tmp_path / "blocks-left.csv", LeftRow)
+        assert len({row.case for row in rows}) == 10

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.entered import counts, entered
+from benchmarks.suites.entered import counts, entered
 from rmm_linear.backends.select import backend_of
 from rmm_linear.packing.pointwise import Pointwise
 

@@ -1,39 +1,44 @@
-"""``python -m benchmarks gpu``: what fails costs nothing else."""
+"""``python -m benchmarks gpu``: what fails costs nothing else; the largest batch; what compilers say."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import rmm_kernels_moved
+import torch
 
-from benchmarks import gpu, parity
+from benchmarks.__main__ import main
+from benchmarks.gpu import command, compiled, largest, parity
+from benchmarks.gpu.compiled import CompiledRow
+from benchmarks.gpu.largest import EXACT, is_full, search_in
 from benchmarks.processes import ProcessError
-from benchmarks.records import Parity, read_rows
+from benchmarks.records import RESULTS, Parity, read_rows
 from benchmarks.suites import SUITES
+
+NEVER = float("inf")
+NAMES = """
+from compile_kernels import TARGETS, cases
+from rmm_kernels_moved import moved
+for name, _, dtype, constants in cases():
+    for target in TARGETS:
+        print(name, target, moved(name, dtype, constants), sep=";")
+"""
+
+
+def gpu(out: Path, *sections: str) -> int:
+    return main(["gpu", "--device", "cpu", "--tiny", "--commit", "abc", "--out", str(out), "--sections", *sections])
 
 
 def test_memory_is_that_of_what_keeps_something() -> None:
-    found = {case for name in SUITES for case in SUITES[name].cases("cuda", tiny=False) if gpu.measures_memory(case)}
+    found = {case for s in SUITES.values() for case in s.cases("cuda", tiny=False) if command.measures_memory(case)}
     assert {case.suite for case in found} == {"linear", "model", "blocks"}
     assert {case.name for case in found if case.suite == "linear"} == {"16384 x 4096 -> 4096"}
-
-
-def test_the_comparisons_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timeouts = []
-
-    def slow(function, *arguments, timeout):
-        timeouts.append(timeout)
-        time.sleep(0.2)
-        return []
-
-    monkeypatch.setattr(parity.rmm_kernels_parity, "comparisons", lambda: dict.fromkeys(map(str, range(16 * 12 * 5))))
-    monkeypatch.setattr(parity, "call", slow)
-    monkeypatch.setattr(parity, "write_rows", lambda path, rows: None)
-    parity.run_parity(tmp_path / "parity.csv", "cpu", tiny=True, timeout=3.0, commit="abc")
-    assert len(timeouts) == 5  # two at a time
-    assert timeouts[0] <= 3
-    assert timeouts[-1] <= timeouts[0] - 0.3  # two more have taken 0.2 each before it
 
 
 def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -42,37 +47,121 @@ def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
             raise ProcessError("suite_section ended its process with status -6")
         return ["16 x 4, rows, float32, 0.1: output is off"] if arguments[0] == "model" else []
 
-    monkeypatch.setattr(gpu, "call", crash)
+    monkeypatch.setattr(command, "call", crash)
     for section in ("run_parity", "run_largest"):
-        monkeypatch.setattr(gpu, section, lambda *arguments, **options: [])
-    assert gpu.gpu(tmp_path, device="cpu", tiny=True) == 1
+        monkeypatch.setattr(command, section, lambda *arguments, **options: [])
+    assert gpu(tmp_path, *command.SHARES) == 1
     expected = "linear: suite_section ended its process with status -6\n16 x 4, rows, float32, 0.1: output is off\n"
     assert (tmp_path / "failures-cpu.txt").read_text() == expected
     out = capsys.readouterr().out
-    assert all(f"{name}: 0 s" in out for name in gpu.SHARES)
+    assert all(f"{name}: 0 s" in out for name in command.SHARES)
     assert out.rstrip().endswith("FAILED 16 x 4, rows, float32, 0.1: output is off")
 
 
-def test_a_comparison_that_fails_or_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparisons_that_fail_raise_or_end_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: str) -> list:
         raise RuntimeError("device-side assert")
+
+    def crash(function, *arguments, timeout):
+        raise ProcessError("compare ended its process with status -6")
 
     wrong = {"wrong": lambda device: [parity.rmm_kernels_parity.Check("SᵀX", float("nan"), 1.0)], "broken": broken}
     monkeypatch.setattr(parity.rmm_kernels_parity, "comparisons", lambda: wrong)
     found = parity.compare("cpu", ["wrong", "broken"])
     assert [row.status for row in found] == ["failed", "RuntimeError: device-side assert"]
+    monkeypatch.setattr(parity, "call", crash)
+    assert gpu(tmp_path, "parity") == 1
+    rows = read_rows(tmp_path / "parity-cpu.csv", Parity)
+    assert [row.status for row in rows] == ["compare ended its process with status -6"]
 
 
-def test_a_process_of_comparisons_that_ends_is_a_row_for_each(
+@pytest.mark.parametrize("limit", [0, 1, 7, 8, 100, 12_345])
+@pytest.mark.parametrize("grain", [1, 50])
+def test_what_is_found_fits_and_a_16th_more_does_not(limit: int, grain: int) -> None:
+    """Bytes grow by 7 a sequence, in grains as allocators have them; beyond the limit nothing fits."""
+    tried = list[int]()
+
+    def peak(size: int) -> int | None:
+        tried.append(size)
+        return 500 + 7 * (size // grain * grain) if size <= limit else None
+
+    for memory, first in ((500 + 7 * limit, 8), (10**9, 1), (10**9, 100)):  # as the bytes foretell, and long before
+        tried.clear()
+        found, status = largest.largest(peak, memory, first, NEVER)
+        assert status == "ok"
+        assert found <= limit < found + max(1, found // 16)
+        assert len(tried) == len({*tried}) <= 25
+
+
+def test_a_search_ends_with_its_time_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest.largest(lambda size: 1, 2, 4, time.time() - 1) == (0, "no more time: at least 0")
+
+    def peak(size: int) -> int:
+        if size > 20:
+            raise RuntimeError("an illegal memory access\nand more")
+        return size
+
+    assert largest.largest(peak, 1000, 4, NEVER) == (16, "with 1000: an illegal memory access")
+    now = [0.0]
+    monkeypatch.setattr(largest.time, "time", lambda: now[0])
+
+    def slow(size: int) -> int:
+        now[0] += size
+        return size
+
+    # 4 and 16 took 20 seconds; 1000 would end at 1020.
+    assert largest.largest(slow, 1000, 4, 1019.0) == (16, "no more time: at least 16")
+
+
+def test_memory_that_is_too_small_has_many_words() -> None:
+    assert is_full(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert is_full(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_full(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["roberta-base", "llama, 1.1 billion"])
+def test_methods_that_keep_less_train_larger_batches(case: str) -> None:
+    (exact,) = search_in(case, EXACT, "cpu", True, NEVER, None)
+    compared, ours = search_in(case, "default", "cpu", True, NEVER, exact["batch"])
+    assert exact["status"] == ours["status"] == compared["status"] == "ok"
+    assert ours["batch"] > 2 * exact["batch"] == 2 * compared["batch"]
+    assert compared["peak"] < exact["peak"]
+    for row in (exact, ours):
+        assert 0.8 * row["memory"] < row["peak"] <= row["memory"]
+
+
+def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
+    """Not their registers, which change with Triton's version. Else run: python -m benchmarks compile."""
+    environment = os.environ | {"PYTHONPATH": str(compiled.PROGRAM.parent)}
+    command = [sys.executable, "-W", "ignore", "-c", NAMES]  # a process of its own imports Triton
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    variants = {
+        (*compiled.split(name), target): formula
+        for name, target, formula in (line.split(";") for line in done.stdout.splitlines())
+    }
+    rows = read_rows(RESULTS / compiled.NAME, CompiledRow)
+    assert {(row.kernel, row.variant, row.target): row.moved for row in rows} == variants
+    for row in rows:
+        assert (row.spilled_bytes is None) == (row.target == "gfx942") == (row.scalars is not None)
+        assert not row.spilled_bytes
+        assert not row.spilled_registers
+        assert row.moved_per_element == pytest.approx(rmm_kernels_moved.value(row.moved), abs=1e-6)
+
+
+def test_what_compilers_say_becomes_rows_or_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def crash(function, *arguments, timeout):
-        raise ProcessError("compare ended its process with status -6")
-
-    monkeypatch.setattr(parity, "call", crash)
-    monkeypatch.setattr(gpu, "call", lambda *arguments, **options: [])
-    assert gpu.gpu(tmp_path, ["parity", "linear"], device="cpu", tiny=True, commit="abc") == 1
-    rows = read_rows(tmp_path / "parity-cpu.csv", Parity)
-    assert len(rows) == len(list(parity.rmm_kernels_parity.comparisons())[::16])
-    assert {row.status for row in rows} == {"compare ended its process with status -6"}
-    assert capsys.readouterr().out.count("FAILED parity: ") == len(rows)
+    """Without the variants whose integers are 1, which no layer has."""
+    said = {"target": "sm_90", "moved": "2 + 4/8", "shared": 7, "registers": 9, "wide_loads": 1, "spilled_bytes": 0}
+    lines = [json.dumps({"name": name, **said}) for name in ("pack 4", "pack 4 of ones")]
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(compiled, "PROGRAM", program)
+    program.write_text("raise SystemExit('CompilationError: at 3:4')")
+    assert main(["compile", "--out", str(tmp_path)]) == 2
+    assert "Every kernel must compile, got: CompilationError: at 3:4" in capsys.readouterr().err
+    program.write_text("".join(f"print({line!r})\n" for line in lines))
+    assert main(["compile", "--out", str(tmp_path), "--commit", "abc"]) == 0
+    (row,) = read_rows(tmp_path / compiled.NAME, CompiledRow)
+    assert (row.kernel, row.variant, row.registers, row.shared, row.moved_per_element) == ("pack", "4", 9, 7, 2.5)

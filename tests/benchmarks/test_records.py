@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.blocks import BlockRow
-from benchmarks.chains_bptt import Run
-from benchmarks.chains_costs import Cost
-from benchmarks.chains_subsets import Subset
-from benchmarks.chains_sweep import Waits
-from benchmarks.chains_sweep_counts import Steps
-from benchmarks.compiled import CompiledRow
-from benchmarks.fit_paper import Paper
-from benchmarks.fit_rows import Fitted, Neighbour, Solved
 from benchmarks.frontier import rows as frontier
 from benchmarks.frontier.rows import Epoch
 from benchmarks.frontier.shares import Share
-from benchmarks.graphs import Planned
-from benchmarks.left import LeftRow
-from benchmarks.peaks import PeakRow
+from benchmarks.gpu.compiled import CompiledRow
+from benchmarks.noise.blocks import BlockRow, LeftRow, PeakRow
+from benchmarks.planning.chains import Cost, Run, Subset
+from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_neighbours import Neighbour
+from benchmarks.planning.fit_paper import Paper
+from benchmarks.planning.fit_solvers import Solved
+from benchmarks.planning.graphs import Planned
+from benchmarks.planning.sweep import Steps, Waits
 from benchmarks.records import RESULTS, Origin, Parity, Row, Sampled, Surveyed, origin, read_rows, write_rows
 
 KINDS = {

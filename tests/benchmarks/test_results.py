@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import os
 import shutil
@@ -14,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
 from benchmarks.__main__ import main
-from benchmarks.growth import per_token
-from benchmarks.host import per_layer
-from benchmarks.parity import rmm_kernels_parity
-from benchmarks.plots import plot_all
+from benchmarks.gpu import command as gpu
+from benchmarks.gpu.parity import rmm_kernels_parity
 from benchmarks.records import Parity, Row, read_rows
 from benchmarks.suites import SUITES
+from benchmarks.suites.plots import plot_all
 
 ALONE = """
 import sys
@@ -83,15 +80,6 @@ def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> 
         assert row.torch == torch.__version__
         assert row.machine
         assert row.threads == getattr(SUITES[suite], "THREADS", torch.get_num_threads())
-
-
-def test_columns_name_what_was_asked_for(results: Path) -> None:
-    with (results / "linear-cpu.csv").open(newline="") as file:
-        header = next(csv.reader(file))
-    wanted = "suite case provider dtype median lower upper unit relative kept_bytes machine threads torch triton"
-    assert set(header) >= set(f"{wanted} transformers python rmm_linear commit seed date".split())
-    assert len(header) == len(dataclasses.fields(Row))
-    assert {row.seed for row in rows_of(results, "linear")} == {5}
 
 
 @pytest.mark.parametrize("suite", ["linear", "model"])
@@ -171,37 +159,6 @@ def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 20_000
-
-
-def test_growth_is_time_per_token_by_that_of_4096_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--suite", "growth", "--tiny", "--out", str(tmp_path), "--commit", "abc"]) == 0
-    capsys.readouterr()
-    rows = [row for row in read_rows(tmp_path / "growth-cpu.csv", Row) if row.provider == "default"]
-    few, many = (row.median or 0.0 for row in rows)
-    found = per_token(read_rows(tmp_path / "growth-cpu.csv", Row))
-    assert found["default", 128] == pytest.approx(few / 128 / (many / 4096))
-    assert found["default", 4096] == 1
-    (picture,) = plot_all(tmp_path)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_host_is_time_of_one_layer_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, set_to = torch.get_num_threads(), []
-    set_threads = torch.set_num_threads
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: (set_to.append(count), set_threads(count)))
-    arguments = ["run", "--suite", "host", "--tiny", "--threads", "2", "--out", str(tmp_path), "--commit", "abc"]
-    try:
-        assert main(arguments) == 0
-    finally:
-        set_threads(threads)
-    assert (set_to[0], set_to[1], set_to[-1]) == (2, 1, 2)
-    rows = read_rows(tmp_path / "host-cpu.csv", Row)
-    linear = [row for row in rows if row.case == "2 linear layers"]
-    assert [row.provider for row in linear] == ["exact", "countsketch", "countsketch 4 bits", "rows"]
-    assert {row.threads for row in rows} == {1}
-    assert {row.status for row in rows} == {"ok"}
-    assert len({row.case for row in rows}) == 9
-    assert per_layer(linear[0]) == pytest.approx((linear[0].median or 0) / 2 * 1e6)
 
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ import rmm_kernels_moved
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import roofline, work
-from benchmarks.roofline import ALL, BLOCKS, EXACT, FUSED, WAYS, works
+from benchmarks.gpu import roofline, work
+from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, WAYS, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts

@@ -8,7 +8,7 @@ from cases import ROUGH
 from helpers import Shapes, snapshot, tiny_model
 from torch import nn
 
-from benchmarks.left import families
+from benchmarks.noise.blocks import families
 from rmm_linear import RMMLinear, convert
 from rmm_linear.activations import attention_interface
 from rmm_linear.memory import Explanation, Keeper, OperationMemory, explain, track_saved

@@ -54,7 +54,7 @@ class GradientProbe(ProbeResults):
     used, such as one of a single sequence or without labels, is logged as a warning, once.
 
     Time of a probed step: up to four products like dW in float64 and one sketch, per layer; about as much as a training
-    step on a CPU (``python -m benchmarks.probe`` measures it). GPUs other than those for data centres compute float64
+    step on a CPU (``python -m benchmarks probe`` measures it). GPUs other than those for data centres compute float64
     products at 1/32 or 1/64 of their float32 speed: there one probed step costs as much as many training steps, so
     probe fewer steps or fewer ``modules``. Memory: X of the probed layers, and float64 copies of X and Y of one layer.
 

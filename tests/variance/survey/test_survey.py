@@ -10,7 +10,7 @@ import torch
 from helpers import Checkpointed, heavy_tailed, tiny_model, token_ids
 from torch import nn
 
-from benchmarks.noise import load_glue
+from benchmarks.noise.survey import load_glue
 from glue_finetune.acceptability import write_corpus
 from rmm_linear import RMMConfig
 from rmm_linear.context.auto_bits import STEPS

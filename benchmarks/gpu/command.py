@@ -1,0 +1,125 @@
+"""Everything that a CUDA machine must show, in one call of a few minutes.
+
+Needs torch, Triton and, for the suites ``blocks`` and ``model``, transformers, from the root of a checkout that is not
+installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
+shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
+left, those first that say most.
+
+What the sizes should cost, by arithmetic, as nothing was timed yet: a start of Python with PyTorch, transformers and
+CUDA takes some ten seconds, and the sections start one to six such processes in a row; a compilation takes one to three
+(``python -m benchmarks compile`` makes 190 in about two minutes on one core of a server), and a section has one or two
+dozen. A measurement repeats for a tenth of a second or seven times at least, three to five rounds. The longest pass,
+two blocks of LLaMA-7B, has 4e13 FLOPs of products, 0.1 s at half of an H200's peak: 7 x 5 x 5 of these are 18 s. So
+blocks should take a minute and a half, comparisons in twelve processes at a time a minute, the others less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.largest import Largest, has_failed, run_largest
+from benchmarks.gpu.parity import run_parity
+from benchmarks.library import write_text
+from benchmarks.processes import call
+from benchmarks.records import RATIO, Parity, Row, add_choices, add_output, read_rows, show
+from benchmarks.suites import SUITES
+from benchmarks.suites.case import Case
+from benchmarks.suites.runner import has_memory, run_suite
+
+SECONDS = 500.0  # and what the last processes need to end: under nine minutes
+SHARES = {
+    "parity": 3, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1,
+    "largest": 6,
+}  # fmt: skip
+_MAIN = "16384 x 4096"  # the size that a GPU is judged by
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: Triton's interpreter")
+    add_choices(parser, "--sections", SHARES)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for all of it")
+    add_output(parser, out=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run sections; return 1 if one failed, or a provider in it."""
+    out, device, tiny, commit = arguments.out, arguments.device, arguments.tiny, arguments.commit
+    out.mkdir(parents=True, exist_ok=True)
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # for the sections' processes
+    end = time.monotonic() + arguments.seconds
+    failures: list[str] = []
+    waiting = {name: share for name, share in SHARES.items() if name in arguments.sections}
+    for name in tuple(waiting):
+        left = max(1.0, end - time.monotonic())
+        timeout = left * waiting[name] / sum(waiting.values())
+        del waiting[name]
+        begin = time.monotonic()
+        path = out / f"{name}-{device}.csv"
+        path.unlink(missing_ok=True)
+        try:
+            if name == "parity":
+                rows = run_parity(path, device, tiny=tiny, timeout=timeout, commit=commit)
+                failures += [
+                    f"parity: {r.comparison}, {r.what}: {r.status}, error {r.error:.3g}, limit {r.limit:.3g}"
+                    for r in rows
+                    if r.status != "ok"
+                ]
+            elif name == "largest":
+                found = run_largest(path, device, tiny=tiny, timeout=timeout, commit=commit)
+                failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if has_failed(r)]
+            else:
+                failures += call(suite_section, name, path, device, tiny, commit, timeout=timeout)
+        except Exception as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            failures.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+    write_text(out / f"failures-{device}.txt", "".join(f"{failure}\n" for failure in failures))
+    print(_summary(out, device, failures))
+    return 1 if failures else 0
+
+
+def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -> list[str]:
+    """Run a suite's cases on the kernels; meant for a process of its own."""
+    cases = [dataclasses.replace(case, backend="triton") for case in SUITES[name].cases(device, tiny=tiny)]
+    cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
+    cases.sort(key=lambda case: _MAIN not in case.name)
+    rows: list[Row] = []
+    for found in run_suite(path, cases, commit=commit, memory=measures_memory):
+        rows += found
+    return [f"{r.case}, {r.provider}, {r.dtype}, {r.ratio}: {r.status}" for r in rows if r.status != "ok"]
+
+
+def measures_memory(case: Case) -> bool:
+    """Say whether memory is measured: of blocks, models, and the main layer; a process for each takes its seconds."""
+    return has_memory(case) and (case.suite != "linear" or case.tiny or _MAIN in case.name)
+
+
+def _summary(out: Path, device: str, failures: Sequence[str]) -> str:
+    """A short table of all sections; those without a csv are among the failures."""
+    parity, rows, batches = [], [], []
+    for name in SHARES:
+        path = out / f"{name}-{device}.csv"
+        if path.is_file() and name == "parity":
+            parity = [row.status for row in read_rows(path, Parity)]
+        elif path.is_file() and name == "largest":
+            batches = read_rows(path, Largest)
+        elif path.is_file():
+            rows += read_rows(path, Row)
+    lines = [f"parity: {parity.count('ok')} of {len(parity)} within their limits"] if parity else []
+    shown = [r for r in rows if r.ratio == RATIO and (r.suite != "kernels" or device == "cpu" or _MAIN in r.case)]
+    lines += [show([row for row in shown if row.median is not None])] if shown else []
+    lines += [show(batches)] if batches else []
+    last = [*rows, *batches][-1] if rows or batches else None
+    lines += [
+        f"{last.machine}, torch {last.torch}, triton {last.triton}, commit {last.commit}" if last else torch.__version__
+    ]
+    return "\n".join(lines + ([f"FAILED {failure}" for failure in failures] or ["nothing failed"]))

@@ -1,0 +1,1 @@
+"""The noise of sketches and packed operations, and what blocks save."""

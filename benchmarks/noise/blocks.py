@@ -1,0 +1,380 @@
+"""What whole blocks save, and the noise of it, by operation.
+
+``bytes`` counts what autograd saves of a forward pass, exactly and with the operations converted one after the other.
+``noise`` trains MiniLM as RoBERTa for a few exact steps on GLUE tasks, and a random RoBERTa and LLaMA of 12 and 24
+layers on tokens of a Markov chain, and measures the noise of the whole gradient on the next batch. ``left`` explains
+what ten families of models still save that is not compressed: two layers with random weights, in training mode, with
+their loss and their own dropout. ``steps`` times
+training steps, exact and converted ones in turns. ``peaks`` compares the bytes that a step saves with its peak of live
+bytes, and of the process.
+
+Every setting of ``peaks`` runs in processes of its own: one counts what autograd saves and the peak of live bytes,
+another one how far the resident set of the process (RSS) rises in the same step, on Linux. Parameters and gradients
+exist before, and the word embeddings are frozen: their dense gradient, 154 MB, would be the peak of a converted model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.library import OPERATIONS, STEPS
+from benchmarks.processes import call
+from benchmarks.records import Origin, add_output, origin, show, write_rows
+from benchmarks.suites.models import build
+from rmm_linear import RMMConfig, convert, revert
+from rmm_linear.memory import explain, peak, track_saved
+from rmm_linear.variance import gradient_noise
+
+
+def roberta(dropout: float, layers: int = 12, width: int = 768, vocabulary: int = 50265) -> nn.Module:
+    """Make RoBERTa-base's shape with random weights, as a classifier."""
+    return build(
+        "Roberta", "ForSequenceClassification", vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, intermediate_size=4 * width, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout, max_position_embeddings=514,
+    ).train()  # fmt: skip
+
+
+def llama(layers: int = 12, width: int = 768, vocabulary: int = 32_000) -> nn.Module:
+    """Make a small LLaMA with random weights: SwiGLU, RMSNorm, RoPE, three queries for each key."""
+    return build(
+        "Llama", "ForCausalLM", vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=max(1, width // 192), intermediate_size=8 * width // 3,
+        max_position_embeddings=512,
+    ).train()  # fmt: skip
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+
+
+def cases(tiny: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, int], torch.dtype]]:
+    """Title, model, batch and sequence, and dtype."""
+    size = _SMALL if tiny else {}
+    encoder, decoder = ((2, 128), (2, 128)) if tiny else ((8, 128), (4, 256))
+    found: list[Any] = [
+        (f"roberta-base, {title}", partial(roberta, p, **size), encoder, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+        for title, p in (("dropout 0.1", 0.1), ("no dropout", 0.0))
+    ]
+    found.append(("llama", partial(llama, **size), decoder, torch.float32))
+    found.append(("llama, LoRA on q and v", lambda: with_lora(llama(**size)), decoder, torch.float32))
+    return found[1::4] if tiny else found
+
+
+_SMALL: dict[str, Any] = {"layers": 2, "width": 128, "vocabulary": 1000}
+SETTINGS: tuple[tuple[str, ...], ...] = ((), OPERATIONS[:1], OPERATIONS)  # exact, the published method, the default
+
+
+def steps(tiny: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, int]]]:
+    """Title, model, and batch and sequence of the training steps that are timed."""
+    size = _SMALL if tiny else {}
+    return [
+        (f"roberta-base, {batch} x {length}, dropout {dropout}", partial(roberta, dropout, **size), (batch, length))
+        for batch, length in (((2, 64),) if tiny else ((8, 128), (2, 512)))
+        for dropout in ((0.1,) if tiny else (0.1, 0.0))
+    ]
+
+
+def inputs(model: nn.Module, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
+    """Make a batch of a Markov chain: every token is followed by one of four, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(model.config.vocab_size)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    tokens = [torch.randint(5, vocabulary, (batch,), generator=generator)]
+    for _ in range(length - 1):
+        step = torch.randint(4, (batch,), generator=generator)
+        tokens.append((tokens[-1] * 31 + step * 977) % (vocabulary - 5) + 5)
+    ids = torch.stack(tokens, 1)
+    is_decoder = any(name.endswith("lm_head") for name, _ in model.named_modules())
+    labels = ids.clone() if is_decoder else ids[:, 0] % 2
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def saved(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Bytes that autograd saves of one forward pass."""
+    with track_saved(model) as ledger:
+        loss = model(**batch).loss
+    count = ledger.total
+    del loss
+    return count
+
+
+LEAST = 0.02  # share of what the exact model saves, from which on a keeper has a row
+VOCABULARY = 1000
+ALL = "all"  # instead of the name of modules
+
+Family = tuple[Callable[[], nn.Module], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LeftRow(Origin):
+    """What some modules of one model save after the conversion that is not compressed."""
+
+    case: str  # name of the family
+    modules: str  # name of the modules, numbers replaced by *, or "all" for the whole model
+    dtype: str = "float32"  # dtype of the model
+    exact: int = 0  # bytes that the exact model saves, all of it
+    value: int = 0  # bytes that the modules save
+    share: float = 0.0  # ``value`` by ``exact``
+    reason: str = ""  # why they do
+
+
+def measure_left(tiny: bool) -> Iterator[LeftRow]:
+    """Explain every family: a row for the whole model, and one for each keeper that is not small."""
+    for name, (make, batch) in families(*(128, 4, 64) if tiny else (256, 8, 128)).items():
+        torch.manual_seed(0)
+        found = explain(make(), batch)
+        yield LeftRow(name, ALL, exact=found.before, value=found.after, share=found.after / found.before)
+        for keeper in found.remaining:
+            if keeper.share >= LEAST:
+                left = {"value": keeper.bytes, "share": keeper.share, "reason": keeper.reason}
+                yield LeftRow(name, keeper.modules or "(model)", exact=found.before, **left)
+
+
+def families(width: int, batch: int, length: int) -> dict[str, Family]:
+    """Make two-layer models of ten families, and a batch for each."""
+    heads = width // 32
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": heads}
+    encoder = {**sizes, "intermediate_size": 4 * width, "max_position_embeddings": length + 2}
+    decoder = {**encoder, "num_key_value_heads": heads // 2, "intermediate_size": 8 * width // 3}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    relative = {
+        "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": length // 2,
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
+    }  # fmt: skip
+    gpt = {"vocab_size": VOCABULARY, "n_embd": width, "n_layer": 2, "n_head": heads, "n_positions": length}
+    t5 = {"vocab_size": VOCABULARY, "d_model": width, "d_kv": 32, "d_ff": 4 * width, "num_layers": 2}
+    image = {"image_size": 16 * round(length**0.5), "hidden_size": width, "num_hidden_layers": 2}
+    speech: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": width, "num_mel_bins": 80}
+    for part in ("encoder", "decoder"):
+        speech |= {f"{part}_layers": 2, f"{part}_attention_heads": heads, f"{part}_ffn_dim": 4 * width}
+    speech |= {"max_source_positions": length, "max_target_positions": length, "decoder_start_token_id": 1}
+
+    classes, causal, answers = "ForSequenceClassification", "ForCausalLM", "ForConditionalGeneration"
+    made: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "RoBERTa": ("Roberta", classes, encoder),
+        "BERT": ("Bert", classes, encoder),
+        "DeBERTa": ("DebertaV2", classes, encoder | relative),
+        "GPT-2": ("GPT2", "LMHeadModel", gpt | ends),
+        "LLaMA": ("Llama", causal, decoder),
+        "Qwen": ("Qwen2", causal, decoder),
+        "Mistral": ("Mistral", causal, decoder | {"sliding_window": length // 2}),
+        "T5": ("T5", answers, t5 | {"num_heads": heads, "decoder_start_token_id": 0}),
+        "ViT": ("ViT", "ForImageClassification", image | {"num_attention_heads": heads}),
+        "Whisper": ("Whisper", answers, speech | ends),
+    }
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, VOCABULARY, (batch, length), generator=generator)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    size = int(image["image_size"])
+    pixels = torch.randn(batch, 3, size, size, generator=generator)
+    features = torch.randn(batch, 80, 2 * length, generator=generator)
+    inputs = {"ViT": {"pixel_values": pixels}, "Whisper": {"input_features": features}}
+    found: dict[str, Family] = {}
+    for name, (kind, head, options) in made.items():
+        labels = ids[:, 0] % 2 if head.endswith("Classification") else ids.clone()
+        make = partial(build, kind, head, **options)
+        found[name] = (lambda make=make: make().train()), {**inputs.get(name, text), "labels": labels}
+    return found
+
+
+_PROCESS = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class PeakRow(Origin):
+    """One model with some operations converted."""
+
+    case: str  # title of the case
+    operations: str  # what is converted, or "exact"
+    dtype: str = "float32"  # dtype of the model
+    saved: int = 0  # bytes that autograd saves
+    live: int = 0  # peak of the bytes of tensors that a step makes
+    rss: int | None = None  # what a step adds to the peak resident set of its process; None where there is no /proc
+    live_fall: float | None = None  # how far ``live`` lies below the exact model's, by how far ``saved`` does
+    rss_fall: float | None = None  # the same of ``rss``
+
+
+def measure_peaks(tiny: bool) -> Iterator[PeakRow]:
+    """Measure the steps that are timed, with each of the settings."""
+    for index, (title, _, _) in enumerate(steps(tiny)):
+        exact: PeakRow | None = None
+        for setting in SETTINGS:
+            count, live = call(_live, tiny, index, setting)
+            rss = call(_rss, tiny, index, setting) if sys.platform == "linux" else None
+            row = PeakRow(title, " ".join(setting) or "exact", "float32", count, live, rss)
+            if exact is None:
+                exact = row
+            else:
+                fall = exact.saved - count
+                of_rss = None if rss is None or exact.rss is None else (exact.rss - rss) / fall
+                row = PeakRow(title, row.operations, "float32", count, live, rss, (exact.live - live) / fall, of_rss)
+            yield row
+
+
+def _live(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[int, int]:
+    """Bytes saved, and the peak of live bytes."""
+    model, batch = _ready(tiny, index, setting)
+    count = saved(model, batch)
+    with peak("cpu") as found:
+        model(**batch).loss.backward()
+    return count, found.bytes
+
+
+def _rss(tiny: bool, index: int, setting: tuple[str, ...]) -> int:
+    model, batch = _ready(tiny, index, setting)
+    return rss_of(lambda: model(**batch).loss.backward())
+
+
+def rss_of(step: Callable[[], object]) -> int:
+    """Return how far a step raises the peak of the resident set of this process, on Linux."""
+    (_PROCESS / "clear_refs").write_text("5")  # the peak starts again from the current size
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = (_PROCESS / "status").read_text(encoding="utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _ready(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with gradients in memory, after small steps: buffers are there, and auto has chosen widths."""
+    torch.manual_seed(0)
+    _, make, shape = steps(tiny)[index]
+    model = make()
+    if setting:
+        convert(model, operations=setting)
+    model.get_input_embeddings().requires_grad_(False)  # pyright: ignore[reportCallIssue]
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).fill_(0.0)
+    for _ in range(STEPS + 1):
+        model(**inputs(model, 2, 40)).loss.backward()  # more than min_rows
+    model.zero_grad(set_to_none=False)
+    return model, inputs(model, *shape)
+
+
+@dataclass(frozen=True)
+class BlockRow(Origin):
+    """One model with some operations converted."""
+
+    what: str  # "bytes", "noise" or "steps"
+    case: str  # title of the case
+    operations: str  # what is converted, or "exact"
+    dtype: str = "float32"  # dtype of the model
+    value: float = 0.0  # bytes saved; D² / D²_SGD of the whole gradient; or seconds of a step
+    relative: float | None = None  # bytes or seconds by the exact model's
+    median: float | None = None  # for noise, the median over the weights
+    first: float | None = None  # for noise, the first layer's
+    seed: int = 0  # seed of the run
+
+
+def measure_bytes(tiny: bool) -> Iterator[BlockRow]:
+    """Count saved bytes of every case: exact, the operations one after the other, and all but linears."""
+    for title, make, shape, dtype in cases(tiny):
+        torch.manual_seed(0)
+        model = make().to(dtype)
+        batch = inputs(model, *shape)
+        kind = str(dtype).removeprefix("torch.")
+        exact = saved(model, batch)
+        yield BlockRow("bytes", title, "exact", kind, exact, 1.0)
+        sets = [OPERATIONS[:count] for count in range(1, len(OPERATIONS) + 1)]
+        for operations in [*sets, OPERATIONS[1:]]:
+            convert(model, operations=operations)
+            count = saved(model, batch)
+            revert(model)
+            yield BlockRow("bytes", title, " ".join(operations), kind, count, count / exact)
+
+
+def measure_noise(data: Path | None, draws: int, tiny: bool) -> Iterator[BlockRow]:
+    """Measure the noise of GLUE tasks, and of random deep models after 200 steps."""
+    from benchmarks.noise.glue import load_glue  # needs transformers and datasets
+
+    for task in ("sst2", "cola", "stsb") if data is not None else ():
+        model, batches = load_glue(task, data, batch=64, steps=25, max_length=128, seed=0)  # pyright: ignore[reportArgumentType]
+        yield from _noise(task, model, batches, draws)
+    for title, make in (("roberta", partial(roberta, 0.1)), ("llama", llama)):
+        for layers in (2,) if tiny else (12, 24):
+            torch.manual_seed(0)
+            model = make(layers=layers, width=128, vocabulary=1000)
+            batches = [inputs(model, 16, 64, seed) for seed in range(3 if tiny else 201)]
+            yield from _noise(f"{title}, {layers} layers", model, batches, draws)
+
+
+def _noise(title: str, model: nn.Module, batches: list[dict[str, Any]], draws: int) -> Iterator[BlockRow]:
+    from benchmarks.noise.glue import train
+
+    train(model, batches[:-1])
+    found = gradient_noise(model, batches[-1], RMMConfig(), draws=draws)
+    print(f"{title}:\n{found}", flush=True)
+    for operation in found.stand_ins:
+        first = next((value for block, value in found.by_depth(operation).items() if block.endswith(".0")), None)
+        value, median = found.whole(operation), found.median_of_weights(operation)
+        yield BlockRow("noise", title, operation, value=value, median=median, first=first)
+
+
+def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
+    """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything, in turns."""
+    for title, make, shape in steps(tiny):
+        torch.manual_seed(0)
+        models: dict[tuple[str, ...], nn.Module] = {(): make()}
+        batch = inputs(models[()], *shape)
+        for setting in SETTINGS[1:]:
+            shared = {id(parameter): parameter for parameter in models[()].parameters()}
+            models[setting] = copy.deepcopy(models[()], shared)
+            convert(models[setting], operations=setting)
+        seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in SETTINGS}
+        for turn in range(-STEPS - 1, rounds):  # until auto has chosen, which takes time in these steps
+            for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
+                began = time.thread_time()
+                models[setting](**batch).loss.backward()
+                if turn >= 0:
+                    seconds[setting].append(time.thread_time() - began)
+                models[setting].zero_grad(set_to_none=False)
+        for setting in SETTINGS:
+            ratio = statistics.median(a / b for a, b in zip(seconds[setting], seconds[()], strict=True))
+            value = statistics.median(seconds[setting])
+            yield BlockRow("steps", title, " ".join(setting) or "exact", value=value, relative=ratio)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=tuple(_MEASURES))
+    parser.add_argument("--data_dir", type=Path, help="folder with the official GLUE files, for noise")
+    parser.add_argument("--draws", type=int, default=4, help="gradients per setting, for noise")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps per setting")
+    add_output(parser)
+
+
+def run(arguments: argparse.Namespace) -> Iterator[str]:
+    """Measure one thing, and write its csv file at the end."""
+    about, rows = origin("cpu", arguments.commit), list[Origin]()
+    for row in _MEASURES[arguments.what](arguments):
+        rows.append(replace(row, **about))
+        yield show(rows[-1:]).splitlines()[-1]
+    write_rows(arguments.out / f"blocks-{arguments.what}.csv", rows)
+    yield show(rows)
+
+
+_MEASURES: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
+    "bytes": lambda asked: measure_bytes(asked.tiny),
+    "left": lambda asked: measure_left(asked.tiny),
+    "noise": lambda asked: measure_noise(asked.data_dir, asked.draws, asked.tiny),
+    "peaks": lambda asked: measure_peaks(asked.tiny),
+    "steps": lambda asked: measure_steps(asked.rounds, asked.tiny),
+}

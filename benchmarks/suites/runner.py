@@ -1,0 +1,182 @@
+"""Run a suite: gate, interleaved times of all providers, memory in processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.library import STEPS, count
+from benchmarks.processes import ProcessError, call
+from benchmarks.records import RATIO, Row, add_choices, add_output, origin, show, write_rows
+from benchmarks.suites import SUITES, gate, setup
+from benchmarks.suites.case import Case, Setup
+from benchmarks.timing import interleaved, quartiles
+from rmm_linear.memory import peak, track_saved
+
+logger = logging.getLogger("benchmarks")
+COPY = "copy"  # the provider whose bytes per second are 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_choices(parser, "--suite", SUITES)
+    parser.add_argument("--threads", type=count(1), default=torch.get_num_threads(), help="threads of the CPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sketches in the timed runs")
+    parser.add_argument("--ratios", type=float, nargs="+", help="only cases of these ratios; all by default")
+    add_output(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure suites; a run replaces each suite's csv file."""
+    torch.set_num_threads(arguments.threads)
+    failed = False
+    chosen = {suite: SUITES[suite].cases(arguments.device, tiny=arguments.tiny) for suite in arguments.suite}
+    for suite, cases in chosen.items():
+        begin, number, path = time.monotonic(), 0, arguments.out / f"{suite}-{arguments.device}.csv"
+        cases = [case for case in cases if not arguments.ratios or case.ratio in arguments.ratios]
+        for rows in run_suite(path, cases, commit=arguments.commit, seed=arguments.seed):
+            number += len(rows)
+            failed = failed or any(row.status != "ok" for row in rows)
+            print(show(rows), flush=True)
+        print(f"{suite}: {number} rows in {time.monotonic() - begin:.0f} s, {path}", flush=True)
+    return 1 if failed else 0
+
+
+def has_memory(case: Case) -> bool:
+    """Say whether memory is measured: of models, and of layers at the ratio that the tables show."""
+    return case.suite in ("model", "blocks") or (case.suite == "linear" and case.ratio == RATIO)
+
+
+def run_suite(
+    path: Path, cases: Sequence[Case], *, commit: str, seed: int = 0, memory: Callable[[Case], bool] = has_memory
+) -> Iterator[list[Row]]:
+    """Measure cases of one suite, and write its file anew after each of them: what is measured outlives a failure."""
+    rows: list[Row] = []
+    if not cases:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(getattr(SUITES[cases[0].suite], "THREADS", threads))
+    try:
+        about = origin(cases[0].device, commit)
+        for found in run_cases(cases, seed=seed, memory=memory):
+            rows += [dataclasses.replace(row, **about) for row in found]
+            write_rows(path, rows)
+            yield found
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    seed: int = 0,
+    make: Callable[[Case, str], Setup] = setup,
+    memory: Callable[[Case], bool] = has_memory,
+) -> Iterator[list[Row]]:
+    """Measure all providers on every case."""
+    for case in cases:
+        ready: dict[str, Setup] = {}
+        status: dict[str, str] = {}
+        titles = SUITES[case.suite].providers(case)
+        torch.manual_seed(seed)
+        for title in titles:
+            try:
+                candidate = make(case, title)
+                status[title] = gate.failure(candidate, case.torch_dtype, case.draws)
+                if not status[title]:
+                    candidate.run()
+                    ready[title] = candidate
+            except Exception as error:
+                logger.exception("%s: %s, %s", case.name, title, case.dtype)
+                status[title] = _first_line(error)
+        torch.manual_seed(seed)
+        try:
+            times = interleaved({title: ready[title].run for title in ready}, case.device, case.rounds)
+        except Exception as error:
+            logger.exception("%s: timing, %s", case.name, case.dtype)
+            times, status = {}, dict.fromkeys(titles, _first_line(error))
+        rows = [
+            Row(case.suite, case.name, title, case.dtype, case.ratio, status[title] or "ok", seed=seed)
+            for title in titles
+        ]
+        rows = [
+            _with_times(row, times[row.provider], ready[row.provider].moved) if row.provider in times else row
+            for row in rows
+        ]
+        del ready  # the memory that other processes need
+        rows = _with_memory(case, rows) if memory(case) else rows
+        (base,) = [row for row in rows if row.provider == SUITES[case.suite].REFERENCE]
+        copy = next((row for row in rows if row.provider == COPY), None)
+        yield [_with_ratios(row, base, copy) for row in rows]
+
+
+def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, int] | str]:
+    """Measure what providers keep; meant for a process of its own."""
+    found: dict[str, tuple[int, int] | str] = {}
+    for title in providers:
+        try:
+            found[title] = memory_of(case, title)
+        except Exception as error:
+            found[title] = _first_line(error)
+    return found
+
+
+def memory_of(case: Case, provider: str) -> tuple[int, int]:
+    """Measure what one provider keeps."""
+    candidate = setup(case, provider)
+    if candidate.module is None or candidate.forward is None:
+        raise ValueError(f"memory_of measures layers and models, got a case of the suite {case.suite}.")
+    for _ in range(STEPS + 1 if provider.startswith("default") else 1):
+        candidate.run()  # bits="auto" has chosen
+    with track_saved(candidate.module) as ledger:
+        alive = candidate.forward()
+    kept = ledger.total
+    del alive
+    with peak(case.device) as measured:
+        candidate.run()
+    return kept, measured.bytes
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _with_times(row: Row, times: list[float], moved: int) -> Row:
+    lower, median, upper = quartiles(times)
+    found = {"lower": lower, "median": median, "upper": upper, "samples": len(times), "moved_bytes": moved or None}
+    return dataclasses.replace(row, **found)
+
+
+def _with_ratios(row: Row, base: Row, copy: Row | None) -> Row:
+    """Add the ratio of times to the reference's, but to a copy's; and of bytes per second to those of the copy."""
+    if row.median is None:
+        return row
+    if copy is not None and copy.median and copy.moved_bytes and row.moved_bytes:
+        share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
+        row = dataclasses.replace(row, copy_share=share)
+    if base.median is None or base == copy:
+        return row
+    return dataclasses.replace(row, relative=(row.median or 0.0) / base.median)
+
+
+def _with_memory(case: Case, rows: list[Row]) -> list[Row]:
+    """Add kept and peak bytes to the rows that have times."""
+    titles = [row.provider for row in rows if row.status == "ok"]
+    try:
+        found = call(memories_of, case, titles)
+    except ProcessError as error:
+        found = dict.fromkeys(titles, str(error).splitlines()[-1])
+    return [_with_bytes(row, found[row.provider]) if row.provider in found else row for row in rows]
+
+
+def _with_bytes(row: Row, found: tuple[int, int] | str) -> Row:
+    if isinstance(found, str):
+        logger.error("%s: memory of %s: %s", row.case, row.provider, found)
+        return dataclasses.replace(row, status=f"memory: {found}")
+    return dataclasses.replace(row, kept_bytes=found[0], peak_bytes=found[1])

@@ -1,0 +1,161 @@
+"""What plans are compared with, the counts of sweeps, and sizes on paper, which are those of real steps."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.planning import fit_paper, sweep
+from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_paper import METHODS, MODELS, SEQUENCE, by_method, largest, llama, plans, rows, texts
+from benchmarks.planning.fit_steps import FIT, live_peak, recompute_segments, step_of, twin
+from benchmarks.planning.fit_steps import MODELS as FITTED_MODELS
+from benchmarks.planning.networks import PUBLISHED, large
+from benchmarks.records import RESULTS, read_rows
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.shards import Shards
+from rmm_linear.memory import peak
+from rmm_linear.planning import simulate
+from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.chains import schedules
+from rmm_linear.planning.step.step import run_step
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning")
+MEMORY, TINY = 40_000_000, MODELS["tiny"]
+Made = tuple[Fitting, dict[str, BlockPlan]]
+
+
+def test_a_wrong_gradient_of_a_sweep_is_not_timed(tmp_path: Path) -> None:
+    u = torch.linspace(0, 1, 8)
+    sweep.compare(lambda number, u: torch.sin(u), u, tmp_path)
+    runs = itertools.count()
+    with pytest.raises(RuntimeError, match="must be the plain loop's to the bit"):
+        sweep.compare(lambda number, u: torch.sin(u) * (1.0 + next(runs)), u, tmp_path)
+
+
+@pytest.mark.parametrize(("interval", "slots"), [(1, 1), (3, 6), (20, 2)])
+def test_from_the_least_length_on_two_levels_never_take_more_steps(interval: int, slots: int) -> None:
+    least = sweep.fewest_steps(interval, slots)
+
+    def loses(steps: int) -> bool:
+        two = schedules.count(schedules.two_level(interval, slots), steps).forward_steps
+        return two > schedules.count(schedules.in_memory(steps, slots), steps).forward_steps
+
+    assert loses(least - 1)
+    assert not any(loses(steps) for steps in range(least, least + 60))
+
+
+@pytest.mark.parametrize("name", ["roberta", "t5"])
+def test_segments_recompute_the_same_gradients_in_less_memory(name: str) -> None:
+    model, batch = FITTED_MODELS[name][1](True)
+    other = twin(model)
+    recompute_segments(other)
+    found, peaks = [], []
+    for each in (model, other):
+        torch.manual_seed(0)
+        step_of(each, batch)()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        peaks.append(live_peak(model, step_of(each, batch)))
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_plans_that_are_published_fit_and_were_predicted() -> None:
+    found = [row for row in read_rows(RESULTS / "fit-frontier.csv", Fitted) if row.method == FIT and row.measured]
+    assert found
+    for row in found:
+        assert row.status == "fits"
+        assert (row.measured or 0) <= (row.memory or 0)
+        assert max(abs(row.predicted_error or 0), abs(row.simulated_error or 0)) <= 3
+    assert large(False).keys() == PUBLISHED.keys()
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
+    work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
+    work.add_options(1.0)
+    return work, plans(work)
+
+
+@pytest.mark.thorough
+def test_no_method_reaches_further_than_the_fitted_plan_or_the_memory(made: Made) -> None:
+    found = {row["method"]: row for row in by_method(made[0])}
+    assert tuple(found) == METHODS
+    for row in found.values():
+        assert row["sequence"] <= found["fitted"]["sequence"]
+        assert (row["batch"] > 0) == (row["sequence"] >= SEQUENCE)
+    assert 0 < found["exact"]["sequence"] < found["checkpointed"]["sequence"] < found["chunked"]["sequence"]
+    for method in METHODS[:-1]:
+        row, plan = found[method], made[1][method]
+
+        def total(batch: int, sequence: int, plan: BlockPlan = plan) -> int:
+            return made[0].before + simulate(plan, texts(batch, sequence)).bytes
+
+        assert total(1, row["sequence"]) == row["sequence_peak"] <= MEMORY
+        assert total(1, row["sequence"] + fit_paper.GRAIN) > MEMORY
+        assert (row["batch_peak"] or 0) <= MEMORY < total(row["batch"] + 1, SEQUENCE)
+
+
+def test_methods_are_what_they_say(made: Made) -> None:
+    choices = {method: {row.name: row.option for row in plan.blocks} for method, plan in made[1].items()}
+    assert {*choices["exact"].values()} == {"keep"}
+    assert {*choices["checkpointed"].values()} == {"recompute"}
+    assert choices["chunked"] == choices["checkpointed"] | {"lm_head": "convert others"}
+    packed = {name for name, option in choices["packed"].items() if option == "convert tenth"}
+    assert packed == {"model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"}
+
+
+@pytest.mark.parametrize("method", ["checkpointed", "packed"])
+def test_simulations_take_the_bytes_of_real_steps(made: Made, method: str) -> None:
+    plan = made[1][method]
+    simulated = simulate(plan, texts(2, 512)).bytes
+    torch.manual_seed(0)
+    real: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, use_cache=False), dtype=torch.bfloat16)
+    BlockPlan(plan.blocks, config=plan.config).apply(real.train())
+    batch = texts(2, 512, "cpu")
+    gc.collect()
+    with peak("cpu") as measured:
+        run_step(real, batch)
+    assert simulated == measured.bytes
+
+
+def test_shards_divide_what_is_needed_and_what_does_not_fit_is_not_simulated() -> None:
+    shards = (None, Shards(8), Shards(8, cpu_offload=True))
+    found = [list(rows(llama(TINY), 1_000, each)) for each in shards]
+    assert {row["status"] for each in found for row in each} == {"does not fit"}
+    whole, part, offloaded = (each[0] for each in found)
+    for name in ("parameters", "gradients"):
+        assert part[name] == whole[name] / 8
+        assert offloaded[name] == 0
+    assert whole["gathered"] == 0 < part["gathered"] == offloaded["gathered"]
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "memory", "guess", "expected"),
+    [
+        (lambda size: 10 * size + 5, 1000, 1, 99),
+        (lambda size: 10 * size + 5, 1000, 5000, 99),
+        (lambda size: max(500 + size, 10 * size), 1000, 3, 100),
+        (lambda size: max(500 + size, 10 * size), 499, 16, 0),
+    ],
+)
+def test_a_secant_finds_the_largest_size(
+    bytes_of: Callable[[int], int], memory: int, guess: int, expected: int
+) -> None:
+    tried: list[int] = []
+
+    def counted(size: int) -> int:
+        tried.append(size)
+        return bytes_of(size)
+
+    assert largest(counted, memory, guess) == expected
+    assert len(tried) < 12
