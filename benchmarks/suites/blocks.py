@@ -110,12 +110,12 @@ def _base(case: Case) -> Any:
         sizes = _TINY if case.tiny else half if name == "llama" else _SIZES[name]
         sizes = sizes | shared | {"num_hidden_layers": case.sizes[2]}
         if name.startswith("llama"):
-            model = models.build("Llama", "Model", **sizes)
+            model: Any = models.build("Llama", "Model", **sizes)
         else:
             p = {"hidden_dropout_prob": case.dropout, "attention_probs_dropout_prob": case.dropout}
             config: Any = transformers.RobertaConfig(**sizes, **p, max_position_embeddings=514)  # pyright: ignore[reportArgumentType]
             model = transformers.RobertaModel(config, add_pooling_layer=False)
-    model = nn.Module.to(model, case.torch_dtype)
+    model.to(case.torch_dtype)
     model.get_input_embeddings().requires_grad_(False)
     model.set_attn_implementation("sdpa")
     return model.train()
