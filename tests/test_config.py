@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import os
+import re
 
 import pytest
+from doc_pages import PAGES
 
 from rmm_linear import RMMConfig, __version__
 from rmm_linear._support import files
@@ -23,6 +25,41 @@ FULL = RMMConfig(
 )
 
 
+# Options: a new one is a decision, so it needs a line here, and a page that names it.
+OPTIONS = {
+    "kind": "countsketch",
+    "ratio": None,
+    "memory": 0.1,
+    "bits": "auto",
+    "block": None,
+    "uniform_mix": 0.1,
+    "norm_estimator": "none",
+    "min_rows": 64,
+    "mask_padding": True,
+    "checkpointed": "exact",
+    "operations": ("linear", "activation", "norm", "attention", "dropout", "logits"),
+    "activation_bits": "auto",
+    "norm_bits": 2,
+    "attention_bits": 4,
+    "fused": False,
+    "target_modules": "all-linear",
+    "exclude_modules": None,
+    "overrides": {},
+}
+
+
+def test_options_and_their_defaults_are_those_of_the_table_and_docs_name_them():
+    fields = {field.name: getattr(RMMConfig(), field.name) for field in dataclasses.fields(RMMConfig)}
+    changed = {name: default for name, default in fields.items() if name not in OPTIONS or OPTIONS[name] != default}
+    lines = "\n".join(f'    "{name}": {default!r},' for name, default in changed.items())
+    assert not changed, f"RMMConfig has options or defaults that OPTIONS in {__file__} has not. Add the lines\n{lines}"
+    gone = OPTIONS.keys() - fields.keys()
+    assert not gone, f"RMMConfig has lost {sorted(gone)}: saved files name them. Accept the old name, then remove it here"
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    unnamed = [name for name in fields if not re.search(rf"\b{name}\b", pages)]
+    assert not unnamed, f"No page of docs/ names {unnamed}: say what each is for, and what its default is"
+
+
 # Values
 
 
@@ -30,50 +67,32 @@ FULL = RMMConfig(
     ("fields", "error", "message"),
     [
         ({"ratio": 1.5}, ValueError, r"ratio must be in \(0, 1\], got 1.5. Use ratio=1"),
-        ({"ratio": 0}, ValueError, r"ratio must be in \(0, 1\], got 0"),
-        ({"ratio": -0.1}, ValueError, r"ratio must be in \(0, 1\], got -0.1"),
         ({"ratio": math.nan}, ValueError, r"ratio must be in \(0, 1\], got nan"),
-        ({"ratio": "0.1"}, TypeError, "ratio must be a number"),
         ({"ratio": True}, TypeError, "ratio must be a number"),
         ({"kind": "count"}, ValueError, f"kind must be one of {', '.join(KINDS)}, got 'count'"),
         ({"kind": None}, ValueError, "kind must be one of"),
-        ({"kind": "gaussian", "block": 0}, ValueError, "block must be at least 1, got 0"),
         ({"kind": "gaussian", "block": 2.0}, TypeError, "block must be a positive integer or None, got 2.0"),
-        (
-            {"kind": "rows", "block": 8},
-            ValueError,
-            r"block is for .* only, got block=8 with kind='rows'. Use block=None",
-        ),
+        ({"kind": "rows", "block": 8}, ValueError, r"block is for .* only, got block=8 with kind='rows'. Use block="),
         ({"min_rows": 0}, ValueError, "min_rows must be at least 1, got 0"),
         ({"min_rows": None}, TypeError, "min_rows must be a positive integer, got None"),
-        ({"min_rows": True}, TypeError, "min_rows must be a positive integer, got True"),
         ({"target_modules": "(query"}, ValueError, r"target_modules must be a valid regular expression, got '\(query'"),
         ({"target_modules": []}, ValueError, "target_modules must name at least one layer"),
-        ({"target_modules": None}, TypeError, "target_modules must be a regular expression or a list"),
-        ({"target_modules": [1]}, TypeError, "target_modules must be a regular expression or a list"),
         ({"exclude_modules": 3}, TypeError, "exclude_modules must be a regular expression or a list"),
         ({"operations": ["linears"]}, ValueError, "operations must be one or more of linear, activation, norm"),
         ({"operations": []}, ValueError, "operations must be one or more of linear"),
         ({"operations": None}, TypeError, "operations must be a list of linear"),
         ({"activation_bits": 3}, ValueError, "activation_bits must be 'auto', 8, 4, 2 or 1, got 3"),
-        ({"activation_bits": True}, ValueError, "activation_bits must be .* got True"),
-        ({"norm_bits": 1}, ValueError, "norm_bits must be 8, 4 or 2, got 1"),
+        ({"norm_bits": True}, ValueError, "norm_bits must be 8, 4 or 2, got True"),
         ({"fused": 1}, TypeError, "fused must be True or False, got 1"),
-        ({"overrides": {"query": {"fused": "yes"}}}, TypeError, r"overrides\['query'\]: fused must be True or False"),
         ({"attention_bits": 2}, ValueError, "attention_bits must be 8 or 4, got 2. Fewer bits bias the gradient"),
-        ({"overrides": {"query": {"operations": ["norm"]}}}, ValueError, "may change .*; got operations"),
+        ({"checkpointed": "off"}, ValueError, 'checkpointed must be "exact" or "packed", got \'off\''),
         ({"overrides": [("query", {})]}, TypeError, "overrides must map a name pattern to fields, got list"),
         ({"overrides": {"query": 0.5}}, TypeError, r"overrides\['query'\] must map field names to values, got 0.5"),
         ({"overrides": {"(": {}}}, ValueError, "overrides must be a valid regular expression"),
         ({"overrides": {"query": {"ratios": 1}}}, ValueError, r"overrides\['query'\] may change .*; got ratios"),
-        ({"overrides": {"query": {"target_modules": "x"}}}, ValueError, r"may change .*; got target_modules"),
+        ({"overrides": {"query": {"operations": ["norm"]}}}, ValueError, "may change .*; got operations"),
         ({"overrides": {"query": {"ratio": 2}}}, ValueError, r"overrides\['query'\]: ratio must be in"),
-        ({"overrides": {"query": {"ratio": "a"}}}, TypeError, r"overrides\['query'\]: ratio must be a number"),
-        (
-            {"kind": "gaussian", "block": 8, "overrides": {"query": {"kind": "dct"}}},
-            ValueError,
-            r"overrides\['query'\]: block is for",
-        ),
+        ({"kind": "gaussian", "block": 8, "overrides": {"q": {"kind": "dct"}}}, ValueError, r"\['q'\]: block is for"),
     ],
 )
 def test_bad_values_are_named_with_the_rule(fields, error, message):
