@@ -9,7 +9,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
 # Linear layers alone: all other gradients are exact. What stands in for other operations has tests of its own.
-# Modules that a checkpoint recomputes are packed too: that they stay exact by default is test_checkpointed_exact.py's.
+# Modules that a checkpoint recomputes are packed too; that they stay exact by default is tested by conversion/.
 PACKED = {"checkpointed": "packed"}
 LINEAR = {"operations": ("linear",), **PACKED}
 QUARTER = {"ratio": 0.25, "min_rows": 1, **LINEAR}

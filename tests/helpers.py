@@ -1,8 +1,10 @@
 """Data, models and measurements that the tests share."""
 
+import functools
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear.memory import track_saved
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms, sketch
@@ -177,12 +179,21 @@ def loss_of(model, architecture, batch=None):
     return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
 
 
-def enable_checkpointing(model, reentrant, preserve=True):
+def enable_checkpointing(model, reentrant, preserve=True, **options):
     """Under the name that the installed transformers has: 5.0 has the older one alone, which warns later."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant, "preserve_rng_state": preserve})
+    enable({"use_reentrant": reentrant, "preserve_rng_state": preserve, **options})
     if reentrant and hasattr(model.get_input_embeddings(), "weight"):
         model.enable_input_require_grads()
+
+
+def selective(choose):
+    """A policy of checkpoints that saves what the chosen operators return, and runs the others again."""
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if choose(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
 class Checkpointed(nn.Module):

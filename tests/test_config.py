@@ -54,7 +54,9 @@ def test_options_and_their_defaults_are_those_of_the_table_and_docs_name_them():
     lines = "\n".join(f'    "{name}": {default!r},' for name, default in changed.items())
     assert not changed, f"RMMConfig has options or defaults that OPTIONS in {__file__} has not. Add the lines\n{lines}"
     gone = OPTIONS.keys() - fields.keys()
-    assert not gone, f"RMMConfig has lost {sorted(gone)}: saved files name them. Accept the old name, then remove it here"
+    assert not gone, (
+        f"RMMConfig has lost {sorted(gone)}: saved files name them. Accept the old name, then remove it here"
+    )
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     unnamed = [name for name in fields if not re.search(rf"\b{name}\b", pages)]
     assert not unnamed, f"No page of docs/ names {unnamed}: say what each is for, and what its default is"

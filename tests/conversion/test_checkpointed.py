@@ -1,18 +1,21 @@
-"""What conversions, reports and messages say of blocks that activation checkpointing recomputes."""
+"""Modules that activation checkpointing recomputes stay exact by default, and reports and messages say so."""
 
 import pytest
 import torch
 from cases import checkpoints
-from helpers import enable_checkpointing, tiny_model, token_ids
+from helpers import enable_checkpointing, gradients, loss_of, tiny_model, token_ids
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
+from rmm_linear.conversion.checkpointed import checkpointed_blocks, without_checkpointing
 from rmm_linear.memory import explain, track_saved
 
 INPUT = "the input of a block that activation checkpointing recomputes"
 MESSAGE = "Activation checkpointing recomputes"
+ARCHITECTURES = ["roberta", "gpt2", "llama", "vit", "t5"]
+OUTSIDE = r"(?!.*\.(layer|layers|h|block)\.\d).*"  # names of modules that no block has inside
 
 
 class Loop(nn.Module):
@@ -34,16 +37,111 @@ def features():
     return torch.randn(200, 8, requires_grad=True)
 
 
-def checkpointed_llama(reentrant=False):
-    model = tiny_model("llama").train()
+def made(architecture="llama", reentrant=False):
+    model = tiny_model(architecture, dropout=0.3).train()
     model.config.use_cache = False
     enable_checkpointing(model, reentrant)
     return model
 
 
+def step(model, architecture):
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss_of(model, architecture).backward()
+    return gradients(model)
+
+
+def said(caplog):
+    (message,) = [one for one in caplog.messages if MESSAGE in one]
+    return message
+
+
+@checkpoints
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_are_those_of_the_exact_model_to_the_bit(architecture, reentrant):
+    """Dropout included, whose masks the recomputation must repeat; nothing outside of blocks is converted."""
+    exact = step(made(architecture, reentrant), architecture)
+    model = made(architecture, reentrant)
+    report = convert(model, min_rows=1, exclude_modules=OUTSIDE)
+    assert set(report.checkpointed) == {*report.converted, *report.packed}
+    found = step(model, architecture)
+    assert found.keys() == exact.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in exact.items())
+
+
+def test_blocks_are_found_by_flags_and_wrappers():
+    for architecture in ARCHITECTURES:
+        model = tiny_model(architecture)
+        assert checkpointed_blocks(model) == {}
+        enable_checkpointing(model, False)
+        blocks = checkpointed_blocks(model)
+        assert len(blocks) == (4 if architecture == "t5" else 2)
+        with without_checkpointing(model):
+            assert checkpointed_blocks(model) == {}
+        assert checkpointed_blocks(model).keys() == blocks.keys()
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.GELU())), nn.Linear(4, 4))
+    assert list(checkpointed_blocks(wrapped)) == ["0"]
+    report = convert(wrapped, min_rows=1)
+    assert len(report.checkpointed) == 2
+    revert(wrapped)
+    with without_checkpointing(wrapped), track_saved(wrapped) as saved:
+        output = wrapped(torch.randn(8, 4))
+    assert len(saved.by_module) == 3
+    del output
+    assert list(checkpointed_blocks(wrapped)) == ["0"]
+
+
+@checkpoints
+def test_it_is_said_once_at_conversion(reentrant, caplog):
+    model = made("roberta", reentrant)
+    report = convert(model, min_rows=1)
+    message = said(caplog)
+    assert f"recomputes {len(report.checkpointed)} of the {len(report.converted) + len(report.packed)} " in message
+    assert "roberta.encoder.layer.*.attention.self.query" in message
+    assert 'convert with checkpointed="packed"' in message
+    assert f" checkpointed={len(report.checkpointed)} " in report.summary()
+    assert str(report).count("recomputed under activation checkpointing, stays exact") == 13  # rows of the table
+    assert report.to_dict()["checkpointed"] == list(report.checkpointed)
+    step(model, "roberta")
+    assert said(caplog) == message
+
+
+@checkpoints
+def test_checkpointing_that_is_turned_on_later_is_said_in_the_first_step(reentrant, caplog):
+    model = tiny_model("roberta", dropout=0.3).train()
+    assert convert(model, min_rows=1).checkpointed == ()
+    step(model, "roberta")
+    assert MESSAGE not in caplog.text
+    enable_checkpointing(model, reentrant)
+    for _ in range(2):
+        step(model, "roberta")
+    # Dropout of attention, p = 0.3 too, is not called as a module: 24 of the 26 in blocks are.
+    assert "recomputes 24 of the " in said(caplog)
+    assert "roberta.encoder.layer.*." in said(caplog)
+
+
+@checkpoints
+def test_packed_compresses_recomputed_modules_and_says_nothing(reentrant, caplog):
+    exact = step(made("roberta", reentrant), "roberta")
+    model = made("roberta", reentrant)
+    report = convert(model, min_rows=1, checkpointed="packed")
+    assert report.checkpointed
+    assert "stays exact" not in str(report)
+    name = "roberta.encoder.layer.0.output.dense.weight"
+    assert not torch.equal(step(model, "roberta")[name], exact[name])
+    assert MESSAGE not in caplog.text
+
+
+def test_patterns_may_differ(caplog):
+    """The first block packs; the message counts the other one's modules."""
+    report = convert(made("roberta"), min_rows=1, overrides={r".*layer\.0\..*": {"checkpointed": "packed"}})
+    rest = [name for name in report.checkpointed if "layer.1." in name]
+    assert f"recomputes {len(rest)} of the " in said(caplog)
+
+
 @pytest.mark.parametrize("mode", ["exact", "packed"])
 def test_the_line_says_what_a_recomputed_block_saves_in_each_mode(mode):
-    model = checkpointed_llama()
+    model = made()
     report = convert(model, example={"input_ids": token_ids()}, min_rows=1, checkpointed=mode)
     block, line = report.memory.recomputed, report.memory.line()
     assert block.name == "model.layers.0"
@@ -54,7 +152,7 @@ def test_the_line_says_what_a_recomputed_block_saves_in_each_mode(mode):
 
 
 def test_a_block_may_be_exact_in_part():
-    model = checkpointed_llama()
+    model = made()
     overrides = {".*mlp.*": {"checkpointed": "packed"}}
     report = convert(model, example={"input_ids": token_ids()}, min_rows=1, overrides=overrides)
     block = report.memory.recomputed
@@ -74,6 +172,7 @@ def test_an_example_shows_checkpoints_in_a_forward_of_ones_own(reentrant, option
     assert set(report.checkpointed) == {*report.converted, *report.packed} - {"norm"}
     reasons = {layer.reason.partition(",")[0] for layer in report.memory.layers.values()}
     assert reasons == {"recomputed under activation checkpointing"}
+    assert all(layer.before == layer.after == 0 for layer in report.memory.layers.values())
     model(features()).square().sum().backward()
     assert len([one for one in caplog.messages if MESSAGE in one]) == ("checkpointed" not in options)
 
@@ -105,7 +204,7 @@ def test_a_forward_without_gradients_is_no_checkpoint():
 @checkpoints
 def test_the_input_of_a_block_is_called_so(reentrant):
     for model, batch, places in (
-        (checkpointed_llama(reentrant), {"input_ids": token_ids()}, ["model.layers.0", "model.layers.1"]),
+        (made(reentrant=reentrant), {"input_ids": token_ids()}, ["model.layers.0", "model.layers.1"]),
         (Loop(reentrant).train(), features(), [""]),
     ):
         found = explain(model, batch, min_rows=1)
@@ -115,14 +214,9 @@ def test_the_input_of_a_block_is_called_so(reentrant):
 
 
 def test_an_explanation_begins_with_its_line():
-    found = explain(checkpointed_llama(), {"input_ids": token_ids()}, min_rows=1)
+    found = explain(made(), {"input_ids": token_ids()}, min_rows=1)
     assert str(found).startswith(f"{found.line()}\n\nrmm_linear: saved_before=")
     assert "recomputes model.layers.0" in str(found)
-
-
-def said(caplog):
-    (message,) = [one for one in caplog.messages if MESSAGE in one]
-    return message
 
 
 @checkpoints
@@ -162,7 +256,7 @@ def test_a_measurement_does_not_say_it_in_place_of_the_training_step(caplog):
 
 
 def test_the_remedy_is_one_that_the_model_has(caplog):
-    model = checkpointed_llama()
+    model = made()
     convert(model, min_rows=1)
     method = said(caplog).partition("turn checkpointing off: model.")[2].partition("()")[0]
     assert method in ("activation_checkpointing_disable", "gradient_checkpointing_disable")
@@ -173,7 +267,7 @@ def test_the_remedy_is_one_that_the_model_has(caplog):
     assert any("mlp" in name for name in saved.by_module)
     del output
     caplog.clear()
-    convert(nn.Sequential(checkpointed_llama()), min_rows=1)
+    convert(nn.Sequential(made()), min_rows=1)
     assert f"turn checkpointing off: model.0.{method}()" in said(caplog)
 
 
