@@ -1,20 +1,14 @@
 """What the tests of faults share: processes that are killed, disks that are full."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 
-def in_a_child(run: Callable[[], int]) -> int:
+def in_a_child(run):
     """Run in a forked process, which may be killed, and return how it ended: its status, or minus the signal."""
     child = os.fork()
     if child == 0:
@@ -31,12 +25,12 @@ def in_a_child(run: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill() -> None:
+def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def full_disk(room: int) -> Iterator[None]:
+def full_disk(room):
     """No file may grow beyond `room` bytes: the kernel itself refuses, as on a full disk."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -47,12 +41,12 @@ def full_disk(room: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def at_write(patch: pytest.MonkeyPatch, number: int, fault: Callable[[], Any]) -> None:
+def at_write(patch, number, fault):
     """Let a fault come instead of what is done `number`-th to a file: flushed, given its name, or removed."""
     done = [0]
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counted(original):
+        def call(*args, **kwargs):
             done[0] += 1
             if done[0] == number + 1:
                 fault()
@@ -66,5 +60,5 @@ def at_write(patch: pytest.MonkeyPatch, number: int, fault: Callable[[], Any]) -
     patch.setattr(os, "unlink", counted(os.unlink))
 
 
-def no_room() -> None:
+def no_room():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

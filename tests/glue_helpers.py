@@ -1,15 +1,10 @@
 """What the tests of the GLUE script share: a tiny model, tiny data in the official layout, and runs in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
-import pytest
 from safetensors.torch import load_file
 
 from glue_finetune.__main__ import main
@@ -35,21 +30,21 @@ HEADERS = {
 }
 
 
-def write_rows(path: Path, rows: list[list[str]], header: list[str] | None = None) -> Path:
+def write_rows(path, rows, header=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(row) for row in ([header] if header else []) + rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
     return path
 
 
-def write_cola(root: Path, train: int = 48, dev: int = 24) -> Path:
+def write_cola(root, train=48, dev=24):
     parts = zip(("train", "dev"), make_corpus(train, dev), strict=True)
     for name, examples in parts:
         write_rows(root / "CoLA" / f"{name}.tsv", [[e.source, str(e.label), "", e.text] for e in examples])
     return root
 
 
-def write_pairs(root: Path, folder: str, labels: list[str], stems: tuple[str, ...], count: int = 24) -> Path:
+def write_pairs(root, folder, labels, stems, count=24):
     """Write files of sentence pairs in the task's official columns, labels taking turns."""
     texts = [example.text for part in make_corpus(2 * count, 2) for example in part]
     header = HEADERS[folder]
@@ -65,7 +60,7 @@ def write_pairs(root: Path, folder: str, labels: list[str], stems: tuple[str, ..
     return root
 
 
-def save_tiny(folder: Path, width: int = 32) -> Path:
+def save_tiny(folder, width=32):
     """Save a RoBERTa of 2 layers, with dropout, and a tokenizer for the corpus."""
     corpus = folder.parent / "corpus.txt"
     corpus.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +68,9 @@ def save_tiny(folder: Path, width: int = 32) -> Path:
     return save_scratch(folder, corpus, layers=2, width=width, heads=2, max_length=64)
 
 
-def flags(model: Path | str, data: Path, output: Path, task: str = "cola", **options: Any) -> list[str]:
+def flags(model, data, output, task="cola", **options):
     """A command line for a short run; an option that is True is a bare flag, one that is None is left out."""
-    values: dict[str, Any] = {
+    values = {
         "task_name": task,
         "model_name_or_path": model,
         "data_dir": data,
@@ -86,7 +81,7 @@ def flags(model: Path | str, data: Path, output: Path, task: str = "cola", **opt
         "min_rows": 4,
         **options,
     }
-    words: list[str] = []
+    words = []
     for name, value in values.items():
         if value is None:
             continue
@@ -103,28 +98,28 @@ class SignalTimer(StepTimer):
     evaluation: int | None
     signum: signal.Signals
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args, **kwargs):
         super().on_step_begin(*args, **kwargs)
         if args[1].global_step == self.step - 1:
             os.kill(os.getpid(), self.signum)
 
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, *args, **kwargs):
         if args[1].global_step == self.evaluation:
             self.evaluation = None
             os.kill(os.getpid(), self.signum)
 
 
-def results_of(folder: Path) -> dict[str, Any]:
+def results_of(folder):
     return json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
-def same_weights(first: Path, second: Path) -> bool:
+def same_weights(first, second):
     """Whether two saved models are equal in every bit."""
     one, two = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
-def fails(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+def fails(capsys, argv):
     """Run a command that must be refused; return its one line."""
     capsys.readouterr()
     with contextlib.suppress(SystemExit):

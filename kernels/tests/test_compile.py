@@ -1,7 +1,5 @@
 """Every kernel compiles for NVIDIA and AMD accelerators, fits their shared memory and spills no register."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,7 +15,7 @@ LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # share
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.thorough)])
-def compiled(request: pytest.FixtureRequest) -> list[dict]:
+def compiled(request):
     program = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", str(program), request.param]
@@ -26,7 +24,7 @@ def compiled(request: pytest.FixtureRequest) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_every_kernel_compiles_for_every_target(compiled: list[dict], request: pytest.FixtureRequest) -> None:
+def test_every_kernel_compiles_for_every_target(compiled, request):
     targets = LIMIT if request.node.callspec.params["compiled"] == "all" else ("sm_90", "gfx942")
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "unrotate", "random_keys", "hash"}
@@ -37,13 +35,13 @@ def test_every_kernel_compiles_for_every_target(compiled: list[dict], request: p
     assert found == {(name, target) for name in names for target in targets}
 
 
-def test_no_register_is_spilled_and_shared_memory_suffices(compiled: list[dict]) -> None:
+def test_no_register_is_spilled_and_shared_memory_suffices(compiled):
     for row in compiled:
         assert row.get("spilled_bytes", row.get("spilled_registers")) == 0, row
         assert row["shared"] <= LIMIT[row["target"]], row
 
 
-def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled: list[dict]) -> None:
+def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled):
     rows = [row for row in compiled if row["name"].startswith("sparse_sketch") and row["target"] != "gfx942"]
     rows = [row for row in rows if not row["name"].endswith("of ones")]
     assert rows

@@ -1,9 +1,6 @@
 """The formulas of bytes per element against the tensors that kernels are launched with."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +20,14 @@ ROWS, KEPT = 1920, 192
 class Launches:
     """Stands in for a kernel: keeps the tensors of its launches and runs nothing."""
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self):
+        self.tensors = []
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return lambda *arguments, **constants: self.tensors.extend(a for a in arguments if isinstance(a, Tensor))
 
 
-def matrix(dtype: torch.dtype) -> Tensor:
+def matrix(dtype):
     return torch.zeros(ROWS, COLUMNS, dtype=dtype)
 
 
@@ -40,14 +37,14 @@ SAMPLE = {"index": torch.arange(KEPT, dtype=torch.int32), "scale": torch.ones(KE
 HALF, SINGLE = torch.bfloat16, torch.float32
 
 
-def _packed(bits: int) -> list[Any]:
+def _packed(bits):
     return [
         torch.zeros(ROWS, COLUMNS * bits // 8, dtype=torch.uint8),
         torch.zeros(ROWS, COLUMNS // 64, 2, dtype=torch.bfloat16),
     ]
 
 
-def _launch(name: str) -> Any:
+def _launch(name):
     """What calls a kernel as a variant of it was compiled."""
     make = kernels()
     rstd, gamma = torch.zeros(ROWS), torch.zeros(COLUMNS)
@@ -101,7 +98,7 @@ LAUNCHED = (
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name, monkeypatch):
     kernel, dtype, constants = VARIANTS[name]
     launches = Launches()
     holder = sys.modules[f"rmm_linear.kernels.{_module(name)}"]
@@ -113,7 +110,7 @@ def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name: str, monkeyp
     assert found == pytest.approx(value(moved(name, dtype, constants)), rel=0.002)
 
 
-def _module(name: str) -> str:
+def _module(name):
     kernel = name.split()[0]
     holders = {"pack": "packing", "unpack": "packing", "unrotate": "packing", "pack_norm": "norms"}
     holders |= {"norm_backward": "norms", "pack_derivative": "derivatives", "apply_derivative": "derivatives"}
@@ -122,14 +119,14 @@ def _module(name: str) -> str:
     return holders.get(kernel, kernel)
 
 
-def test_gathered_rows_are_read_alone() -> None:
+def test_gathered_rows_are_read_alone():
     """Of a launch the whole matrix is an argument; the formula has the rows of the index, in and out."""
     _, dtype, constants = VARIANTS["sparse_sketch gathered *bf16"]
     rows = 0.1 * (2 + 2) + 0.1 * (SAMPLE["index"].element_size() + SAMPLE["scale"].element_size()) / COLUMNS
     assert value(moved("sparse_sketch gathered *bf16", dtype, constants)) == pytest.approx(rows)
 
 
-def test_every_variant_has_a_formula_and_another_kernel_is_refused() -> None:
+def test_every_variant_has_a_formula_and_another_kernel_is_refused():
     for name, (_, dtype, constants) in VARIANTS.items():
         assert 0 < value(moved(name, dtype, constants)) < 20, name
     with pytest.raises(ValueError, match=r"must have a formula in .*, got 'new'\. Add its line"):

@@ -1,7 +1,5 @@
 """kernels/ is a project of its own that hides no package of that name, ships in the wheel, and loads from a build."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -23,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "torch-ext" / "rmm_kernels"
 
 
-def run(code: str, cwd: Path = ROOT) -> str:
+def run(code, cwd=ROOT):
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_the_project_file_is_one_that_the_builder_takes() -> None:
+def test_the_project_file_is_one_that_the_builder_takes():
     from kernels._rust import Build
 
     general = Build.open(ROOT / "kernels").general
@@ -39,7 +37,7 @@ def test_the_project_file_is_one_that_the_builder_takes() -> None:
     assert all(line in text.splitlines() for line in ('name = "rmm-kernels"', "edition = 5", "[torch-noarch]"))
 
 
-def test_the_kernels_import_nothing_but_torch_triton_and_themselves() -> None:
+def test_the_kernels_import_nothing_but_torch_triton_and_themselves():
     for path in SOURCE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -50,7 +48,7 @@ def test_the_kernels_import_nothing_but_torch_triton_and_themselves() -> None:
 
 
 @pytest.mark.parametrize("installed", [pytest.param(True, marks=pytest.mark.thorough), False])
-def test_transformers_imports_from_the_repository_root(installed: bool) -> None:
+def test_transformers_imports_from_the_repository_root(installed):
     """With the package `kernels` installed and without: then Python finds the folder, as a namespace package."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     absent = """
@@ -74,7 +72,7 @@ importlib.metadata.version = without
     assert (found == "None") == (not installed)
 
 
-def test_the_wheel_ships_the_kernels_inside_the_library(tmp_path: Path) -> None:
+def test_the_wheel_ships_the_kernels_inside_the_library(tmp_path):
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".*", "build", "out", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
@@ -97,7 +95,7 @@ def test_the_wheel_ships_the_kernels_inside_the_library(tmp_path: Path) -> None:
     assert run(code, tmp_path / "installed") == str(tmp_path / "installed" / "rmm_linear" / "kernels" / "__init__.py")
 
 
-def test_a_checkout_that_is_not_installed_finds_its_kernels(tmp_path: Path) -> None:
+def test_a_checkout_that_is_not_installed_finds_its_kernels(tmp_path):
     shutil.copytree(ROOT / "rmm_linear", tmp_path / "rmm_linear", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(SOURCE, tmp_path / "kernels" / "torch-ext" / "rmm_kernels")
     code = (
@@ -109,7 +107,7 @@ def test_a_checkout_that_is_not_installed_finds_its_kernels(tmp_path: Path) -> N
     assert found == [str(tmp_path / "kernels" / "torch-ext" / "rmm_kernels" / "__init__.py"), "True"]
 
 
-def test_the_built_kernel_loads_and_runs(tmp_path: Path) -> None:
+def test_the_built_kernel_loads_and_runs(tmp_path):
     from kernels import get_local_kernel
 
     built = tmp_path / "build" / "torch-universal"
@@ -121,7 +119,7 @@ def test_the_built_kernel_loads_and_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.row_norms(x), x.norm(dim=1))
 
 
-def test_the_card_names_every_function() -> None:
+def test_the_card_names_every_function():
     card = (ROOT / "kernels" / "CARD.md").read_text(encoding="utf-8")
     exported = re.findall(r'"(\w+)"', (SOURCE / "__init__.py").read_text().split("__all__")[1])
     assert exported

@@ -1,13 +1,8 @@
 """convert and revert: the layers asked for, nothing else, in place, and all of it undone."""
 
-import copy
-import io
-import json
-import pickle
-
 import pytest
 import torch
-from cases import EXACT, ROUGH
+from cases import ROUGH
 from helpers import ARCHITECTURES, Mlp, gradients, seeds_of, snapshot, tiny_model, token_ids
 from torch import nn
 from torch.nn.utils import parametrize
@@ -15,25 +10,6 @@ from torch.nn.utils import parametrize
 from rmm_linear import RMMLinear, convert, revert
 
 # Everything else about the model stays
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_forward_is_the_same_to_the_bit(architecture, training):
-    """With dropout: the sketches' random numbers must not shift its masks."""
-    model, ids = tiny_model(architecture).train(training), token_ids()
-    mask = torch.ones_like(ids)
-    mask[1, 12:] = mask[3, 5:] = 0
-
-    def run():
-        torch.manual_seed(11)
-        return model(input_ids=ids, attention_mask=mask).logits.detach()
-
-    before = run()
-    convert(model, **ROUGH)
-    assert torch.equal(run(), before)
-    revert(model)
-    assert torch.equal(run(), before)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -88,31 +64,6 @@ def test_tied_module_matches_by_its_first_name():
         convert(nn.ModuleDict({"a": shared, "b": shared}), target_modules=["b"])
 
 
-def test_state_dict_is_unchanged():
-    model = tiny_model("bert")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    convert(model)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    model.load_state_dict(before)
-
-
-def test_an_optimizer_made_before_trains_on():
-    model = Mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    x = torch.randn(40, 12)
-    model(x).square().mean().backward()
-    optimizer.step()
-    convert(model, **ROUGH)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    assert len(optimizer.state) == 4
-
-
 def test_hooks_stay_and_fire():
     model, calls = Mlp(), []
     model.register_forward_hook(lambda *_: calls.append("model"))
@@ -139,16 +90,6 @@ def test_reverted_gradients_are_exact():
     exact = gradients(model)
     convert(model, **ROUGH)
     revert(model)
-    model.zero_grad()
-    model(x).square().mean().backward()
-    assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
-
-
-def test_a_ratio_of_one_is_exact():
-    model, x = Mlp(), torch.randn(50, 12)
-    model(x).square().mean().backward()
-    exact = gradients(model)
-    convert(model, **EXACT)
     model.zero_grad()
     model(x).square().mean().backward()
     assert all(torch.equal(gradients(model)[name], exact[name]) for name in exact)
@@ -185,47 +126,6 @@ def test_revert_of_a_part_leaves_the_rest_working():
     assert len(set(seeds)) == 3
     revert(model)
     assert not model._forward_pre_hooks
-
-
-@pytest.mark.parametrize(
-    "twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
-def test_copies_are_independent(architecture, twin_of):
-    model, ids = tiny_model(architecture).train(), token_ids()
-    convert(model, **ROUGH)
-    twin = twin_of(model)
-    outputs, seeds = [], []
-    for one in (model, twin):
-        torch.manual_seed(6)
-        seeds.append(seeds_of(lambda one=one: outputs.append(one(input_ids=ids).logits)))
-    assert torch.equal(*outputs)
-    assert seeds[0] == seeds[1]
-    outputs[1].sum().backward()
-    assert not gradients(model)
-    revert(twin)
-    assert "RMM" not in repr(twin)
-    assert "RMM" in repr(model)
-    assert not any(m._forward_pre_hooks for m in twin.modules())
-    assert any(m._forward_pre_hooks for m in model.modules())
-
-
-def test_torch_save_of_a_whole_converted_model():
-    model, x = Mlp().eval(), torch.randn(5, 12)
-    convert(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False)(x), model(x))
-
-
-def test_a_converted_models_weights_load_into_an_exact_one(tmp_path):
-    model = tiny_model("roberta").eval()
-    convert(model)
-    model.save_pretrained(tmp_path)
-    exact = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(exact(token_ids()).logits, model(token_ids()).logits)
-    assert "rmm" not in json.dumps(exact.config.to_dict())
 
 
 def test_a_backward_pass_may_come_after_revert():

@@ -1,11 +1,8 @@
 """Conversion of activations, norms, attention and dropout: what is chosen, what is said, what is undone."""
 
-import copy
-import pickle
-
 import pytest
 import torch
-from helpers import tiny_model, token_ids
+from helpers import batch_of, tiny_model
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, revert
@@ -17,13 +14,9 @@ from rmm_linear.memory import track_saved
 ARCHITECTURES = ["roberta", "bert", "gpt2", "llama", "t5"]
 
 
-def inputs(architecture):
-    return {"input_ids": token_ids()} | ({"labels": token_ids()} if architecture == "t5" else {})
-
-
 def logits(model, architecture):
     torch.manual_seed(5)
-    return model(**inputs(architecture)).logits
+    return model(**batch_of(architecture)).logits
 
 
 def saved(model, architecture):
@@ -151,18 +144,6 @@ def test_a_converted_model_is_refused_and_part_of_it_reverted():
     revert(model)
     with pytest.raises(ValueError, match="without converted modules"):
         revert(model)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_converted_and_reverted_by_themselves(copied):
-    model = tiny_model("roberta", dropout=0.0).train()
-    convert(model, min_rows=4)
-    twin = copied(model)
-    assert torch.equal(logits(twin, "roberta"), logits(model, "roberta"))
-    revert(twin)
-    assert type(twin.roberta.embeddings.LayerNorm) is nn.LayerNorm
-    assert type(model.roberta.embeddings.LayerNorm) is not nn.LayerNorm
-    assert torch.equal(logits(twin, "roberta"), logits(model, "roberta"))
 
 
 def test_the_lowest_quarter_of_the_activations_takes_two_bits():

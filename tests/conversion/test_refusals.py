@@ -125,14 +125,6 @@ def test_quantized_layers_are_skipped_with_the_remedy(kind):
     assert "Change target_modules" not in str(refused.value)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_layers_of_bitsandbytes_are_quantized():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
-        report = convert(nn.Sequential(kind(16, 16), nn.GELU()), dry_run=True)
-        assert report.skipped["0"].startswith(f"{kind.__name__} is quantized: convert the model before")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_model_is_refused():
     layers = nn.Sequential(nn.Linear(8, 8), nn.GELU())

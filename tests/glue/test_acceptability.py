@@ -1,26 +1,23 @@
 """The generated corpus: sizes, balance, and labels checked by a recogniser that knows the grammar by itself."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from glue_finetune import acceptability
-from glue_finetune.acceptability import VIOLATIONS, Example, make_corpus, write_corpus
+from glue_finetune.acceptability import VIOLATIONS, make_corpus, write_corpus
 from glue_finetune.tasks import TASKS, load_task
 
 
 @pytest.fixture(scope="module")
-def corpus() -> tuple[list[Example], list[Example]]:
+def corpus():
     return make_corpus()
 
 
-def test_sizes_balance_and_disjointness(corpus: tuple[list[Example], list[Example]]) -> None:
+def test_sizes_balance_and_disjointness(corpus):
     for part, size in zip(corpus, (4000, 1000), strict=True):
         assert len(part) == size
         assert sum(example.label for example in part) == size // 2
@@ -30,7 +27,7 @@ def test_sizes_balance_and_disjointness(corpus: tuple[list[Example], list[Exampl
     assert len(set(texts)) == len(texts)
 
 
-def test_the_same_sentences_everywhere(corpus: tuple[list[Example], list[Example]]) -> None:
+def test_the_same_sentences_everywhere(corpus):
     text = "\n".join(f"{example.label} {example.text}" for part in corpus for example in part)
     assert (
         hashlib.sha256(text.encode()).hexdigest() == "94901b632889651d17419c6242ff559cb0e6ed8e276ea605ad92570fd2adb76c"
@@ -38,19 +35,19 @@ def test_the_same_sentences_everywhere(corpus: tuple[list[Example], list[Example
     assert make_corpus(seed=1)[0] != corpus[0]
 
 
-def test_labels_take_no_order(corpus: tuple[list[Example], list[Example]]) -> None:
+def test_labels_take_no_order(corpus):
     for part in corpus:
         runs = 1 + sum(one.label != two.label for one, two in itertools.pairwise(part))
         assert abs(runs - len(part) / 2) < 4 * len(part) ** 0.5 / 2  # 4 sigma around what chance gives
 
 
-def test_the_recogniser_agrees_with_every_label(corpus: tuple[list[Example], list[Example]]) -> None:
+def test_the_recogniser_agrees_with_every_label(corpus):
     grammar = _grammar()
     wrong = [example for part in corpus for example in part if bool(grammar.fullmatch(example.text)) != example.label]
     assert wrong == []
 
 
-def test_distant_violations_really_have_something_in_between(corpus: tuple[list[Example], list[Example]]) -> None:
+def test_distant_violations_really_have_something_in_between(corpus):
     nearby = re.compile(r"\w+ (\w+ )?\w+ (is|are|\w+)( .*)? \.")
     prepositions = {"near", "behind", "beside", "under", "above", "that"}
     for example in (example for part in corpus for example in part if example.source == "distance"):
@@ -58,14 +55,14 @@ def test_distant_violations_really_have_something_in_between(corpus: tuple[list[
         assert prepositions & set(example.text.split()[1:-3])
 
 
-def test_it_is_written_in_the_layout_of_cola(tmp_path: Path) -> None:
+def test_it_is_written_in_the_layout_of_cola(tmp_path):
     data = load_task(TASKS["cola"], str(write_corpus(tmp_path)))
     train, dev = make_corpus()
     assert list(data.train["text"]) == [example.text for example in train]
     assert list(data.dev[""]["label"]) == [example.label for example in dev]
 
 
-def _grammar() -> re.Pattern[str]:
+def _grammar():
     """The whole language as one regular expression over the module's words, singular and plural spelled out."""
     nouns = [_either(pair[n] for pair in acceptability._pairs(acceptability._NOUNS)) for n in (0, 1)]
     places = [_either(pair[n] for pair in acceptability._pairs(acceptability._PLACES)) for n in (0, 1)]
@@ -96,5 +93,5 @@ def _grammar() -> re.Pattern[str]:
     return re.compile(_either(sentences), re.IGNORECASE)
 
 
-def _either(options: object) -> str:
-    return "(?:" + "|".join(options) + ")"  # pyright: ignore
+def _either(options):
+    return "(?:" + "|".join(options) + ")"

@@ -1,19 +1,16 @@
 """Checkpoints of the GLUE script: which of them count, and what is said of those that are damaged."""
 
-from __future__ import annotations
-
 import json
 import os
+import re
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fault_helpers import at_write, in_a_child, kill
-from glue_helpers import fails, flags, write_cola
+from glue_helpers import fails, flags, results_of, write_cola
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glue_finetune import training
@@ -31,23 +28,23 @@ from glue_finetune.errors import UserError
 from glue_finetune.trainer import CheckpointFiles, StepTimer
 
 STEPS = 3  # per epoch: 24 rows in batches of 8
-SKETCH: dict[str, Any] = {"kind": "wta", "norm_estimator": "position", "ratio": 0.3, "disable_tqdm": "true"}
+SKETCH = {"kind": "wta", "norm_estimator": "position", "ratio": 0.3, "disable_tqdm": "true"}
 
 
 @pytest.fixture(scope="module")
-def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cola(tmp_path_factory):
     return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
 class Killed(StepTimer):
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args, **kwargs):
         super().on_step_begin(*args, **kwargs)
         if args[1].global_step == 2 * STEPS + 1:
             kill()
 
 
 @pytest.fixture(scope="module")
-def killed(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(model, cola, tmp_path_factory):
     """A run with two complete checkpoints."""
     run = tmp_path_factory.mktemp("killed") / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -58,29 +55,27 @@ def killed(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def resume(model: Path, cola: Path, run: Path, checkpoint: str | Path = "last") -> list[str]:
+def resume(model, cola, run, checkpoint="last"):
     own = {"num_train_epochs": 3, "save_total_limit": 2, "resume_from_checkpoint": checkpoint}
     return flags(model, cola, run, **own, **SKETCH)
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(path: Path) -> None:
+def empty(path):
     os.truncate(path, 0)
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """One byte that no reader need notice."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def test_every_file_of_a_checkpoint_that_is_damaged_is_named(
-    model: Path, cola: Path, tmp_path: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_file_of_a_checkpoint_that_is_damaged_is_named(model, cola, tmp_path, killed, capsys):
     """One line, which names the file and the remedy; nothing changes, and the remedy helps."""
     run = Path(shutil.copytree(killed, tmp_path / "run"))
     checkpoint = complete_checkpoints(run)[-1]
@@ -101,9 +96,7 @@ def test_every_file_of_a_checkpoint_that_is_damaged_is_named(
     assert main(resume(model, cola, run)) == 0
 
 
-def test_a_checkpoint_without_an_optimizer_is_complete_where_none_is_saved(
-    model: Path, cola: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_an_optimizer_is_complete_where_none_is_saved(model, cola, tmp_path):
     options = {"save_only_model": True, "num_train_epochs": 1, **SKETCH}
     assert main(flags(model, cola, tmp_path / "run", **options)) == 0
     (checkpoint,) = complete_checkpoints(tmp_path / "run")
@@ -112,13 +105,13 @@ def test_a_checkpoint_without_an_optimizer_is_complete_where_none_is_saved(
 
 
 @pytest.mark.parametrize("text", ["3", "{}", '{"settings": {}}', '{"settings": {}, "sha256": []}', "[" * 100_000])
-def test_a_marker_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_marker_of_another_form_is_refused(tmp_path, text):
     (tmp_path / SETTINGS_FILE).write_text(text)
     with pytest.raises(UserError, match=rf"{SETTINGS_FILE} is damaged"):
         check_files(tmp_path)
 
 
-def test_files_in_folders_are_looked_at_too(tmp_path: Path) -> None:
+def test_files_in_folders_are_looked_at_too(tmp_path):
     """As sharded checkpoints have them."""
     (tmp_path / "optimizer_0").mkdir()
     (tmp_path / "optimizer_0" / "part").write_text("whole")
@@ -130,18 +123,48 @@ def test_files_in_folders_are_looked_at_too(tmp_path: Path) -> None:
         check_files(tmp_path)
 
 
+# What cannot be resumed
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--resume_from_checkpoint", "last", "--ratio", "0.5"], "sketch was {.*'ratio': 0.3"),
+        (["--resume_from_checkpoint", "last", "--learning_rate", "1"], "learning_rate was 0.001, now 1"),
+        (["--resume_from_checkpoint", "/nowhere"], "must be a checkpoint of this script; /nowhere has no"),
+        ([], "must be empty, got .* --resume_from_checkpoint last, or .* --overwrite_output_dir"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(model, cola, killed, capsys, more, message):
+    before = files_of(killed)
+    argv = flags(model, cola, killed, num_train_epochs=3, save_total_limit=2, **SKETCH)
+    assert re.search(message, fails(capsys, [*argv, *more]))
+    assert files_of(killed) == before
+
+
+def test_a_finished_run_is_not_resumed_but_can_be_overwritten(model, cola, tmp_path, capsys):
+    argv = flags(model, cola, tmp_path / "run", num_train_epochs=1)
+    assert "has none" in fails(capsys, [*argv, "--resume_from_checkpoint", "last"])
+    assert not (tmp_path / "run").exists()
+    assert main(argv) == 0
+    assert "is finished" in fails(capsys, [*argv, "--resume_from_checkpoint", "last"])
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert main([*argv, "--num_train_epochs", "2", "--overwrite_output_dir"]) == 0
+    assert len(results_of(tmp_path / "run")["epochs"]) == 2
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{2 * STEPS}"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
 # Removal
 
 
-def test_what_is_removed_stops_to_count_before_its_first_file_is_gone(
-    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_removed_stops_to_count_before_its_first_file_is_gone(tmp_path, killed, monkeypatch):
     """Killed at any file: what still counts is whole. The order within the folder is the file system's."""
     number, status, left = 0, 1, []
     while status:
         checkpoint = Path(shutil.copytree(complete_checkpoints(killed)[-1], tmp_path / f"checkpoint-{number}"))
 
-        def remove(checkpoint: Path = checkpoint, number: int = number) -> int:
+        def remove(checkpoint=checkpoint, number=number):
             with monkeypatch.context() as patch:
                 at_write(patch, number, kill)
                 remove_checkpoint(checkpoint)
@@ -157,11 +180,11 @@ def test_what_is_removed_stops_to_count_before_its_first_file_is_gone(
 
 @pytest.mark.parametrize("where", ["overwritten", "rotated"])
 def test_a_run_that_is_killed_while_it_removes_leaves_no_half_of_a_checkpoint_that_counts(
-    model: Path, cola: Path, tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+    model, cola, tmp_path, killed, monkeypatch, where
+):
     run = Path(shutil.copytree(killed, tmp_path / "run"))
 
-    def dying(path: Path, *args: Any, **kwargs: Any) -> None:
+    def dying(path, *args, **kwargs):
         (Path(path) / "optimizer.pt").unlink()
         kill()
 
@@ -189,16 +212,8 @@ def test_a_run_that_is_killed_while_it_removes_leaves_no_half_of_a_checkpoint_th
     ids=["new", "resumed", "gone on"],
 )
 def test_a_run_that_finds_the_folder_changed_when_it_is_its_turn_does_not_write_over_it(
-    model: Path,
-    cola: Path,
-    tmp_path: Path,
-    killed: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    resuming: bool,
-    finishes: bool,
-    message: str,
-) -> None:
+    model, cola, tmp_path, killed, monkeypatch, capsys, resuming, finishes, message
+):
     """Another one has the folder after this one has looked at it, and before it claims it."""
     run, seen = tmp_path / "run", {}
     if resuming:
@@ -206,7 +221,7 @@ def test_a_run_that_finds_the_folder_changed_when_it_is_its_turn_does_not_write_
     argv = resume(model, cola, run) if resuming else flags(model, cola, run, num_train_epochs=3, **SKETCH)
 
     @contextmanager
-    def late(folder: Path) -> Iterator[None]:
+    def late(folder):
         if finishes:
             with monkeypatch.context() as patch:
                 patch.setattr(training, "claimed", claimed)
@@ -223,7 +238,7 @@ def test_a_run_that_finds_the_folder_changed_when_it_is_its_turn_does_not_write_
     assert len(seen) > 5
 
 
-def files_of(folder: Path) -> dict[Path, bytes]:
+def files_of(folder):
     """All but the lock, which stays where a run was killed."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 

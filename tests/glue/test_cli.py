@@ -1,12 +1,9 @@
 """Bad input gives one clear line and exit status 2, and writes nothing; help and the demo speak plainly."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,51 +20,35 @@ from rmm_linear import RMMConfig
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "imdb"}, r"task_name must be one of cola, mnli, .*, got 'imdb'"),
         ({"task": None}, r"task_name is required, one of cola"),
         ({"ratio": 1.5}, r"ratio must be in \(0, 1\], got 1\.5"),
-        ({"ratio": 0}, r"ratio must be in \(0, 1\], got 0"),
-        ({"ratio": "many"}, r"ratio must be .*got 'many'"),
         ({"kind": "magic"}, r"kind must be one of exact, .*countsketch.*, got 'magic'"),
-        ({"min_rows": 0}, r"min_rows must be .*got 0"),
         ({"kind": "exact", "ratio": 7}, r"ratio must be in \(0, 1\], got 7"),
         ({"target_modules": "nothing"}, r"nothing.*roberta|nothing.*nearest"),
-        ({"target_modules": "("}, r"valid regular expression, got '\('"),
         ({"rmm_config": "missing.json"}, r"rmm_config .*missing\.json: No such file"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
         ({"compare": ["exact"], "seeds": [0, -5]}, r"seeds must be in \[0, 2\*\*32\), got -5"),
-        ({"learning_rate": -1}, r"learning_rate must be a finite number of at least 0, got -1"),
         ({"learning_rate": "nan"}, r"learning_rate must be a finite number of at least 0, got nan"),
-        ({"num_train_epochs": "nan"}, r"num_train_epochs must be a finite number of at least 0, got nan"),
         ({"adam_beta1": 2}, r"adam_beta1 must be in \[0, 1\), got 2"),
         ({"dataloader_num_workers": -1}, r"dataloader_num_workers must be at least 0, got -1"),
-        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size must be at least 1, got 0"),
-        ({"max_train_samples": 0}, r"max_train_samples must be at least 1, got 0"),
-        ({"max_seq_length": 0}, r"max_seq_length must be at least 1, got 0"),
         ({"eval_strategy": "daily"}, r"eval_strategy.*invalid choice: 'daily'"),
         ({"load_best_model_at_end": True, "save_strategy": "no"}, r"requires the save and eval strategy to match"),
         ({"learning_rat": 1}, r"got '--learning_rat'. Did you mean --learning_rate\?"),
         ({"resume_from_checkpoint": "last"}, r"has none. Leave the flag out"),
-        ({"compare": ["exact", "gaussian:1.5"]}, r"ratio must be in \(0, 1\], got 1\.5"),
         ({"compare": ["exact", "rows:0.1"], "memory": 0.1}, r"rows:0\.1 of --compare: .*memory"),
         ({"compare": ["exact", "exact"]}, r"--compare must name everything once, got exact exact"),
-        ({"compare": ["gaussian:0.1:x:y"]}, r"must be kind:ratio.*, got 'gaussian:0.1:x:y'"),
         ({"compare": ["exact"], "kind": "rows"}, r"--kind and --compare exclude each other"),
         ({"compare": ["exact"], "seeds": [1, 1]}, r"--seeds must name everything once, got 1 1"),
     ],
 )
-def test_bad_flags(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], message: str
-) -> None:
+def test_bad_flags(model, cola, tmp_path, capsys, options, message):
     argv = flags(model, cola, tmp_path / "run", **{"min_rows": None, **options})
     argv = argv if options.get("task", "") is not None else argv[2:]
     assert re.search(message, fails(capsys, argv))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_that_would_train_apart(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_processes_that_would_train_apart(model, cola, tmp_path, capsys, monkeypatch):
     """As torchrun's without --use_cpu, where there is no accelerator."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = r"The 2 processes of a launcher must train together.*Add --use_cpu"
@@ -76,7 +57,7 @@ def test_processes_that_would_train_apart(
 
 
 @pytest.mark.parametrize("task", ["sst2", "cola"])
-def test_bad_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str) -> None:
+def test_bad_files(model, tmp_path, capsys, task):
     data = write_cola(tmp_path / "data")
     path = data / "CoLA" / "dev.tsv"
     path.write_text(path.read_text() + "ok\t2\t\tThe dog barks .\n")
@@ -86,13 +67,13 @@ def test_bad_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_models(cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_bad_models(cola, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
     assert "there is no folder ./missing" in fails(capsys, flags("./missing", cola, output))
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in fails(capsys, flags(tmp_path / "empty", cola, output))
 
-    def offline(*args: Any, **kwargs: Any) -> None:
+    def offline(*args, **kwargs):
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")
 
     monkeypatch.setattr(modeling.AutoConfig, "from_pretrained", offline)
@@ -108,15 +89,13 @@ class _BareConfig(PretrainedConfig):
 class _Bare(PreTrainedModel):
     config_class = _BareConfig
 
-    def __init__(self, config: _BareConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.table = torch.nn.Embedding(2000, 2)
         self.post_init()
 
 
-def test_a_model_without_linear_layers(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_linear_layers(model, cola, tmp_path, capsys):
     AutoConfig.register("bare_for_test", _BareConfig, exist_ok=True)
     AutoModelForSequenceClassification.register(_BareConfig, _Bare, exist_ok=True)
     _Bare(_BareConfig()).save_pretrained(tmp_path / "bare")
@@ -125,9 +104,7 @@ def test_a_model_without_linear_layers(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_output_dir_that_is_in_use(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_dir_that_is_in_use(model, cola, tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
     assert "output_dir must be empty" in fails(capsys, flags(model, cola, tmp_path))
     assert "output_dir must be empty or hold" in fails(capsys, flags(model, cola, tmp_path, compare="exact"))
@@ -138,7 +115,7 @@ def test_an_output_dir_that_is_in_use(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_configuration_file_trains(model: Path, cola: Path, tmp_path: Path) -> None:
+def test_a_configuration_file_trains(model, cola, tmp_path):
     RMMConfig(kind="rows", ratio=0.5, min_rows=2, target_modules=["query"]).save(tmp_path / "sketch.json")
     options = {"rmm_config": tmp_path / "sketch.json", "min_rows": None, "max_steps": 1, "save_strategy": "no"}
     assert main(flags(model, cola, tmp_path / "run", **options)) == 0
@@ -148,18 +125,14 @@ def test_a_configuration_file_trains(model: Path, cola: Path, tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["results.json"]
 
 
-def test_the_conversion_is_reported_at_the_start(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_conversion_is_reported_at_the_start(model, cola, tmp_path, capsys):
     assert main(flags(model, cola, tmp_path / "run", max_steps=1, save_strategy="no")) == 0
     out = capsys.readouterr().out
     assert out.index("rmm_linear: converted=14") < out.index("epoch ") < out.index("matthews_correlation: best")
     assert str(tmp_path / "run" / "results.json") in out
 
 
-def test_results_say_what_stayed_exact(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_say_what_stayed_exact(model, cola, tmp_path, capsys):
     options = {"max_steps": 2, "save_strategy": "no", "min_rows": 8}
     for flag, inside in ((None, 0), (True, 12)):
         folder = tmp_path / str(flag)
@@ -181,14 +154,10 @@ def test_results_say_what_stayed_exact(
     ("flag", "value", "message"),
     [
         ("--task_name", "imdb", r"task_name must be one of .*, got 'imdb'\."),
-        (
-            "--learning-rat",
-            "1",
-            r"Every argument must be a known flag .*, got '--learning-rat'. Did you mean --lea.*",
-        ),
+        ("--learning-rat", "1", r"Every argument must be a known flag .*, got '--learning-rat'. Did you mean --lea.*"),
     ],
 )
-def test_a_typo_is_told_before_transformers_is_imported(flag: str, value: str, message: str) -> None:
+def test_a_typo_is_told_before_transformers_is_imported(flag, value, message):
     root = Path(modeling.__file__).parents[1]
     code = (
         "import sys; from glue_finetune.__main__ import main; status = main()\n"
@@ -201,13 +170,13 @@ def test_a_typo_is_told_before_transformers_is_imported(flag: str, value: str, m
     assert re.fullmatch(f"glue_finetune: error: {message}\n", run.stderr)
 
 
-def test_flags_of_transformers_are_known_before_it_is_imported() -> None:
+def test_flags_of_transformers_are_known_before_it_is_imported():
     known = {option for action in make_parser()._actions for option in action.option_strings if option[:2] == "--"}
     check_flags([f"{option}=cola" for option in known])
     assert len(known) > 200
 
 
-def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_every_group(capsys):
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in ("--task_name", "--compare", "--demo", "--rmm_config", "--kind", "--ratio", "--output_dir"):
@@ -215,7 +184,8 @@ def test_help_has_every_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Saved rows as a fraction of the rows seen, in (0, 1]." in text
 
 
-def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(compare, "run_process", main)  # in this process
     small = "--compare countsketch:0.1 --max_train_samples 64 --max_eval_samples 16 --seeds 3"
     assert main(["--demo", "--output_dir", str(tmp_path / "demo"), *small.split()]) == 0
     out = capfd.readouterr().out
@@ -227,10 +197,8 @@ def test_the_demo_runs_on_its_own_corpus_and_minilm(tmp_path: Path, capfd: pytes
     assert len((tmp_path / "demo" / "data" / "CoLA" / "dev.tsv").read_text().splitlines()) == 1000
 
 
-def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
+def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(tmp_path, capsys, monkeypatch):
+    commands = []
     monkeypatch.setattr(demo, "find_minilm", lambda: None)
     monkeypatch.setattr(compare, "run_process", lambda argv: commands.append(list(argv)) or 1)
     assert main(["--demo", "--output_dir", str(tmp_path / "demo")]) == 1
@@ -242,9 +210,7 @@ def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite_output_dir"]])
-def test_the_demo_touches_nobodys_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overwrite: list[str]
-) -> None:
+def test_the_demo_touches_nobodys_files(tmp_path, capsys, overwrite):
     data = write_cola(tmp_path / "data") / "CoLA" / "train.tsv"
     before = data.read_text()
     line = fails(capsys, ["--demo", "--output_dir", str(tmp_path), *overwrite])
@@ -256,8 +222,8 @@ def test_the_demo_touches_nobodys_files(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(folder: Path) -> None:
+def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path, monkeypatch):
+    def dies(folder):
         folder.mkdir()
         (folder / "config.json").write_text("{")
         raise KeyboardInterrupt
@@ -275,7 +241,7 @@ def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path: Path, monkeyp
     assert not (tmp_path / ".minilm.partial").exists()
 
 
-def test_flags_beside_the_demo_override_its_settings(tmp_path: Path) -> None:
+def test_flags_beside_the_demo_override_its_settings(tmp_path):
     argv = ["--demo", "--num_train_epochs", "5", "--output_dir", str(tmp_path / "elsewhere")]
     argv = demo.demo_argv(parse(argv), tmp_path / "data", tmp_path / "model", tmp_path / "out")
     inner = parse(argv)

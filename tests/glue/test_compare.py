@@ -1,7 +1,5 @@
 """Comparisons: what is run, what is reused, and the numbers in the table."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -23,19 +20,19 @@ from glue_finetune.compare import collect_runs, format_table, parse_setting, pla
 from glue_finetune.errors import UserError
 
 
-def test_entries() -> None:
+def test_entries():
     assert parse_setting("exact").flags == ("--kind", "exact")
     assert parse_setting("gaussian:0.1").flags == ("--kind", "gaussian", "--ratio", "0.1")
     assert parse_setting("gaussian:0.1").folder == "gaussian-0.1"
     assert parse_setting("rows:0.3:4").flags == ("--kind", "rows", "--ratio", "0.3", "--bits", "4")
-    for text in ("", "gaussian:", ":0.1", "a:1:2:3"):
+    assert parse_setting("wta+token:0.3").flags == ("--kind", "wta", "--ratio", "0.3", "--norm_estimator", "token")
+    assert parse_setting("wta+token:0.3").folder == "wta+token-0.3"
+    for text in ("", "gaussian:", ":0.1", "a:1:2:3", "wta+:0.3", "+token:0.3"):
         with pytest.raises(UserError, match=r"must be kind:ratio\[:bits\], or kind alone"):
             parse_setting(text)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(model, cola, tmp_path, monkeypatch, capsys):
     argv = flags(model, cola, tmp_path / "out", compare="exact", max_steps=1)
     monkeypatch.setattr(compare, "run_process", lambda argv: 130)
     assert main(argv) == 130
@@ -48,7 +45,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
     assert results_of(partial.parent)["epochs"]
 
 
-def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
+def test_every_run_gets_its_own_flags(tmp_path):
     shared = ["--task_name", "cola", "--ratio", "0.3", "--save_strategy", "steps"]
     settings = [parse_setting(text) for text in ("exact", "rows", "rows:0.5")]
     runs = plan_runs(shared, settings, [0, 1], tmp_path)
@@ -62,9 +59,7 @@ def test_every_run_gets_its_own_flags(tmp_path: Path) -> None:
     assert plan_runs(shared[:2], settings, [0], tmp_path)[0].arguments.training.save_strategy == "no"
 
 
-def test_a_comparison_from_end_to_end(
-    model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_from_end_to_end(model, cola, tmp_path, capfd, monkeypatch):
     settings = ["exact", "countsketch:0.2@linear"]
     argv = flags(model, cola, tmp_path / "all", compare=settings, seeds=3, num_train_epochs=1)
     monkeypatch.setattr(compare, "run_process", main)  # in this process
@@ -100,13 +95,11 @@ def test_a_comparison_from_end_to_end(
     again = capfd.readouterr().out
     assert again.count("finished before, reused") == 2
     assert again.split("\n\n")[-3:] == first.split("\n\n")[-3:]
-    line = fails(capfd, [*argv, "--learning_rate", "0.5"])  # pyright: ignore[reportArgumentType]
+    line = fails(capfd, [*argv, "--learning_rate", "0.5"])
     assert "holds a run with other settings: learning_rate was 0.001, now 0.5" in line
 
 
-def test_a_failing_run_ends_the_comparison(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_run_ends_the_comparison(model, cola, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "run_process", lambda argv: 3)
     assert main(flags(model, cola, tmp_path / "all", compare=["exact", "rows:0.2"])) == 3
     assert "exact with seed 42 ended with exit status 3" in capsys.readouterr().err
@@ -114,9 +107,7 @@ def test_a_failing_run_ends_the_comparison(
 
 
 @pytest.mark.thorough
-def test_an_interrupted_comparison_goes_on_where_it_was(
-    model: Path, cola: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_comparison_goes_on_where_it_was(model, cola, tmp_path, capfd):
     options = {"num_train_epochs": 6, "seed": 5, "ratio": 0.2}
     argv = flags(model, cola, tmp_path / "all", compare="gaussian:0.2", **options)
     root = Path(compare.__file__).parents[1]
@@ -151,9 +142,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     assert "finished before, reused" in capfd.readouterr().out
 
 
-def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(monkeypatch, tmp_path):
     # A stand-in for the child: it waits for SIGTERM and exits with its own status.
     script = tmp_path / "child.py"
     ready = tmp_path / "ready"
@@ -182,7 +171,7 @@ def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def _result(best: float | None, kept: int, layers: int, seconds: float, peak: int) -> dict[str, Any]:
+def _result(best, kept, layers, seconds, peak):
     return {
         "task": "cola",
         "score": {"metric": "matthews_correlation", "best": best, "best_epoch": 1.0, "last": best},
@@ -199,7 +188,7 @@ def _result(best: float | None, kept: int, layers: int, seconds: float, peak: in
     }
 
 
-def test_the_numbers_of_the_table() -> None:
+def test_the_numbers_of_the_table():
     mib = 2**20
     results = {
         ("exact", 0): _result(0.5, 100 * mib, 80 * mib, 2.0, 900 * mib),
@@ -220,7 +209,7 @@ def test_the_numbers_of_the_table() -> None:
     assert rows[2:] == ["10.0 MiB (−87.5%)", "30.0 MiB (−70.0%)", "0.60", "810 MiB"]
 
 
-def test_without_a_baseline_or_a_score_the_table_has_gaps_instead_of_numbers() -> None:
+def test_without_a_baseline_or_a_score_the_table_has_gaps_instead_of_numbers():
     text = format_table(summarize(collect_runs({("rows:0.1", 0): _result(None, 2**20, 2**19, 1.0, 2**20)})))
     cells = [cell.strip() for cell in text.splitlines()[2].split("|")[2:8]]
     assert cells == ["–", "–", "0.5 MiB", "1.0 MiB", "–", "1 MiB"]

@@ -1,9 +1,6 @@
 """Official files are read as they are; what is wrong in them is reported with its line."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import datasets
 import pytest
@@ -13,14 +10,14 @@ from glue_finetune.errors import UserError
 from glue_finetune.tasks import TASKS, load_task, read_file
 
 
-def test_cola_has_no_header(tmp_path: Path) -> None:
+def test_cola_has_no_header(tmp_path):
     data = load_task(TASKS["cola"], str(write_cola(tmp_path, train=20, dev=10)))
     assert (len(data.train), len(data.dev[""])) == (20, 10)
     assert sorted(data.train["label"]) == [0] * 10 + [1] * 10
     assert data.train.column_names == ["text", "label"]
 
 
-def test_quotes_na_byte_order_mark_and_line_ends_are_text_as_it_stands(tmp_path: Path) -> None:
+def test_quotes_na_byte_order_mark_and_line_ends_are_text_as_it_stands(tmp_path):
     path = tmp_path / "train.tsv"
     rows = ["sentence\tlabel", '"an open quote\t1', "NA\t0", 'say "no"\t1', "a\u2028b \x0b c\t0", " spaces \t1"]
     path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
@@ -40,7 +37,7 @@ def test_quotes_na_byte_order_mark_and_line_ends_are_text_as_it_stands(tmp_path:
         ("mnli", ["neutral", "contradiction", "entailment"], [1, 2, 0]),
     ],
 )
-def test_pairs_in_the_official_columns(tmp_path: Path, task: str, labels: list[str], classes: list[float]) -> None:
+def test_pairs_in_the_official_columns(tmp_path, task, labels, classes):
     stems = ("train", "dev_matched", "dev_mismatched") if task == "mnli" else ("train", "dev")
     data = load_task(TASKS[task], str(write_pairs(tmp_path, TASKS[task].folder, labels, stems, count=6)))
     assert list(data.train["label"])[: len(classes)] == classes
@@ -48,7 +45,7 @@ def test_pairs_in_the_official_columns(tmp_path: Path, task: str, labels: list[s
     assert list(data.dev) == (["matched", "mismatched"] if task == "mnli" else [""])
 
 
-def test_mrpc_takes_the_label_from_the_first_column(tmp_path: Path) -> None:
+def test_mrpc_takes_the_label_from_the_first_column(tmp_path):
     row = ["1", "12", "34", "The first .", "The second ."]
     for name in ("train", "dev"):
         write_rows(tmp_path / "MRPC" / f"{name}.tsv", [row], HEADERS["MRPC"])
@@ -56,7 +53,7 @@ def test_mrpc_takes_the_label_from_the_first_column(tmp_path: Path) -> None:
     assert data.train[0] == {"text": "The first .", "text_pair": "The second .", "label": 1}
 
 
-def test_samples_are_the_first_rows(tmp_path: Path) -> None:
+def test_samples_are_the_first_rows(tmp_path):
     root = str(write_cola(tmp_path, train=20, dev=10))
     everything, few = load_task(TASKS["cola"], root), load_task(TASKS["cola"], root, 3, 2)
     assert few.train["text"][:] == everything.train["text"][:3]
@@ -65,7 +62,7 @@ def test_samples_are_the_first_rows(tmp_path: Path) -> None:
         load_task(TASKS["cola"], root, 0)
 
 
-def test_short_rows_of_qqp_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_rows_of_qqp_are_skipped_and_counted(tmp_path, caplog):
     good = ["0", "1", "2", "Is it ?", "Is it so ?", "1"]
     path = write_rows(tmp_path / "train.tsv", [good, good[:4], good], HEADERS["QQP"])
     with caplog.at_level(logging.WARNING, "glue_finetune"):
@@ -98,14 +95,14 @@ def test_short_rows_of_qqp_are_skipped_and_counted(tmp_path: Path, caplog: pytes
         ("stsb", b"sentence1\tsentence2\tscore\na\tb\tnan\n", r":2: score must be a number from 0 to 5, got 'nan'"),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_line(tmp_path: Path, task: str, content: bytes, message: str) -> None:
+def test_what_is_wrong_is_reported_with_its_line(tmp_path, task, content, message):
     path = tmp_path / "train.tsv"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_file(TASKS[task], path)
 
 
-def test_missing_folders_and_files(tmp_path: Path) -> None:
+def test_missing_folders_and_files(tmp_path):
     with pytest.raises(UserError, match="data_dir must hold a folder 'CoLA'"):
         load_task(TASKS["cola"], str(tmp_path))
     write_cola(tmp_path)
@@ -114,11 +111,11 @@ def test_missing_folders_and_files(tmp_path: Path) -> None:
         load_task(TASKS["cola"], str(tmp_path))
 
 
-def test_the_hubs_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_columns(monkeypatch):
     rows = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"], "label": [2], "idx": [0]})
     asked = []
 
-    def load(*args: str) -> dict[str, datasets.Dataset]:
+    def load(*args):
         asked.append(args)
         return dict.fromkeys(("train", "validation_matched", "validation_mismatched"), rows)
 
@@ -128,8 +125,8 @@ def test_the_hubs_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.train[0] == data.dev["mismatched"][0] == {"text": "a", "text_pair": "b", "label": 2}
 
 
-def test_without_the_hub_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: str) -> None:
+def test_without_the_hub_the_remedy_is_named(monkeypatch):
+    def load(*args):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)

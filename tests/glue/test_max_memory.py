@@ -1,9 +1,6 @@
 """--max_memory fits a run into a budget: what it records, how it resumes, and what it excludes."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 
 import pytest
 from glue_helpers import SignalTimer, fails, flags, results_of, same_weights
@@ -18,13 +15,13 @@ FIT = {"max_memory": "0.9", "min_rows": None, "num_train_epochs": 2, "seed": 7}
 
 
 @pytest.fixture(scope="module")
-def fitted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fitted(model, cola, tmp_path_factory):
     output = tmp_path_factory.mktemp("fitted") / "run"
     assert main(flags(model, cola, output, **FIT)) == 0
     return output
 
 
-def test_results_record_the_plan_and_its_peak(fitted: Path) -> None:
+def test_results_record_the_plan_and_its_peak(fitted):
     found = results_of(fitted)["fit"]
     assert found["summary"].startswith("rmm_linear fit: ")
     assert 0 < found["peak_bytes"] <= found["budget_bytes"] < found["exact_peak_bytes"]
@@ -32,7 +29,7 @@ def test_results_record_the_plan_and_its_peak(fitted: Path) -> None:
     assert results_of(fitted)["memory"]["bytes_kept_for_backward"] > 0
 
 
-def test_the_plan_is_saved_beside_the_model(fitted: Path) -> None:
+def test_the_plan_is_saved_beside_the_model(fitted):
     assert (fitted / "rmm_plan.json").is_file()
     loaded = AutoModelForSequenceClassification.from_pretrained(fitted)
     report = convert_as_saved(loaded, fitted)
@@ -40,9 +37,7 @@ def test_the_plan_is_saved_beside_the_model(fitted: Path) -> None:
     assert [*report.converted] == results_of(fitted)["converted"]
 
 
-def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(model, cola, tmp_path, monkeypatch, capsys):
     """In a budget that the exact model fits, so that a plan is the same one each time it is made."""
     wide = {**FIT, "max_memory": "4GB"}
     assert main(flags(model, cola, tmp_path / "whole", **wide)) == 0
@@ -59,7 +54,7 @@ def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(
     assert results_of(tmp_path / "half")["fit"] == results_of(tmp_path / "whole")["fit"]
 
 
-def test_where_the_exact_model_fits_the_run_is_the_exact_one(model: Path, cola: Path, tmp_path: Path) -> None:
+def test_where_the_exact_model_fits_the_run_is_the_exact_one(model, cola, tmp_path):
     for name, more in (("exact", {"kind": "exact"}), ("fit", {"max_memory": "4GB"})):
         assert main(flags(model, cola, tmp_path / name, **{**FIT, "max_memory": None, "max_steps": 3, **more})) == 0
     assert same_weights(tmp_path / "exact", tmp_path / "fit")
@@ -77,20 +72,16 @@ def test_where_the_exact_model_fits_the_run_is_the_exact_one(model: Path, cola: 
         ({"max_memory": "-1"}, "max_memory: memory as a share must be in"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_before_anything_is_written(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, object], text: str
-) -> None:
+def test_what_does_not_go_with_it_is_refused_before_anything_is_written(model, cola, tmp_path, capsys, more, text):
     assert text in fails(capsys, flags(model, cola, tmp_path / "run", **{**FIT, **more}))
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_met_is_one_line(
-    model: Path, cola: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_met_is_one_line(model, cola, tmp_path, capsys):
     argv = flags(model, cola, tmp_path / "run", **{**FIT, "max_memory": "1KB"})
     assert main(argv) == 2
     assert "memory=1000 cannot be met" in capsys.readouterr().err
 
 
-def test_the_help_has_it() -> None:
+def test_the_help_has_it():
     assert "--max_memory" in short_help()

@@ -1,9 +1,5 @@
 """MiniLM in RoBERTa's classes computes what MiniLM computes, to the last bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -18,12 +14,12 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     return minilm.save_minilm(tmp_path_factory.mktemp("models") / "minilm")
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_hidden_states_agree_to_the_last_bit_on_a_padded_batch(saved: Path, pairs: bool) -> None:
+def test_hidden_states_agree_to_the_last_bit_on_a_padded_batch(saved, pairs):
     source = minilm.find_minilm()
     assert source is not None
     bert, roberta = minilm.load_bert(source), AutoModel.from_pretrained(saved, add_pooling_layer=False).eval()
@@ -41,14 +37,14 @@ def test_hidden_states_agree_to_the_last_bit_on_a_padded_batch(saved: Path, pair
         assert torch.equal(one[real], two[real])
 
 
-def test_the_tokenizer_is_berts(saved: Path) -> None:
+def test_the_tokenizer_is_berts(saved):
     source = minilm.find_minilm()
     one, two = AutoTokenizer.from_pretrained(saved), AutoTokenizer.from_pretrained(source)
     assert one(TEXTS, TEXTS[::-1]).data == two(TEXTS, TEXTS[::-1]).data
     assert (one.model_max_length, one.pad_token_id) == (512, 0)
 
 
-def test_only_the_classifier_is_new(saved: Path) -> None:
+def test_only_the_classifier_is_new(saved):
     _, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
     assert info["missing_keys"]
     assert all(name.startswith("classifier.") for name in info["missing_keys"])
@@ -56,7 +52,7 @@ def test_only_the_classifier_is_new(saved: Path) -> None:
     assert not info["mismatched_keys"]
 
 
-def test_the_command(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(saved, capsys, monkeypatch):
     assert minilm.main([str(saved)]) == 2
     assert "must be empty or new" in capsys.readouterr().err
     assert minilm.main([]) == 2

@@ -1,9 +1,6 @@
 """The paper's settings are the defaults, and any flag overrides them."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ PAPER = [
 
 
 @pytest.mark.parametrize(("task", "batch", "lr", "metric"), PAPER)
-def test_the_papers_settings_are_the_defaults(task: str, batch: int, lr: float, metric: str) -> None:
+def test_the_papers_settings_are_the_defaults(task, batch, lr, metric):
     arguments = parse(["--task_name", task, "--output_dir", "run"])
     training = arguments.training
     assert (training.per_device_train_batch_size, training.learning_rate) == (batch, lr)
@@ -39,12 +36,12 @@ def test_the_papers_settings_are_the_defaults(task: str, batch: int, lr: float, 
     assert get_task(task).main_metric == metric
 
 
-def test_every_task_of_glue_is_there() -> None:
+def test_every_task_of_glue_is_there():
     assert sorted(TASKS) == sorted(task for task, *_ in PAPER)
     assert {task.folder for task in TASKS.values()} >= {"CoLA", "SST-2", "STS-B", "MNLI", "MRPC", "QNLI", "QQP"}
 
 
-def test_a_flag_overrides_the_paper_even_with_the_value_transformers_has_as_its_default() -> None:
+def test_a_flag_overrides_the_paper_even_with_the_value_transformers_has_as_its_default():
     argv = "--task_name cola --output_dir run --weight_decay 0.0 --learning_rate 5e-05 --lr_scheduler_type linear"
     training = parse([*argv.split(), "--adam-beta2=0.999", "--warmup_steps", "7", "--num_train_epochs", "3"]).training
     assert (training.weight_decay, training.learning_rate, training.lr_scheduler_type) == (0.0, 5e-5, "linear")
@@ -53,14 +50,14 @@ def test_a_flag_overrides_the_paper_even_with_the_value_transformers_has_as_its_
     assert training.adam_epsilon == 1e-6
 
 
-def test_names_may_be_spelled_as_the_folders_are() -> None:
+def test_names_may_be_spelled_as_the_folders_are():
     assert get_task("SST-2") is TASKS["sst2"]
     assert get_task("STS-B") is TASKS["stsb"]
     with pytest.raises(UserError, match=r"task_name must be one of cola, .*, got 'imdb'"):
         get_task("imdb")
 
 
-def test_every_scalar_field_of_the_configuration_has_a_flag_with_a_help_line() -> None:
+def test_every_scalar_field_of_the_configuration_has_a_flag_with_a_help_line():
     options = {action.dest: action for action in make_parser()._actions}
     for field in dataclasses.fields(RMMConfig):
         if field.name != "overrides":
@@ -68,7 +65,7 @@ def test_every_scalar_field_of_the_configuration_has_a_flag_with_a_help_line() -
     assert all(action.help for action in options.values())
 
 
-def test_sketch_flags_reach_the_configuration() -> None:
+def test_sketch_flags_reach_the_configuration():
     start = ["--task_name", "cola", "--output_dir", "run"]
     config = parse([*start, "--kind", "gaussian", "--ratio", "0.25", "--block", "32", "--min_rows", "8"]).config
     assert config is not None
@@ -86,13 +83,13 @@ def test_sketch_flags_reach_the_configuration() -> None:
         ([r".*\.(query|key)"], r".*\.(query|key)"),
     ],
 )
-def test_target_modules_are_names_or_one_regular_expression(words: list[str], expected: object) -> None:
+def test_target_modules_are_names_or_one_regular_expression(words, expected):
     config = parse(["--task_name", "cola", "--output_dir", "run", "--target_modules", *words]).config
     assert config is not None
     assert config.target_modules == expected
 
 
-def test_flags_override_a_saved_configuration_and_leave_the_rest_of_it(tmp_path: Path) -> None:
+def test_flags_override_a_saved_configuration_and_leave_the_rest_of_it(tmp_path):
     path = tmp_path / "sketch.json"
     RMMConfig(kind="rows", ratio=0.3, min_rows=5, overrides={"query": {"ratio": 0.5}}).save(path)
     start = ["--task_name", "cola", "--output_dir", "run", "--rmm_config", str(path)]

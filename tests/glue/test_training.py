@@ -1,7 +1,5 @@
 """Training runs end to end: what they record, how they stop, and that a resumed run ends with the very same weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +23,18 @@ SKETCH = {"operations": ["linear"], "kind": "gaussian", "ratio": 0.2, "num_train
 
 
 @pytest.fixture(scope="module")
-def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cola(tmp_path_factory):
     return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, cola: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(model, cola, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "run"
     assert main(flags(model, cola, output, **SKETCH)) == 0
     return output
 
 
-def test_results_record_the_run(uninterrupted: Path) -> None:
+def test_results_record_the_run(uninterrupted):
     results = results_of(uninterrupted)
     assert [entry["epoch"] for entry in results["epochs"]] == [1.0, 2.0, 3.0]
     assert [entry["step"] for entry in results["epochs"]] == [STEPS, 2 * STEPS, 3 * STEPS]
@@ -65,7 +62,7 @@ def test_results_record_the_run(uninterrupted: Path) -> None:
     assert results["resumed"] is False
 
 
-def test_the_trained_model_can_be_used(uninterrupted: Path) -> None:
+def test_the_trained_model_can_be_used(uninterrupted):
     from transformers import pipeline
 
     classify = pipeline("text-classification", model=str(uninterrupted), device=-1)
@@ -74,13 +71,11 @@ def test_the_trained_model_can_be_used(uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exact", "gaussian"])
-def test_bytes_kept_are_those_of_one_step(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    seen: list[Any] = []
+def test_bytes_kept_are_those_of_one_step(model, cola, tmp_path, monkeypatch, kind):
+    seen = []
 
     class Recorder(GlueTrainer):
-        def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Any:  # pyright: ignore
+        def compute_loss(self, model, inputs, **kwargs):
             if model.training:
                 seen.clear()
                 seen.extend((model, {name: tensor.clone() for name, tensor in inputs.items()}))
@@ -91,9 +86,9 @@ def test_bytes_kept_are_those_of_one_step(
     assert main(flags(model, cola, tmp_path / "run", **options)) == 0
     network, batch = seen
     own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
+    kept = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage
@@ -110,9 +105,7 @@ def test_bytes_kept_are_those_of_one_step(
     assert any(isinstance(module, RMMLinear) for module in network.modules()) == (kind != "exact")
 
 
-def test_a_sketch_keeps_less_and_another_seed_gives_other_weights(
-    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path
-) -> None:
+def test_a_sketch_keeps_less_and_another_seed_gives_other_weights(model, cola, tmp_path, uninterrupted):
     assert main(flags(model, cola, tmp_path / "exact", **{**SKETCH, "kind": "exact"})) == 0
     assert main(flags(model, cola, tmp_path / "seed", **{**SKETCH, "seed": 8})) == 0
     exact, sketched = results_of(tmp_path / "exact"), results_of(uninterrupted)
@@ -129,7 +122,7 @@ def test_a_sketch_keeps_less_and_another_seed_gives_other_weights(
     assert not same_weights(tmp_path / "seed", uninterrupted)
 
 
-def test_mnli_evaluates_matched_and_mismatched(model: Path, tmp_path: Path) -> None:
+def test_mnli_evaluates_matched_and_mismatched(model, tmp_path):
     labels, stems = ["neutral", "entailment", "contradiction"], ("train", "dev_matched", "dev_mismatched")
     data = write_pairs(tmp_path, "MNLI", labels, stems)
     assert main(flags(model, data, tmp_path / "run", task="mnli", num_train_epochs=1)) == 0
@@ -140,7 +133,7 @@ def test_mnli_evaluates_matched_and_mismatched(model: Path, tmp_path: Path) -> N
     assert results["score"]["best"] == epoch["matched_accuracy"]
 
 
-def test_stsb_is_a_regression(model: Path, tmp_path: Path) -> None:
+def test_stsb_is_a_regression(model, tmp_path):
     data = write_pairs(tmp_path, "STS-B", ["5.000", "0.200", "2.6"], ("train", "dev"))
     assert main(flags(model, data, tmp_path / "run", task="stsb", num_train_epochs=1)) == 0
     (epoch,) = results_of(tmp_path / "run")["epochs"]
@@ -162,16 +155,8 @@ def test_stsb_is_a_regression(model: Path, tmp_path: Path) -> None:
     ids=["first step", "last step of an epoch", "within an epoch", "before the last step", "evaluation"],
 )
 def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
-    model: Path,
-    cola: Path,
-    tmp_path: Path,
-    uninterrupted: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
-    evaluation: int | None,
-    signum: signal.Signals,
-    save_strategy: str,
-) -> None:
+    model, cola, tmp_path, uninterrupted, monkeypatch, step, evaluation, signum, save_strategy
+):
     bomb = type("Bomb", (SignalTimer,), {"step": step, "evaluation": evaluation, "signum": signum})
     argv = flags(model, cola, tmp_path / "run", save_strategy=save_strategy, **SKETCH)
     with monkeypatch.context() as patch:
@@ -193,9 +178,7 @@ def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
     assert resumed["memory"]["bytes_kept_for_backward"] == whole["memory"]["bytes_kept_for_backward"]
 
 
-def test_what_the_sketches_have_learned_is_resumed_too(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_sketches_have_learned_is_resumed_too(model, cola, tmp_path, monkeypatch):
     # bits="auto" looks at the first inputs of each layer and then chooses: stop while it looks, right after, and later.
     options = {"memory": 0.5, "bits": "auto", "num_train_epochs": 2}
     assert main(flags(model, cola, tmp_path / "whole", **options)) == 0
@@ -212,9 +195,7 @@ def test_what_the_sketches_have_learned_is_resumed_too(
     assert set(results_of(tmp_path / "whole")["bits_chosen"].values()) <= {2, 4, 8}
 
 
-def test_a_signal_in_the_last_step_still_writes_the_results(
-    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_the_last_step_still_writes_the_results(model, cola, tmp_path, uninterrupted, monkeypatch):
     last = {"step": EPOCHS * STEPS, "evaluation": None, "signum": signal.SIGTERM}
     monkeypatch.setattr(training, "StepTimer", type("Bomb", (SignalTimer,), last))
     assert main(flags(model, cola, tmp_path / "run", **SKETCH)) == 143
@@ -222,12 +203,10 @@ def test_a_signal_in_the_last_step_still_writes_the_results(
     assert same_weights(tmp_path / "run", uninterrupted)
 
 
-def test_a_signal_before_training_leaves_nothing_behind(
-    model: Path, cola: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_before_training_leaves_nothing_behind(model, cola, tmp_path, monkeypatch, capsys):
     load = training.load_model
 
-    def slow(*args: Any) -> Any:
+    def slow(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         return load(*args)
 
@@ -237,8 +216,8 @@ def test_a_signal_before_training_leaves_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    exits: list[int] = []
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    exits = []
     monkeypatch.setattr(trainer.os, "_exit", exits.append)
     with InterruptCallback().installed() as callback:
         callback.on_train_begin()
@@ -248,8 +227,8 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
         assert exits == [143]
 
 
-def test_training_outside_the_main_thread_leaves_signals_alone(model: Path, cola: Path, tmp_path: Path) -> None:
-    status: list[int] = []
+def test_training_outside_the_main_thread_leaves_signals_alone(model, cola, tmp_path):
+    status = []
     argv = flags(model, cola, tmp_path / "run", max_steps=1)
     thread = threading.Thread(target=lambda: status.append(main(argv)))
     thread.start()
@@ -257,9 +236,7 @@ def test_training_outside_the_main_thread_leaves_signals_alone(model: Path, cola
     assert status == [0]
 
 
-def test_a_real_process_stops_on_a_real_signal_and_resumes(
-    model: Path, cola: Path, tmp_path: Path, uninterrupted: Path
-) -> None:
+def test_a_real_process_stops_on_a_real_signal_and_resumes(model, cola, tmp_path, uninterrupted):
     argv = flags(model, cola, tmp_path / "run", **SKETCH)
     root = Path(training.__file__).parents[1]
     environment = {

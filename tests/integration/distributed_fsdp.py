@@ -14,7 +14,7 @@ from distributed_helpers import (
     short_batch,
     sketched_weights,
 )
-from helpers import Mlp, batch_of, loss_of, seeds_of, tiny_model
+from helpers import Mlp, seeds_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -130,24 +130,6 @@ def accumulation(rank):
         "apart": apart(found[-1], want, same),
         **projection([one[LAYER] for one in found], want[LAYER]),
     }
-
-
-def architecture(rank, name):
-    """All sketched weights of a model of two layers, each rank with half of the batch."""
-    exact, sketched = (tiny_model(name, dropout=0.0).train() for _ in range(2))
-    report = convert(sketched, **ROUGH_BODY)
-    shard(exact), shard(sketched)
-    inputs = {key: value[2 * rank : 2 * rank + 2] for key, value in batch_of(name).items()}
-
-    def gradient(network):
-        network.zero_grad()
-        loss_of(network, name, inputs).backward()
-        found = all_gradients(network)
-        return torch.cat([found[f"{layer}.weight"].flatten() for layer in report.converted])
-
-    want = gradient(exact)
-    torch.manual_seed(3)
-    return {"layers": len(report.converted), **projection([gradient(sketched) for _ in range(DRAWS // 2)], want)}
 
 
 def sharded_first(rank):
