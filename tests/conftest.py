@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 
+from rmm_linear.activations.lazy_logits import LazyLogits
 from rmm_linear.norm_estimators import registry
 
 # Runs are compared to the bit, in processes of their own too: forked ones have one thread, and wait forever for others.
@@ -43,6 +44,14 @@ def _same_numbers_every_time() -> None:
 def _own_norm_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[LazyLogits]:
+    """Logits that were computed, once for each time."""
+    found, read = [], LazyLogits.read
+    monkeypatch.setattr(LazyLogits, "read", lambda self: found.append(self) or read(self))
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -173,6 +173,15 @@ def batch_of(architecture, length=20):
     return {"input_ids": ids, **masks, **({"labels": ids} if architecture == "t5" else {})}
 
 
+def labelled(architecture, dtype=torch.float32):
+    """A batch that a model returns the loss of; padding has no label."""
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch_of(architecture).items()}
+    if architecture in ("gpt2", "llama", "t5"):
+        mask = batch.get("attention_mask", torch.ones(1, 1))
+        return {**batch, "labels": batch["input_ids"].masked_fill(mask == 0, -100)}
+    return {**batch, "labels": torch.tensor([0, 1, 1, 0])}
+
+
 def loss_of(model, architecture, batch=None):
     """A loss that padding has no part in."""
     output = model(**(batch or batch_of(architecture)))

@@ -182,14 +182,6 @@ def test_it_compiles_without_a_break_for_any_length():
         assert_same(found, exact(hidden, weight, bias, labels), (hidden, weight, bias), EPS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)])
-def test_the_operator_keeps_pytorchs_rules(needs, dtype):
-    hidden, weight, bias, labels = (tensor.detach() for tensor in inputs(dtype))
-    operator = torch.ops.rmm_linear.chunked_cross_entropy.default
-    torch.library.opcheck(operator, (hidden, weight, bias, labels, 4, -100, 1.0, None, *needs))
-
-
 @pytest.mark.parametrize("ignored", [False, True])
 def test_one_chunk_of_logits_is_alive(ignored, monkeypatch):
     # A dispatch mode sees what an operator returns; its Python function shows what is alive inside of it.

@@ -8,9 +8,7 @@ from typing import Any
 import rmm_kernels_comparisons as compare
 import rmm_kernels_derivatives as derivatives
 import rmm_kernels_fused as fused
-import rmm_kernels_gated as gated
-import rmm_kernels_masks as masks
-import rmm_kernels_norms as norms
+import rmm_kernels_packed as packed
 import torch
 from rmm_kernels_checks import DTYPES, MASKS, SHAPES, VIEWS, Check
 
@@ -81,31 +79,31 @@ def comparisons() -> dict[str, Comparison]:
             add(compare.sampled, kind, "some", None, dtype)
     for bits in packing.WIDTHS:
         for columns, centered, mask in ((64, True, "all"), (130, False, "some"), (5, True, "few")):
-            add(norms.pack_norm, bits, columns, centered, mask)
-            add(norms.norm_gradients, bits, columns, centered, mask)
+            add(packed.pack_norm, bits, columns, centered, mask)
+            add(packed.norm_gradients, bits, columns, centered, mask)
     for dtype in half:
-        add(norms.pack_norm, 4, 70, True, "all", dtype)
-        add(norms.norm_gradients, 4, 70, False, "some", dtype)
-    add(norms.pack_norm, 2, 300, True, "all", torch.float32, 17)  # statistics of more than one block of columns
-    add(norms.norm_gradients, 2, 70, True, "all", torch.float32, 17, False)
-    add(norms.norm_strides, 2)
+        add(packed.pack_norm, 4, 70, True, "all", dtype)
+        add(packed.norm_gradients, 4, 70, False, "some", dtype)
+    add(packed.pack_norm, 2, 300, True, "all", torch.float32, 17)  # statistics of more than one block of columns
+    add(packed.norm_gradients, 2, 70, True, "all", torch.float32, 17, False)
+    add(packed.norm_strides, 2)
     for count in (None, 0, 3, 1100, 1500):
         add(compare.random_keys, count)
     for shape in ((1, 1), (17, 300), (40, 256), (37, 13)):
         for dtype in DTYPES:
             for indexed in (False, True):
-                add(masks.pack_and_apply_mask, shape, dtype, indexed)
+                add(packed.pack_and_apply_mask, shape, dtype, indexed)
     for view in VIEWS:
-        add(masks.strided_masks, view)
+        add(packed.strided_masks, view)
     for bits in packing.WIDTHS:
         for activation in ACTIVATIONS:
-            add(gated.gated_products, activation, bits, (37, 130), torch.float32, activation == "silu")
+            add(packed.gated_products, activation, bits, (37, 130), torch.float32, activation == "silu")
         for columns in (5, 64):
-            add(gated.gated_products, "gelu", bits, (40, columns), torch.float32, False)
-        add(gated.gated_halves, bits)
+            add(packed.gated_products, "gelu", bits, (40, columns), torch.float32, False)
+        add(packed.gated_halves, bits)
     for dtype in half:
         for indexed in (False, True):
-            add(gated.gated_products, "silu", 4, (37, 130), dtype, indexed)
+            add(packed.gated_products, "silu", 4, (37, 130), dtype, indexed)
     for kind in ("countsketch", "rows", "gaussian", "rademacher", "hadamard", *SAMPLERS):
         for mask in ("all", "some", "few"):
             for bits in (None, 4):
@@ -133,8 +131,8 @@ def real_sizes() -> dict[str, Comparison]:
         "output and derivative, real size": lambda d: fused.activated(d, "gelu", 4, torch.bfloat16, 14336),
         "pack, real size": lambda device: compare.pack_and_unpack(device, 4, 4096, torch.bfloat16, 1638),
         "row norms, real size": lambda device: compare.row_norms(device, (16384, 4096), torch.bfloat16),
-        "norm, real size": lambda device: norms.pack_norm(device, 2, 4096, True, "some", torch.bfloat16, 4096),
-        "norm gradients, real size": lambda device: norms.norm_gradients(
+        "norm, real size": lambda device: packed.pack_norm(device, 2, 4096, True, "some", torch.bfloat16, 4096),
+        "norm gradients, real size": lambda device: packed.norm_gradients(
             device, 2, 4096, True, "some", torch.bfloat16, 4096
         ),
         "offsets beyond 2**31": lambda device: compare.long_offsets(device, 2**19 + 5, 4104),

@@ -44,79 +44,62 @@ def _packed(bits):
     ]
 
 
-def _launch(name):
-    """What calls a kernel as a variant of it was compiled."""
-    make = kernels()
-    rstd, gamma = torch.zeros(ROWS), torch.zeros(COLUMNS)
-    return {
-        "sparse_sketch masked *bf16": lambda: make.sparse_sketch(matrix(HALF), SEED, KEPT, **ORDER),
-        "sparse_sketch packed": lambda: make.sparse_sketch(matrix(HALF), SEED, KEPT, bits=4),
-        "dense_sketch 1 0 *fp32": lambda: make.dense_sketch(matrix(SINGLE), SEED, "rademacher", ROWS, KEPT),
-        "dense_sketch 0 4 *fp32 masked": lambda: make.dense_sketch(
-            matrix(SINGLE), SEED, "gaussian", ROWS, KEPT, bits=4, **ORDER
-        ),
-        "row_norms": lambda: make.row_norms(matrix(HALF)),
-        "pack 4": lambda: make.pack(matrix(SINGLE), 4, SEED),
-        "unpack 4": lambda: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
-        "unrotate": lambda: make.unrotate(matrix(HALF), SEED),
-        "random_keys": lambda: make.random_keys(SEED, ROWS),
-        "pack_norm 4": lambda: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
-        "pack_norm 2": lambda: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),
-        "norm_backward 4": lambda: make.norm_gradients(matrix(SINGLE), *_packed(4), rstd, 4, SEED, sums=False),
-        "norm_backward 2": lambda: make.norm_gradients(
-            matrix(HALF), *_packed(2), rstd, 2, SEED, gamma, index=torch.arange(ROWS)
-        ),
-        "pack_derivative mish 2 *bf16": lambda: make.pack_derivative(
-            matrix(HALF), _packed(2)[0], "mish", (), (0.0, 1.0), 2, SEED
-        ),
-        "apply_derivative elu 1 *bf16": lambda: make.apply_derivative(
-            matrix(HALF), _packed(1)[0], "elu", (1.0,), (0.0, 1.0), 1, SEED
-        ),
-        "pack_mask *u8": lambda: make.pack_mask(matrix(HALF) > 0),
-        "apply_mask *bf16": lambda: make.apply_mask(matrix(HALF), _packed(1)[0], 2.0),
-        "pack_gated 2 4 *bf16": lambda: make.pack_gated(matrix(HALF), matrix(HALF), SEED, "silu", 4),
-        "apply_gated 2 4 *bf16": lambda: make.apply_gated(matrix(HALF), SEED, [_packed(4), _packed(4)], 4),
-        "activate silu 4 *bf16": lambda: make.activate_and_pack(
-            matrix(HALF), _packed(4)[0], "silu", (), (0.0, 1.0), 4, SEED
-        ),
-        "square 4 *bf16": lambda: make.square_and_pack(matrix(HALF), 4, SEED),
-        "normalize 2 *bf16 True": lambda: make.normalize_and_pack(
-            matrix(HALF), gamma, gamma, (SINGLE, HALF), 2, SEED, 1e-5, index=torch.arange(ROWS)
-        ),
-        "gate 2 4 *bf16": lambda: make.gate_and_pack(matrix(HALF), matrix(HALF), SEED, "silu", 4),
-    }[name]
-
-
+RSTD, GAMMA = torch.zeros(ROWS), torch.zeros(COLUMNS)
+# What calls a kernel as a variant of it was compiled.
+LAUNCHES = {
+    "sparse_sketch masked *bf16": lambda make: make.sparse_sketch(matrix(HALF), SEED, KEPT, **ORDER),
+    "sparse_sketch packed": lambda make: make.sparse_sketch(matrix(HALF), SEED, KEPT, bits=4),
+    "dense_sketch 1 0 *fp32": lambda make: make.dense_sketch(matrix(SINGLE), SEED, "rademacher", ROWS, KEPT),
+    "dense_sketch 0 4 *fp32 masked": lambda make: make.dense_sketch(
+        matrix(SINGLE), SEED, "gaussian", ROWS, KEPT, bits=4, **ORDER
+    ),
+    "row_norms": lambda make: make.row_norms(matrix(HALF)),
+    "pack 4": lambda make: make.pack(matrix(SINGLE), 4, SEED),
+    "unpack 4": lambda make: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
+    "unrotate": lambda make: make.unrotate(matrix(HALF), SEED),
+    "random_keys": lambda make: make.random_keys(SEED, ROWS),
+    "pack_norm 4": lambda make: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
+    "pack_norm 2": lambda make: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),
+    "norm_backward 4": lambda make: make.norm_gradients(matrix(SINGLE), *_packed(4), RSTD, 4, SEED, sums=False),
+    "norm_backward 2": lambda make: make.norm_gradients(
+        matrix(HALF), *_packed(2), RSTD, 2, SEED, GAMMA, index=torch.arange(ROWS)
+    ),
+    "pack_derivative mish 2 *bf16": lambda make: make.pack_derivative(
+        matrix(HALF), _packed(2)[0], "mish", (), (0.0, 1.0), 2, SEED
+    ),
+    "apply_derivative elu 1 *bf16": lambda make: make.apply_derivative(
+        matrix(HALF), _packed(1)[0], "elu", (1.0,), (0.0, 1.0), 1, SEED
+    ),
+    "pack_mask *u8": lambda make: make.pack_mask(matrix(HALF) > 0),
+    "apply_mask *bf16": lambda make: make.apply_mask(matrix(HALF), _packed(1)[0], 2.0),
+    "pack_gated 2 4 *bf16": lambda make: make.pack_gated(matrix(HALF), matrix(HALF), SEED, "silu", 4),
+    "apply_gated 2 4 *bf16": lambda make: make.apply_gated(matrix(HALF), SEED, [_packed(4), _packed(4)], 4),
+    "activate silu 4 *bf16": lambda make: make.activate_and_pack(
+        matrix(HALF), _packed(4)[0], "silu", (), (0.0, 1.0), 4, SEED
+    ),
+    "square 4 *bf16": lambda make: make.square_and_pack(matrix(HALF), 4, SEED),
+    "normalize 2 *bf16 True": lambda make: make.normalize_and_pack(
+        matrix(HALF), GAMMA, GAMMA, (SINGLE, HALF), 2, SEED, 1e-5, index=torch.arange(ROWS)
+    ),
+    "gate 2 4 *bf16": lambda make: make.gate_and_pack(matrix(HALF), matrix(HALF), SEED, "silu", 4),
+}
 VARIANTS = {name: (kernel, dtype, constants) for name, kernel, dtype, constants in cases()}
-LAUNCHED = (
-    "sparse_sketch masked *bf16", "sparse_sketch packed", "dense_sketch 1 0 *fp32", "dense_sketch 0 4 *fp32 masked",
-    "row_norms", "pack 4", "unpack 4", "unrotate", "random_keys", "pack_norm 4", "pack_norm 2", "norm_backward 4",
-    "norm_backward 2", "pack_derivative mish 2 *bf16", "apply_derivative elu 1 *bf16", "pack_mask *u8",
-    "apply_mask *bf16", "pack_gated 2 4 *bf16", "apply_gated 2 4 *bf16", "activate silu 4 *bf16", "square 4 *bf16",
-    "normalize 2 *bf16 True", "gate 2 4 *bf16",
-)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name, monkeypatch):
     kernel, dtype, constants = VARIANTS[name]
     launches = Launches()
-    holder = sys.modules[f"rmm_linear.kernels.{_module(name)}"]
-    (attribute,) = [key for key, found in vars(holder).items() if found is kernel]
-    monkeypatch.setattr(holder, attribute, launches)
-    _launch(name)()
+    make = kernels()
+    modules = [module for key, module in sys.modules.items() if key.startswith("rmm_linear.kernels.")]
+    for module in modules:
+        for key, found in list(vars(module).items()):
+            if found is kernel:
+                monkeypatch.setattr(module, key, launches)
+    LAUNCHES[name](make)
     found = sum(tensor.nbytes for tensor in launches.tensors) / (ROWS * COLUMNS)
     # What is read once for a whole matrix is not in the formula: some kilobytes of these 8 million elements.
     assert found == pytest.approx(value(moved(name, dtype, constants)), rel=0.002)
-
-
-def _module(name):
-    kernel = name.split()[0]
-    holders = {"pack": "packing", "unpack": "packing", "unrotate": "packing", "pack_norm": "norms"}
-    holders |= {"norm_backward": "norms", "pack_derivative": "derivatives", "apply_derivative": "derivatives"}
-    holders |= {"pack_mask": "masks", "apply_mask": "masks", "pack_gated": "gated", "apply_gated": "gated"}
-    holders |= {"activate": "activate", "square": "activate", "normalize": "norms", "gate": "gated"}
-    return holders.get(kernel, kernel)
 
 
 def test_gathered_rows_are_read_alone():

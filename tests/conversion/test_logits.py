@@ -71,14 +71,6 @@ def step(model, **more):
     return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """How often logits were computed."""
-    found, read = [], LazyLogits.read
-    monkeypatch.setattr(LazyLogits, "read", lambda self: found.append(self) or read(self))
-    return found
-
-
 def assert_same(found, expected):
     assert found[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=2**-24 * 64)
     assert found[1].keys() == expected[1].keys()

@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_model, token_ids
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad
 
 from glue_finetune.errors import UserError
 from glue_finetune.flags import build_config
@@ -32,11 +32,7 @@ def dual(model):
 
 TRANSFORMS = {
     "grad": lambda model: grad(lambda p: functional_call(model, p, (x(),)).sum())(dict(model.named_parameters())),
-    "vmap": lambda model: vmap(model)(torch.stack([x(), x()])),
-    "jvp": lambda model: jvp(model, (x(),), (x(),)),
     "dual": dual,
-    "trace": lambda model: torch.jit.trace(model, x()),
-    "script": torch.jit.script,
 }
 
 

@@ -35,10 +35,6 @@ def test_first_line_is_greppable(report):
         assert part in line
 
 
-def test_dry_run_is_said():
-    assert "dry_run=True" in convert(Mlp(), dry_run=True).summary()
-
-
 def test_converted_layers_know_their_sizes_and_class(report):
     layer = report.converted["roberta.encoder.layer.0.intermediate.dense"]
     assert (layer.name, layer.type) == ("roberta.encoder.layer.0.intermediate.dense", "Linear")
@@ -86,10 +82,7 @@ def test_frozen_layers_are_said_to_keep_nothing():
     for part in ("attention.self.key", "output.dense"):
         model.get_submodule(f"roberta.encoder.layer.0.{part}").weight.requires_grad_(False)
     report = convert(model, **SKETCH)
-    assert report.frozen == [
-        "roberta.encoder.layer.0.attention.self.key",
-        "roberta.encoder.layer.0.output.dense",
-    ]
+    assert report.frozen == ["roberta.encoder.layer.0.attention.self.key", "roberta.encoder.layer.0.output.dense"]
     assert " skipped=0 frozen=2 " in report.summary()
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in str(report).splitlines()]
     rows = {cells[0]: cells[-1] for cells in lines}

@@ -33,8 +33,7 @@ def unfused(model, **fields):
 def _kernels(monkeypatch):
     """Kernels run in every dtype but float64."""
     monkeypatch.setattr(
-        "rmm_linear.conversion.packed.backend_of",
-        lambda device, dtype: "plain" if dtype == torch.float64 else "triton",
+        "rmm_linear.conversion.packed.backend_of", lambda device, dtype: "plain" if dtype == torch.float64 else "triton"
     )
 
 

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
-import torch
-from glue_helpers import fails, flags, results_of, same_weights
+from glue_helpers import fails, flags, results_of
 
 from glue_finetune import compare
 from glue_finetune.__main__ import main
@@ -104,42 +102,6 @@ def test_a_failing_run_ends_the_comparison(model, cola, tmp_path, monkeypatch, c
     assert main(flags(model, cola, tmp_path / "all", compare=["exact", "rows:0.2"])) == 3
     assert "exact with seed 42 ended with exit status 3" in capsys.readouterr().err
     assert not (tmp_path / "all" / "comparison.csv").exists()
-
-
-@pytest.mark.thorough
-def test_an_interrupted_comparison_goes_on_where_it_was(model, cola, tmp_path, capfd):
-    options = {"num_train_epochs": 6, "seed": 5, "ratio": 0.2}
-    argv = flags(model, cola, tmp_path / "all", compare="gaussian:0.2", **options)
-    root = Path(compare.__file__).parents[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    command = [sys.executable, "-m", "glue_finetune", *argv]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.startswith("epoch 1.00"):
-                run.send_signal(signal.SIGINT)
-        assert run.wait() == 130
-    target = tmp_path / "all" / "gaussian-0.2" / "seed-5"
-    (checkpoint,) = target.glob("checkpoint-*")
-    assert not (target / "results.json").exists()
-    assert 6 <= int(checkpoint.name.removeprefix("checkpoint-")) < 36
-
-    # What the child of the second call does, in this process, and the whole run beside it.
-    (planned,) = plan_runs(compare._own_flags(argv), [parse_setting("gaussian:0.2")], [5], tmp_path / "all")
-    save = ["--save_strategy", "epoch"]
-    assert main([*planned.argv, *save, "--resume_from_checkpoint", "last"]) == 0
-    assert main([*planned.argv, *save, "--output_dir", str(tmp_path / "whole")]) == 0
-    assert same_weights(target, tmp_path / "whole")
-    capfd.readouterr()
-    assert main(argv) == 0
-    assert "finished before, reused" in capfd.readouterr().out
 
 
 def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(monkeypatch, tmp_path):

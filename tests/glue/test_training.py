@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
+import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from glue_finetune import trainer, training
 from glue_finetune.__main__ import main
 from glue_finetune.trainer import GlueTrainer, InterruptCallback
 from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear.memory import track_saved
 
 STEPS = 6  # per epoch: 48 rows in batches of 8
 EPOCHS = 3
@@ -71,35 +71,23 @@ def test_the_trained_model_can_be_used(uninterrupted):
 
 
 @pytest.mark.parametrize("kind", ["exact", "gaussian"])
-def test_bytes_kept_are_those_of_one_step(model, cola, tmp_path, monkeypatch, kind):
+def test_bytes_saved_are_those_of_one_step(model, cola, tmp_path, monkeypatch, kind):
     seen = []
 
     class Recorder(GlueTrainer):
         def compute_loss(self, model, inputs, **kwargs):
             if model.training:
-                seen.clear()
-                seen.extend((model, {name: tensor.clone() for name, tensor in inputs.items()}))
+                seen[:] = [model, {name: tensor.clone() for name, tensor in inputs.items()}]
             return super().compute_loss(model, inputs, **kwargs)
 
     monkeypatch.setattr(training, "GlueTrainer", Recorder)
-    options = {"kind": kind, "ratio": 0.2, "max_steps": 2, "dataloader_num_workers": 0}
-    assert main(flags(model, cola, tmp_path / "run", **options)) == 0
+    assert main(flags(model, cola, tmp_path / "run", kind=kind, ratio=0.2, max_steps=2)) == 0
     network, batch = seen
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    network.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with track_saved(network.train()) as saved:
         loss = network(**batch).loss
     assert loss.requires_grad
     memory = results_of(tmp_path / "run")["memory"]
-    assert memory["bytes_kept_for_backward"] == sum(storage.nbytes() for storage in kept.values())
+    assert memory["bytes_kept_for_backward"] == saved.total > 0
     assert memory["batch_shape"] == list(batch["input_ids"].shape)
     assert memory["at_step"] == 2  # the last, as the run has fewer than ten
     assert any(isinstance(module, RMMLinear) for module in network.modules()) == (kind != "exact")
@@ -236,24 +224,24 @@ def test_training_outside_the_main_thread_leaves_signals_alone(model, cola, tmp_
     assert status == [0]
 
 
-def test_a_real_process_stops_on_a_real_signal_and_resumes(model, cola, tmp_path, uninterrupted):
-    argv = flags(model, cola, tmp_path / "run", **SKETCH)
-    root = Path(training.__file__).parents[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    command = [sys.executable, "-m", "glue_finetune", *argv]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.startswith("epoch 1.00"):
-                run.send_signal(signal.SIGINT)
-        assert run.wait() == 130
-        assert run.stderr is not None
-        assert "SIGINT: finishing the step, then saving a checkpoint" in run.stderr.read()
+def test_another_process_stops_on_a_signal_and_its_run_resumes(model, cola, tmp_path, uninterrupted):
+    argv, said = flags(model, cola, tmp_path / "run", **SKETCH), tmp_path / "said"
+    said.touch()
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            sys.stdout = sys.stderr = file = said.open("w", buffering=1)
+            os.dup2(file.fileno(), 2)
+            status = main(argv)
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 100
+    while "epoch 1.00" not in said.read_text() and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(child, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert "SIGINT: finishing the step, then saving a checkpoint" in said.read_text()
     assert not (tmp_path / "run" / "results.json").exists()
     assert main([*argv, "--resume_from_checkpoint", "True"]) == 0
     assert same_weights(tmp_path / "run", uninterrupted)

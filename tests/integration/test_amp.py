@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ROUGH_BODY, WHOLE_BODY, architectures
-from helpers import batch_of, gradients, loss_of, tiny_model
+from helpers import gradients, labelled, loss_of, tiny_model
 from statistical import assert_unbiased
 
 from rmm_linear import convert
@@ -29,14 +29,6 @@ def made(architecture, dtype=torch.float32, *, dropout=0.0, width=16, **fields):
         if model.get_output_embeddings() is not None:
             model.get_output_embeddings().rmm_chunk = 7
     return model
-
-
-def inputs_of(architecture, dtype):
-    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch_of(architecture).items()}
-    labels = batch["input_ids"] if architecture in ("gpt2", "llama", "t5") else torch.tensor([0, 1, 1, 0])
-    if architecture in ("llama", "t5"):
-        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
-    return {**batch, "labels": labels}
 
 
 def forward(model, batch, autocast):
@@ -67,7 +59,7 @@ def without_attention_dropout(model):
 def test_outputs_are_the_exact_models(architecture, types):
     """To the bit, hidden dropout included. Logits are read late. Gradients have the dtype of their weights."""
     dtype, autocast = types
-    batch, found = inputs_of(architecture, dtype), []
+    batch, found = labelled(architecture, dtype), []
     for fields in ({}, WHOLE_BODY):
         model = made(architecture, dtype, dropout=0.1, **fields)
         without_attention_dropout(model)
@@ -92,7 +84,7 @@ def test_outputs_are_the_exact_models(architecture, types):
 def test_gradients_are_unbiased_and_bytes_fewer(architecture, types):
     """The projection's band has room for the half type's own rounding."""
     dtype, autocast = types
-    batch = inputs_of(architecture, dtype)
+    batch = labelled(architecture, dtype)
     exact, model = made(architecture, dtype), made(architecture, dtype, **WHOLE_BODY)
     want = step(exact, batch, autocast)[1]
     room = 2 * torch.finfo(autocast or dtype).eps
@@ -112,7 +104,7 @@ def test_gradients_are_unbiased_and_bytes_fewer(architecture, types):
 )
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
 def test_other_sketches_are_unbiased_in_half_types(fields, autocast):
-    batch = inputs_of("llama", torch.float32)
+    batch = labelled("llama", torch.float32)
     want, model = step(made("llama"), batch, autocast)[1], made("llama")
     names = [f"{name}.weight" for name in convert(model, **{**ROUGH_BODY, **fields}).converted]
     room = 2 * torch.finfo(autocast).eps
@@ -131,7 +123,7 @@ def test_the_default_chooses_its_bits_under_autocast(architecture, autocast):
         model = made(architecture, dtype, width=64)
         report = convert(model, min_rows=8)
         for _ in range(6):
-            step(model, inputs_of(architecture, dtype), enabled)
+            step(model, labelled(architecture, dtype), enabled)
         choices = {name: model.get_submodule(name).rmm_auto_bits for name in report.converted}
         chosen.append({name: choice for name, choice in choices.items() if choice.bits is not None})
     under, without = chosen

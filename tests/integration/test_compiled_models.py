@@ -101,28 +101,6 @@ def test_compiled_gradients_are_unbiased(architecture):
 
 
 @pytest.mark.stack
-def test_compiled_dropout_repeats_its_mask():
-    """The gradient along a direction is the difference quotient of the loss, which has the same dropout."""
-    model = made("roberta", whole=False, dropout=0.3).double()
-    convert(model, operations="dropout")
-    graphs = Graphs()
-    compiled, weight = graphs.compile(model), model.get_parameter("roberta.encoder.layer.0.output.dense.weight")
-    direction = torch.randn_like(weight)
-
-    def loss(moved):
-        with torch.no_grad():
-            weight.add_(direction, alpha=moved)
-        torch.manual_seed(3)
-        return compiled(**inputs_of("roberta")).logits.square().mean()
-
-    loss(0).backward()
-    slope = float((weight.grad * direction).sum())
-    change = (loss(1e-5).item() - loss(-2e-5).item()) / 2e-5
-    assert "rmm_linear.pack_mask.default" in graphs.counts[0]
-    assert slope == pytest.approx(change, rel=1e-5)
-
-
-@pytest.mark.stack
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
 def test_inductors_outputs_are_those_of_the_exact_model(autocast):
     outputs = []

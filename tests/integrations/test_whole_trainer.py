@@ -7,7 +7,6 @@ from trainer_helpers import Sentences
 from transformers import Trainer, TrainingArguments
 
 from rmm_linear import convert
-from rmm_linear.activations.lazy_logits import LazyLogits
 
 
 class Texts(Sentences):
@@ -50,14 +49,6 @@ def trainer(architecture, folder, *, whole, **options):
     return Losses(model, TrainingArguments(**settings), train_dataset=data)
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """How often logits were computed."""
-    found, read = [], LazyLogits.read
-    monkeypatch.setattr(LazyLogits, "read", lambda self: found.append(self) or read(self))
-    return found
-
-
 OPTIONS = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 3, "max_steps": 2},
@@ -94,15 +85,3 @@ def test_the_first_losses_are_the_exact_models_and_the_last_ones_near(architectu
     moved = [not torch.equal(a, b) for a, b in zip(*(one.model.parameters() for one in made), strict=True)]
     assert any(moved)
     assert bool(reads) == (architecture == "llama" and how == "smoothed")
-
-
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("roberta", marks=pytest.mark.stack)])
-def test_a_resumed_run_ends_where_the_whole_one_does(architecture, tmp_path):
-    """To the bit: stand-ins draw from the generators that the Trainer saves."""
-    whole = trainer(architecture, tmp_path, whole=True, save_strategy="steps", save_steps=2)
-    whole.train()
-    again = trainer(architecture, tmp_path, whole=True, save_strategy="steps", save_steps=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len(again.losses) == 2
-    for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(first, second)
