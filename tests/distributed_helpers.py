@@ -118,6 +118,24 @@ def gradient_of(network, inputs, name=LAYER, synchronized=True):
     return all_gradients(network)[name]
 
 
+def microbatches_and_padding(rank, exact, sketched, step):
+    """How far gradients are from the exact ones: of a step of two microbatches, and of a batch whose sketch is exact.
+
+    ``step(network, inputs, last)`` makes a backward pass; gradients are averaged after the last one alone.
+    """
+    accumulated, short = [], []
+    for network in (exact, sketched):
+        network.zero_grad()
+        for number, inputs in enumerate(batches(rank)):
+            step(network, inputs, number == 1)
+        accumulated.append(all_gradients(network))
+        network.zero_grad()
+        step(network, short_batch(rank), True)
+        short.append(all_gradients(network))
+    same = accumulated[0].keys() - sketched_weights()
+    return {"parts": len(same), "accumulated": apart(*accumulated, same), "padding": apart(*short)}
+
+
 def apart(first, second, names=None):
     """The largest difference between two models' gradients."""
     assert first.keys() == second.keys()

@@ -44,11 +44,10 @@ def state(like, folder):
 
 
 CASES = [
-    (old, new, "conversion")
-    for old in (None, "first", "other kind")
-    for new in ("first", "more steps", "other layers", "other kind")
-    if new != old
-] + [(None, "more steps", "state"), ("first", "more steps", "state")]
+    *((None, "first", "conversion"), ("other kind", "first", "conversion")),
+    *(("first", new, "conversion") for new in ("more steps", "other layers", "other kind")),
+    *((None, "more steps", "state"), ("first", "more steps", "state")),
+]
 
 
 @pytest.mark.parametrize("fault", [kill, no_room])

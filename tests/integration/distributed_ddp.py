@@ -12,15 +12,13 @@ from distributed_helpers import (
     DRAWS,
     LAYER,
     all_gradients,
-    apart,
     batches,
     gradient_of,
+    microbatches_and_padding,
     model,
     projection,
-    short_batch,
-    sketched_weights,
 )
-from helpers import Mlp, seeds_of
+from helpers import Mlp
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerControl, TrainerState
 
@@ -36,31 +34,10 @@ WTA = {
 
 
 def ddp(rank):
-    """Seeds, averaged gradients, padding, and microbatches without synchronisation."""
+    """Padding, and microbatches without synchronisation."""
     exact, sketched = DistributedDataParallel(model(False)), DistributedDataParallel(model(True))
-    first, second = batches(rank)
-    torch.manual_seed(3)  # as set_seed does, on every rank alike
-    seeds = seeds_of(lambda: sketched(first["input_ids"]))
-    want = gradient_of(exact, first)
-    found = []
-    for _ in range(DRAWS):
-        sketched.zero_grad()
-        found.append(gradient_of(sketched, first))
-    result = {"seeds": seeds, "gradient": found[-1].flatten().tolist(), **projection(found, want)}
-
-    accumulated, short = {}, {}
-    for name, network in (("exact", exact), ("sketched", sketched)):
-        network.zero_grad()
-        gradient_of(network, first, synchronized=False)
-        gradient_of(network, second)
-        accumulated[name] = all_gradients(network)
-        network.zero_grad()
-        gradient_of(network, short_batch(rank))
-        short[name] = all_gradients(network)
-    same = accumulated["exact"].keys() - sketched_weights()
-    result["accumulated"] = {"parts": len(same), "apart": apart(accumulated["sketched"], accumulated["exact"], same)}
-    result["padding"] = apart(short["sketched"], short["exact"])
-    return result
+    step = lambda network, inputs, last: gradient_of(network, inputs, synchronized=last)  # noqa: E731
+    return microbatches_and_padding(rank, exact, sketched, step)
 
 
 def compiled(rank):

@@ -9,10 +9,9 @@ from distributed_helpers import (
     apart,
     batches,
     gradient_of,
+    microbatches_and_padding,
     model,
     projection,
-    short_batch,
-    sketched_weights,
 )
 from helpers import Mlp, seeds_of
 from torch import nn
@@ -60,11 +59,20 @@ def fsdp(rank, **policies):
     want = gradient_of(exact, inputs)
     torch.manual_seed(3)
     found = draw(sketched, inputs)
+    result = projection(found, want)
+    if not policies:
+
+        def step(network, inputs, last):
+            network.set_requires_gradient_sync(last)
+            network(**inputs).loss.backward()
+
+        result |= microbatches_and_padding(rank, exact, sketched, step)
+        sketched.zero_grad()
+        found = [gradient_of(sketched, inputs)]
     optimizer = torch.optim.AdamW(sketched.parameters(), lr=1e-2)
     optimizer.step()
     weights = get_model_state_dict(sketched, options=FULL)
     state = get_optimizer_state_dict(sketched, optimizer, options=FULL)
-    result = projection(found, want)
     if rank == 0:
         plain = model(False)
         plain.load_state_dict(weights)
@@ -100,36 +108,6 @@ def from_exact(inputs, sketched, optimizer):
     optimizer.step()
     moved = (parameter.full_tensor() - layer).abs().max()
     return {**result, "moved": float(moved)}
-
-
-def padding(rank):
-    """A batch with as many tokens that count as its sketch has rows: how far from the exact gradients."""
-    exact, sketched = shard(model(False)), shard(model(True))
-    for network in (exact, sketched):
-        network(**short_batch(rank)).loss.backward()
-    return apart(all_gradients(sketched), all_gradients(exact))
-
-
-def accumulation(rank):
-    """Two microbatches, of which the first is not synchronised."""
-    exact, sketched = shard(model(False)), shard(model(True))
-
-    def accumulate(network):
-        network.zero_grad()
-        for is_last, inputs in enumerate(batches(rank)):
-            network.set_requires_gradient_sync(bool(is_last))
-            network(**inputs).loss.backward()
-        return all_gradients(network)
-
-    want = accumulate(exact)
-    torch.manual_seed(3)
-    found = [accumulate(sketched) for _ in range(DRAWS)]
-    same = want.keys() - sketched_weights()
-    return {
-        "parts": len(same),
-        "apart": apart(found[-1], want, same),
-        **projection([one[LAYER] for one in found], want[LAYER]),
-    }
 
 
 def sharded_first(rank):

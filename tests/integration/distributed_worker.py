@@ -92,8 +92,6 @@ def main():
             "plain": fsdp.fsdp(rank),
             # Pinned memory would need an accelerator.
             "half, offloaded": fsdp.fsdp(rank, mp_policy=half, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-            "padding": fsdp.padding(rank),
-            "accumulated": fsdp.accumulation(rank),
             "then converted": fsdp.sharded_first(rank),
             "layers": fsdp.layers_by_themselves(rank),
         }
