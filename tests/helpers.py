@@ -101,7 +101,7 @@ class Mlp(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Linears whose inputs are kept by nobody else, by a sibling, and by an activation."""
+    """Linears whose inputs are saved by no other, by a sibling, and by an activation."""
 
     def __init__(self):
         super().__init__()

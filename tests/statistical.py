@@ -62,7 +62,7 @@ def projections(estimates: Iterable[Gradient], exact: Gradient) -> Tensor:
 
 
 def assert_projections(values: Tensor, *, widest: float, z: float = Z, room: float = 0.0) -> None:
-    """Check that the mean of projections is 1, by its own standard error; ``room`` is for rounding beside the noise."""
+    """Check that the mean of projections is 1, by its own standard error; ``room`` is for rounding."""
     mean, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
     figures = f"projection {mean:.5g} of {len(values)} draws, stated 1, standard error {error:.2g}"
     assert abs(mean - 1) < z * error + room, figures

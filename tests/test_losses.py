@@ -193,7 +193,7 @@ def test_one_chunk_of_logits_is_alive(ignored, monkeypatch):
     logits, products = 4 * chunk * classes, 4 * (classes * (width + 1) + tokens * width)
     with peak("cpu") as measured:
         loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk)
-    # Beside them: one number or index per row, a chunk of hidden states, one row of sums for the bias.
+    # In addition: one number or index per row, a chunk of hidden states, one row of sums for the bias.
     small = 16 * 4 * tokens + 4 * chunk * width * 2 + 4 * classes + 1000
     assert logits + products < measured.bytes < logits + products + small
     with peak("cpu") as measured:

@@ -49,7 +49,7 @@ def test_draws_that_say_too_little_fail():
         assert_unbiased(estimate, EXACT, draws=DRAWS, widest=1e-3)
 
 
-def test_room_is_for_rounding_beside_the_noise():
+def test_room_is_for_rounding_in_addition_to_the_noise():
     assert_unbiased(lambda seed: 1.001 * EXACT, EXACT, draws=2, widest=0.1, room=2e-3)
     with pytest.raises(AssertionError, match="projection"):
         assert_unbiased(lambda seed: 1.001 * EXACT, EXACT, draws=2, widest=0.1, room=5e-4)

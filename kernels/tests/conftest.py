@@ -1,4 +1,4 @@
-"""Settings of the kernels' tests, which need rmm_linear beside them and nothing of the library's own tests."""
+"""Settings of the kernels' tests, which need rmm_linear and nothing of the library's own tests."""
 
 from __future__ import annotations
 

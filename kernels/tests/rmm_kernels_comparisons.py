@@ -58,7 +58,7 @@ def gathered(device: str, shape: tuple[int, int, int], mask: str) -> list[Check]
 
 
 def short_group(device: str, bits: int) -> list[Check]:
-    """Compare a last group of few, nearly equal columns: steps so small that a zero beside them is very far away."""
+    """Compare a last group of few, nearly equal columns: steps so small that a zero is very far away."""
     make = Inputs(device)
     z = make.matrix(150, 69)
     z[:, 64:] = 1 + 1e-5 * z[:, 64:]

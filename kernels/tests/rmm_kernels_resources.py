@@ -19,7 +19,7 @@ def resources(compiled: Any) -> dict[str, int]:
 
     Returns:
         By name: ``shared``, bytes of shared memory of a block; ``registers`` of a thread, those of vectors on AMD,
-        where ``accumulators`` and ``scalars`` stand beside them; and what does not fit into them: ``spilled_bytes`` of
+        where ``accumulators`` and ``scalars`` are counted apart; and what does not fit into them: ``spilled_bytes`` of
         a thread on NVIDIA, stores and loads, or ``spilled_registers`` on AMD.
     """
     found = _of_amd(compiled.asm["amdgcn"]) if "amdgcn" in compiled.asm else _of_nvidia(compiled.asm["ptx"])

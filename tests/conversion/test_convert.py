@@ -118,7 +118,7 @@ def test_revert_of_a_part_leaves_the_rest_working():
 
 
 def test_a_backward_pass_may_come_after_revert():
-    """Stand-ins that were made are used; what the conversion would have learned is gone with it."""
+    """What was compressed is used; what the conversion would have learned is gone with it."""
     model = tiny_model("roberta", dropout=0.2).train()
     found = []
     for reverts in (False, True):

@@ -35,15 +35,12 @@ def test_first_line_is_greppable(report):
         assert part in line
 
 
-def test_converted_layers_know_their_sizes_and_class(report):
+def test_converted_layers_are_in_the_models_order_and_know_their_sizes_and_class(report):
+    names = [n for n, m in tiny_model("roberta").named_modules() if type(m) is nn.Linear and n != "classifier.dense"]
+    assert list(report.converted) == names
     layer = report.converted["roberta.encoder.layer.0.intermediate.dense"]
     assert (layer.name, layer.type) == ("roberta.encoder.layer.0.intermediate.dense", "Linear")
     assert (layer.in_features, layer.out_features, layer.config.kind) == (16, 32, "rows")
-
-
-def test_converted_is_in_the_models_order(report):
-    names = [n for n, m in tiny_model("roberta").named_modules() if type(m) is nn.Linear and n != "classifier.dense"]
-    assert list(report.converted) == names
 
 
 def check_table(text):

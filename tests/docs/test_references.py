@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import io
+import pkgutil
 import re
 import runpy
 import sys
@@ -83,6 +84,13 @@ def test_modules_of_the_design_page_exist():
     folders = {f"{path.parent.relative_to(library)}/" for path in library.rglob("*/__init__.py")}
     files = {path.name for path in library.glob("*.py") if not path.name.startswith("_")}
     assert sorted((folders | files) - {*named, "./", "estimators.py"}) == []  # the public name of norm_estimators
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RULES], ids=name)
+def test_names_of_the_packages_lead_somewhere(page):
+    """Dotted ones in code: modules, classes, functions, methods."""
+    for full in set(re.findall(r"`((?:rmm_linear|glue_finetune)(?:\.\w+)+)[`(]", text(page))):
+        pkgutil.resolve_name(full)
 
 
 def test_the_demos_table_is_that_of_the_demo():

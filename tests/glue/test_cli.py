@@ -175,7 +175,7 @@ def test_without_the_package_the_demo_says_loudly_that_it_starts_from_scratch(tm
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite_output_dir"]])
-def test_the_demo_touches_nobodys_files(tmp_path, capsys, overwrite):
+def test_the_demo_leaves_other_files_alone(tmp_path, capsys, overwrite):
     data = write_cola(tmp_path / "data") / "CoLA" / "train.tsv"
     before = data.read_text()
     line = fails(capsys, ["--demo", "--output_dir", str(tmp_path), *overwrite])
@@ -206,7 +206,7 @@ def test_a_demo_that_was_killed_while_it_wrote_its_model(tmp_path, monkeypatch):
     assert not (tmp_path / ".minilm.partial").exists()
 
 
-def test_flags_beside_the_demo_override_its_settings(tmp_path):
+def test_flags_given_with_the_demo_override_its_settings(tmp_path):
     argv = ["--demo", "--num_train_epochs", "5", "--output_dir", str(tmp_path / "elsewhere")]
     argv = demo.demo_argv(parse(argv), tmp_path / "data", tmp_path / "model", tmp_path / "out")
     inner = parse(argv)

@@ -30,7 +30,7 @@ def test_entries():
             parse_setting(text)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(model, cola, tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(model, cola, tmp_path, monkeypatch, capsys):
     argv = flags(model, cola, tmp_path / "out", compare="exact", max_steps=1)
     monkeypatch.setattr(compare, "run_process", lambda argv: 130)
     assert main(argv) == 130
@@ -105,7 +105,7 @@ def test_a_failing_run_ends_the_comparison(model, cola, tmp_path, monkeypatch, c
 
 
 def test_a_child_gets_the_signal_once_and_its_status_is_passed_on(monkeypatch, tmp_path):
-    # A stand-in for the child: it waits for SIGTERM and exits with its own status.
+    # In place of the child: a script that waits for SIGTERM and exits with its own status.
     script = tmp_path / "child.py"
     ready = tmp_path / "ready"
     script.write_text(

@@ -30,7 +30,7 @@ def test_results_record_the_plan_and_its_peak(fitted):
     assert results_of(fitted)["memory"]["bytes_kept_for_backward"] > 0
 
 
-def test_the_plan_is_saved_beside_the_model(fitted):
+def test_the_plan_is_saved_with_the_model(fitted):
     assert (fitted / "rmm_plan.json").is_file()
     loaded = AutoModelForSequenceClassification.from_pretrained(fitted)
     report = convert_as_saved(loaded, fitted)

@@ -1,4 +1,4 @@
-"""--probe_every: variance.csv beside results.json, in every mode of the script."""
+"""--probe_every: variance.csv next to results.json, in every mode of the script."""
 
 import signal
 

@@ -36,7 +36,7 @@ def blocks(module):
 
 
 def shard(network, **policies):
-    """The model's blocks, and then the rest; on CPU also beside an accelerator."""
+    """The model's blocks, and then the rest; on CPU also where there is an accelerator."""
     policies = {"mesh": dist.device_mesh.init_device_mesh("cpu", (2,)), **policies}
     for block in blocks(network):
         fully_shard(block, **policies)

@@ -45,11 +45,11 @@ MODES = {
     "plain": None,
     "reentrant": {"use_reentrant": True},
     "non-reentrant": {"use_reentrant": False},
-    "stand-ins saved": {"use_reentrant": False, "context_fn": selective(ours)},
+    "ours saved": {"use_reentrant": False, "context_fn": selective(ours)},
     "products saved": {"use_reentrant": False, "context_fn": selective(PRODUCTS.__contains__)},
 }
 SHORT = [("roberta", "reentrant"), ("roberta", "products saved"), ("llama", "reentrant"), ("llama", "non-reentrant")]
-SHORT += [("gpt2", "stand-ins saved"), ("t5", "non-reentrant"), ("vit", "reentrant")]
+SHORT += [("gpt2", "ours saved"), ("t5", "non-reentrant"), ("vit", "reentrant")]
 CASES = [
     pytest.param(architecture, mode, marks=[] if (architecture, mode) in SHORT else pytest.mark.stack)
     for architecture in ("roberta", "gpt2", "llama", "vit", "t5")
@@ -222,7 +222,7 @@ def test_forward_and_backward_passes_in_any_order(order, mode):
 @architectures
 def test_a_policy_that_saves_sketches_has_the_gradients_of_a_step_without_checkpointing(architecture):
     found = []
-    for options in (None, MODES["stand-ins saved"]):
+    for options in (None, MODES["ours saved"]):
         model, _ = made(architecture, dropout=0.1, options=options)
         convert(model, kind="countsketch", ratio=0.5, min_rows=8, bits=4, **PACKED)
         torch.manual_seed(3)

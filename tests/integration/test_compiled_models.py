@@ -15,8 +15,8 @@ from rmm_linear import RMMConfig, RMMLinear, convert
 
 pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
-# Stand-ins in the graph of a model of one layer.
-STAND_INS = {
+# Operators of ours in the forward graph of a model of one layer.
+OPERATORS = {
     "roberta": {"pack_norm": 3, "pack_derivative": 1, "pack_attention": 1, "fresh_sketch": 4},
     "bert": {"pack_norm": 3, "pack_derivative": 2, "pack_attention": 1, "fresh_sketch": 4},
     "gpt2": {"pack_norm": 3, "pack_derivative": 1, "pack_attention": 1, "fresh_sketch": 4},
@@ -41,7 +41,7 @@ def made(architecture, *, whole, dropout=0.0):
 
 
 def inputs_of(architecture):
-    """Without padding, which compiled code does not leave out of packed stand-ins."""
+    """Without padding, which compiled code does not leave out of what it compresses."""
     batch = batch_of(architecture)
     batch.pop("attention_mask", None)
     return batch
@@ -73,7 +73,7 @@ def test_a_model_is_one_graph_with_the_exact_outputs_and_the_bytes_of_eager_code
     eager, _ = saved_bytes(model, lambda: model(**batch).logits)
     found, logits = saved_bytes(model, lambda: compiled(**batch).logits)
     assert torch.equal(logits, expected)
-    assert graphs.counts[0] == {f"rmm_linear.{name}.default": n for name, n in STAND_INS[architecture].items()}
+    assert graphs.counts[0] == {f"rmm_linear.{name}.default": n for name, n in OPERATORS[architecture].items()}
     assert found < 1.05 * eager + POOLED
     whole, _ = saved_bytes(exact, lambda: exact(**batch).logits)
     assert found < 0.25 * whole

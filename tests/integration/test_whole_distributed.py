@@ -60,7 +60,7 @@ def test_averaged_gradients_are_unbiased(run, how, case):
 
 
 @cases
-def test_logits_that_nobody_reads_are_not_computed(run, how, case):
+def test_logits_that_are_not_read_are_not_computed(run, how, case):
     """Hooks of FSDP2 and the copies that DDP makes of outputs look at them; a graph that does not change needs them."""
     for rank in run(how, case):
         assert rank["reads"] == 0

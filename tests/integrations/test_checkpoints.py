@@ -135,7 +135,7 @@ def test_killed_at_any_moment_while_the_state_goes_into_the_checkpoint(tmp_path,
 
 
 def test_a_state_is_kept_as_long_as_its_checkpoint_lacks_it(tmp_path):
-    """Both checkpoints stay, and the first of them was completed by nobody."""
+    """Both checkpoints stay, and the first of them was never completed."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     made, _, _ = make_trainer(tmp_path, config=LEARNING, **options)
 
@@ -154,7 +154,7 @@ def test_a_state_is_kept_as_long_as_its_checkpoint_lacks_it(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(made), weights(again), strict=True))
 
 
-def test_a_checkpoint_that_nobody_announced_has_its_state_too(tmp_path):
+def test_a_checkpoint_that_was_not_announced_has_its_state_too(tmp_path):
     """Asked for by a callback that was added later, which this one cannot see."""
 
     class Asks(TrainerCallback):

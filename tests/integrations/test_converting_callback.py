@@ -86,7 +86,7 @@ def test_a_model_that_is_converted_stays_as_it_is(tmp_path, caplog):
     assert trainer.model.get_submodule(LAYER).rmm_config.ratio == 0.25
 
 
-def test_a_model_whose_adapters_came_after_convert_is_converted_anew(tmp_path, caplog):
+def test_a_model_whose_adapters_came_after_convert_is_converted_again(tmp_path, caplog):
     """And the first step has nothing to say; with an earlier convert for a classifier that PEFT copies."""
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Checkpoints of converted and unconverted models are the same; the conversion is saved beside them and found again."""
+"""Checkpoints of converted and unconverted models are the same; the conversion is saved with them and found again."""
 
 import copy
 import json
@@ -108,7 +108,7 @@ def test_copies_of_a_converted_model_sketch_on_their_own(architecture, clone):
     assert layers[0].rmm_context is not next(m for m in model.modules() if hasattr(m, "rmm_context")).rmm_context
 
 
-# The conversion, beside the weights
+# The conversion, next to the weights
 
 
 def test_a_conversion_is_found_again(tmp_path):

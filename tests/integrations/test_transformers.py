@@ -187,7 +187,7 @@ def test_the_warning_comes_once_and_not_again_after_resuming(tmp_path, caplog):
         assert run(1e-6, str(tmp_path / "checkpoint-2"))[1] == []
 
 
-def test_a_run_that_failed_can_begin_anew(tmp_path):
+def test_a_run_that_failed_can_begin_again(tmp_path):
     trainer, callback, _ = probed(tmp_path, max_steps=2)
     before = hooks(trainer.model)
 
