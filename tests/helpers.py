@@ -188,6 +188,16 @@ def loss_of(model, architecture, batch=None):
     return output.loss if architecture == "t5" else output.logits[:, :5].square().mean()
 
 
+def step(model, architecture="roberta", seed=None, batch=None):
+    """Loss and gradients of a step."""
+    model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = loss_of(model, architecture, batch)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
 def enable_checkpointing(model, reentrant, preserve=True, **options):
     """Under the name that the installed transformers has: 5.0 has the older one alone, which warns later."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

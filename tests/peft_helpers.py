@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from cases import ROUGH_BODY
-from helpers import gradients, loss_of, tiny_model
+from helpers import tiny_model
 from torch import nn
 
 with warnings.catch_warnings():
@@ -40,10 +40,3 @@ def lora(architecture, base=None, layers=2):
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
     return model.train()
-
-
-def step(model, architecture="roberta"):
-    model.zero_grad()
-    loss = loss_of(model, architecture)
-    loss.backward()
-    return loss.detach(), gradients(model)

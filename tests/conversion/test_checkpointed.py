@@ -1,9 +1,10 @@
 """Modules that activation checkpointing recomputes stay exact by default, and reports and messages say so."""
 
+import helpers
 import pytest
 import torch
 from cases import checkpoints
-from helpers import enable_checkpointing, gradients, loss_of, tiny_model, token_ids
+from helpers import enable_checkpointing, tiny_model, token_ids
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -45,10 +46,7 @@ def made(architecture="llama", reentrant=False):
 
 
 def step(model, architecture):
-    model.zero_grad()
-    torch.manual_seed(5)
-    loss_of(model, architecture).backward()
-    return gradients(model)
+    return helpers.step(model, architecture, seed=5)[1]
 
 
 def said(caplog):

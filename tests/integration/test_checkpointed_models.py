@@ -8,6 +8,7 @@ nothing with the random numbers of another.
 import contextlib
 import warnings
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -130,10 +131,7 @@ def test_checkpointing_changes_nothing_of_exact_sketches(architecture, reentrant
         convert(model, mask_padding=False, **EXACT)
         if enabled:
             enable_checkpointing(model, reentrant)
-        torch.manual_seed(5)
-        loss = loss_of(model, architecture)
-        loss.backward()
-        results.append((loss.detach(), gradients(model)))
+        results.append(helpers.step(model, architecture, seed=5))
     (loss, plain), (again, checkpointed) = results
     assert torch.equal(loss, again)
     for name, gradient in plain.items():
@@ -225,9 +223,7 @@ def test_a_policy_that_saves_sketches_has_the_gradients_of_a_step_without_checkp
     for options in (None, MODES["ours saved"]):
         model, _ = made(architecture, dropout=0.1, options=options)
         convert(model, kind="countsketch", ratio=0.5, min_rows=8, bits=4, **PACKED)
-        torch.manual_seed(3)
-        loss_of(model, architecture).backward()
-        found.append(gradients(model))
+        found.append(helpers.step(model, architecture, seed=3)[1])
     for name, gradient in found[0].items():
         if "EncDecAttention" not in name:  # of the encoder's output, every checkpoint has a sketch of its own
             torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
@@ -245,15 +241,12 @@ def test_whatever_is_saved_what_is_exact_stays_so(architecture, choose, fields):
     With a row for every token that counts, all gradients are exact.
     """
     plain = tiny_model(architecture, dropout=0.0, width=64).train()
-    loss_of(plain, architecture).backward()
-    exact = gradients(plain)
+    exact = helpers.step(plain, architecture)[1]
     model = tiny_model(architecture, dropout=0.0, width=64).train()
     sketched = {f"{name}.weight" for name in convert(model, min_rows=8, **LINEAR, **fields).converted}
     enable_checkpointing(model, False, context_fn=selective(choose))
     for _ in range(6):
-        model.zero_grad()
-        loss_of(model, architecture).backward()
-        found = gradients(model)
+        found = helpers.step(model, architecture)[1]
         for name in found.keys() - (sketched if not fields else set()):
             torch.testing.assert_close(found[name], exact[name], rtol=1e-4, atol=1e-6)
 
@@ -272,24 +265,17 @@ def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architec
     convert(model, mask_padding=False, bits=4, **WHOLE_BODY)
     copies = []
 
-    def run():
-        model.zero_grad()
-        torch.manual_seed(5)
-        loss = loss_of(model, architecture)
-        loss.backward()
-        return loss.detach(), gradients(model)
-
     def pack(tensor):
         copies.append(tensor.dtype)
         return tensor.detach().clone(), tensor.device
 
-    expected = run()
+    expected = helpers.step(model, architecture, seed=5)
     for hooks in (
         torch.autograd.graph.save_on_cpu(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])),
     ):
         with hooks:
-            loss, found = run()
+            loss, found = helpers.step(model, architecture, seed=5)
         assert torch.equal(loss, expected[0])
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-6)

@@ -8,7 +8,7 @@ import torch
 import torch._functorch.config
 from cases import ROUGH_BODY, WHOLE_BODY
 from compile_helpers import Graphs
-from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, heavy_tailed, loss_of, tiny_model
+from helpers import ALL_ARCHITECTURES, batch_of, checkpointed, gradients, heavy_tailed, step, tiny_model
 from statistical import assert_unbiased
 
 from rmm_linear import RMMConfig, RMMLinear, convert
@@ -124,10 +124,7 @@ def test_inductor_makes_the_gradients_of_eager_code(one_seed, architecture):
     for length in (20, 24) if architecture != "vit" else (20,):
         results = []
         for network in (model, compiled):
-            network.zero_grad()
-            loss = loss_of(network, architecture, batch_of(architecture, length))
-            loss.backward()
-            results.append((loss.detach(), gradients(network)))
+            results.append(step(network, architecture, batch=batch_of(architecture, length)))
         (loss, eager), (again, ours) = results
         assert torch.allclose(loss, again, rtol=1e-5)
         for name, found in ours.items():

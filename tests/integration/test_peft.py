@@ -3,9 +3,9 @@
 import pytest
 import torch
 from cases import ROUGH_BODY, WHOLE_BODY
-from helpers import SEED_BYTES, batch_of, enable_checkpointing, gradients, tiny_model, token_ids
+from helpers import SEED_BYTES, batch_of, enable_checkpointing, gradients, step, tiny_model, token_ids
 from peft import LoraConfig, get_peft_model
-from peft_helpers import HIDDEN, RANK, ROWS, TARGETS, WTA, lora, step
+from peft_helpers import HIDDEN, RANK, ROWS, TARGETS, WTA, lora
 from statistical import assert_unbiased
 from torch import nn
 
@@ -84,9 +84,9 @@ def test_the_frozen_base_keeps_nothing_and_lora_a_keeps_rows():
     assert not frozen & kept.by_module.keys()
 
 
-@pytest.mark.parametrize("name", ["none", "position_token", "sample_cache"])
-def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
-    """As PEFT makes it, B is zero at first: then A has no gradient to learn from, and B has."""
+@pytest.mark.parametrize("name", ["position_token", "sample_cache"])
+def test_estimators_of_adapters_learn_once_b_is_not_zero(name):
+    """As PEFT makes it, B is zero at first: then A has no gradient to learn from, and B has. A frozen base has none."""
     model = lora("roberta")
     for part, parameter in model.named_parameters():
         if "lora_B" in part:
@@ -96,30 +96,20 @@ def test_lora_draws_rows_and_estimators_learn_once_b_is_not_zero(name):
     ids, labels, numbers = token_ids(), torch.tensor([0, 1, 1, 0]), torch.tensor([6, 2, 0, 3])
     for _ in range(3):
         optimizer.zero_grad()
-        with track_saved(model) as kept:
-            loss = model(input_ids=ids, labels=labels, sample_index=numbers).loss
-        loss.backward()
+        model(input_ids=ids, labels=labels, sample_index=numbers).loss.backward()
         optimizer.step()
     stem = "base_model.model.roberta.encoder.layer.0.attention.self"
-    linears = {part: size for part, size in kept.by_module.items() if part.startswith(f"{stem}.")}
-    assert linears == {  # K rows, and 8 bytes for the number and the scale of each; query and value share A's
-        f"{stem}.query.lora_A.default": ROWS * (HIDDEN * 4 + 8),
-        f"{stem}.query.lora_B.default": ROWS * (RANK * 4 + 8),
-        f"{stem}.value.lora_B.default": ROWS * (RANK * 4 + 8),
-    }
     layers = {part: m for part, m in model.named_modules() if isinstance(m, RMMLinear) and part.startswith(stem)}
     assert len([part for part in layers if "lora_" in part]) == 4
-    assert all(m.weight.grad.abs().sum() > 0 for part, m in layers.items() if "lora_" in part)
     for part, layer in layers.items():
-        if name == "none":
-            assert layer.rmm_estimator is None
-        elif "lora_" not in part:
-            assert layer.rmm_estimator.bytes == 0, part  # frozen
-        else:
-            tensors = layer.rmm_estimator.tensors()
-            assert float(tensors["unit"][1]) == pytest.approx(1.9 if "lora_A" in part else 2.71), part
-            if name == "sample_cache":
-                assert tensors["cache"].isnan().all(1).tolist() == [n not in (6, 2, 0, 3) for n in range(7)]
+        if "lora_" not in part:
+            assert layer.rmm_estimator.bytes == 0, part
+            continue
+        assert layer.weight.grad.any()
+        tensors = layer.rmm_estimator.tensors()
+        assert float(tensors["unit"][1]) == pytest.approx(1.9 if "lora_A" in part else 2.71), part
+        if name == "sample_cache":
+            assert tensors["cache"].isnan().all(1).tolist() == [n not in (6, 2, 0, 3) for n in range(7)]
 
 
 @pytest.mark.parametrize(

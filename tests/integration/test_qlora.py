@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from cases import ROUGH_BODY
-from helpers import batch_of, loss_of, tiny_model
-from peft_helpers import lora, step
+from helpers import batch_of, loss_of, step, tiny_model
+from peft_helpers import lora
 from statistical import assert_unbiased
 
 from rmm_linear import RMMLinear, convert

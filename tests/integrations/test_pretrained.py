@@ -5,10 +5,11 @@ import json
 import pickle
 import random
 
+import helpers
 import pytest
 import torch
 from cases import EXACT, ROUGH_BODY, architectures
-from helpers import Mlp, gradients, loss_of, tiny_model, token_ids
+from helpers import Mlp, gradients, tiny_model, token_ids
 from state_helpers import learned
 from torch import nn
 
@@ -17,13 +18,10 @@ from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
 
 
 def step(model, optimizer=None, architecture="roberta"):
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = loss_of(model, architecture)
-    loss.backward()
+    found = helpers.step(model, architecture, seed=3)
     if optimizer is not None:
         optimizer.step()
-    return loss.detach(), gradients(model)
+    return found
 
 
 def same(first, second):
