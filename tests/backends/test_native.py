@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,11 +13,11 @@ import torch
 
 from rmm_linear import packing
 from rmm_linear.backends import native
+from rmm_linear.backends.native import library
 from rmm_linear.ops import sketches as table
 from rmm_linear.ops.dispatch import Operation
 from rmm_linear.ops.native import sketches as ops
 from rmm_linear.sketches import sketch
-from rmm_linear.sketches.countsketch import signs_and_shifts
 from rmm_linear.sketches.philox import philox
 
 SEED = torch.tensor([-123456789012345678])
@@ -41,6 +42,21 @@ def test_it_is_built_where_there_is_a_compiler():
     assert native.is_available() == able
 
 
+def test_arguments_are_those_of_the_sources():
+    """ctypes checks none: an argument too many or of another size would be read from wherever it ends up."""
+    found = {}
+    for path in Path(library.__file__).parent.glob("*.c"):
+        for name, arguments in re.findall(r"V\((rmm_\w+)\)\(([^)]*)\)", path.read_text(encoding="utf-8")):
+            kinds = ["pointer" if "*" in one else one.split()[-2] for one in arguments.split(",")]
+            found[name] = "".join({"pointer": "p", "int64_t": "q", "int": "i", "float": "f"}[kind] for kind in kinds)
+    assert found == library.SIGNATURES
+
+
+@pytest.mark.parametrize("level", [one for one in (0, 3, 4) if library.is_available() and one <= library.level()])
+def test_every_level_has_every_function(level):
+    assert all(callable(library._function(name, level)) for name in library.SIGNATURES)
+
+
 @pytest.mark.parametrize("stream", [0, 3, 2**32 - 1])
 def test_random_numbers_are_the_same_to_the_bit(stream):
     offset = torch.cat((torch.arange(100), torch.tensor([2**32 - 1, 2**32, 2**62]))).view(103, 1)
@@ -50,29 +66,32 @@ def test_random_numbers_are_the_same_to_the_bit(stream):
     strided = torch.arange(40)[::3]
     assert torch.equal(native.philox(SEED, strided)[1], philox(SEED, strided)[1])
     assert native.philox(SEED, torch.arange(0))[0].shape == (0,)
+    with torch.device("meta"):
+        assert native.philox(SEED, offset, stream)[0].device.type == "cpu"
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(4096, 410), (100, 64), (33, 1), (32, 32), (65, 7), (1, 5), (0, 3)])
-def test_signs_and_shifts_are_the_same_to_the_bit(tokens, rows):
-    expected = signs_and_shifts(SEED, tokens, rows)
-    for found, other in zip(native.signs_and_shifts(SEED, tokens, rows), expected, strict=True):
-        assert found.dtype == other.dtype
-        assert torch.equal(found, other)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(100, 70), (3, 200), (0, 64), (5, 0), (1, 1)])
-def test_the_noise_of_packing_is_the_same_to_the_bit(rows, columns):
-    codes, qparams = packing.empty_packed(rows, columns, 4, SEED)
-    codes.random_(generator=torch.Generator().manual_seed(0))
-    qparams[..., 0], qparams[..., 1] = 0, 1
-    expected = packing.unpack_parts(codes, qparams, SEED, 4, columns, torch.float32)
-    for begin in (0, rows // 2):
-        found = torch.empty(rows - begin, columns)
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), 4, int(SEED), found, begin)
-        assert torch.equal(found, expected(begin, rows))
-    signs = torch.eye(64) * 8
-    native.unrotate(signs, int(SEED))
-    assert torch.equal(signs, packing.unrotate(torch.eye(64) * 8, SEED).sign())
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+@pytest.mark.parametrize("dtype", list(library.TYPES), ids=str)
+@pytest.mark.parametrize("level", [one for one in (0, 3, 4) if library.is_available() and one <= library.level()])
+def test_what_is_unpacked_in_parts_and_unrotated_later_is_the_same_to_the_bit(level, dtype, bits, monkeypatch):
+    """At every level, with what is not finite in some groups; codes of those mean nothing."""
+    x = torch.randn(37, 64 * 19 + 23)
+    x[3, 70], x[4, 200], x[5], x[6] = math.nan, math.inf, 0.0, x[6] * 1e-30
+    codes, qparams = ops.pack(x.to(dtype), bits, SEED)
+    monkeypatch.setattr(library, "level", lambda: level)
+    again = ops.pack(x.to(dtype), bits, SEED)
+    torch.testing.assert_close(again[1], qparams, rtol=0, atol=0, equal_nan=True)
+    finite = qparams.float().isfinite().all(-1).repeat_interleave(8 * bits, 1)[:, : codes.shape[1]]
+    assert torch.equal(again[0][finite], codes[finite])
+    assert 0.9 < finite.float().mean() < 1
+    expected = packing.unpack_parts(codes, qparams, SEED, bits, x.shape[1], torch.float32)
+    for begin in (0, 18):
+        found, whole = (torch.empty(37 - begin, x.shape[1]) for _ in range(2))
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, int(SEED), found, begin)
+        assert torch.equal(found.nan_to_num(), expected(begin, 37).nan_to_num())
+        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, int(SEED), whole, begin, rotated=False)
+        native.unrotate(found, int(SEED))
+        assert torch.equal(found.nan_to_num(), whole.nan_to_num())
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rmm_linear.losses  # noqa: F401 - the one operator outside of ops/
 from rmm_linear import ops, packing
-from rmm_linear.backends.native import transforms
+from rmm_linear.backends.native import library, transforms
 from rmm_linear.ops.dispatch import OPERATIONS, OPERATORS, Case
 from rmm_linear.ops.native.derivatives import derivative_table
 from rmm_linear.spec import SaveSpec
@@ -206,6 +206,26 @@ def test_threads_share_the_rows(row, dtype, samples):
             torch.set_num_threads(before)
     assert_alike(*found, row, dtype)
     assert same(*found) or not row.by_row or row.name == "NORM_GRADIENTS"  # whose sums have another order
+
+
+HIGHEST = library.level() if library.is_available() else 0
+SUMS = {"PACK_NORM", "NORM_GRADIENTS", "ATTENTION_BACKWARD"}  # of rows, in the order of the vectors
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("level", [level for level in (0, 3) if level < HIGHEST])
+@pytest.mark.parametrize("row", [row for row in OPERATIONS.values() if row.native], ids=lambda row: row.name)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("taken", ["all", "some"])
+def test_every_generation_of_processors_makes_the_same(level, row, dtype, taken, samples, monkeypatch):
+    """To the bit; of more groups of columns than a batch of any level has, and a short one."""
+    found, case = [], Case(37, 64 * 19 + 23, dtype, taken)
+    for one in (level, HIGHEST):
+        monkeypatch.setattr(library, "level", lambda one=one: one)
+        calls = samples(row, case)
+        found.append([(row(*call.arguments, **call.named), call) for call in calls])
+    assert_alike(*found, row, dtype)
+    assert row.name in SUMS or all(map(torch.equal, *map(tensors_of, found)))  # a zero may have another sign
 
 
 @every_row

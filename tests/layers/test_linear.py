@@ -1,12 +1,9 @@
 """RMMLinear: nn.Linear to everybody but autograd."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from cases import CONFIG
-from helpers import SEED_BYTES, bytes_kept, seeds_of
+from module_cases import converted_model
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -27,23 +24,6 @@ def tokens(count=40, **kwargs):
 # Modes
 
 
-def test_training_keeps_rows_and_seed():
-    assert bytes_kept(layer(), tokens()) == 10 * 6 * 4 + SEED_BYTES
-
-
-def test_eval_keeps_nothing_of_the_input():
-    assert bytes_kept(layer().eval(), tokens()) == 0
-    assert bytes_kept(layer().eval(), tokens().requires_grad_()) == 0  # the weight alone, a parameter
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_frozen_weight_keeps_nothing_of_the_input(training):
-    module = layer().train(training)
-    module.weight.requires_grad_(False)
-    assert bytes_kept(module, tokens()) == 0
-    assert bytes_kept(module, tokens().requires_grad_()) == 0
-
-
 def test_weight_can_be_frozen_and_trained_again():
     module = layer()
     for trains in (True, False, True):
@@ -51,13 +31,6 @@ def test_weight_can_be_frozen_and_trained_again():
         module.weight.grad = None
         module(tokens()).sum().backward()
         assert (module.weight.grad is not None and bool(module.weight.grad.any())) is trains
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_output_is_that_of_nn_linear_to_the_bit(training):
-    module = layer().train(training)
-    x = tokens().view(4, 10, 6)
-    assert torch.equal(module(x), module.to_linear()(x))
 
 
 def test_eval_gives_gradients_by_input_and_bias():
@@ -90,37 +63,6 @@ def test_eval_with_backward_by_input_alone():
 
 
 # Seeds
-
-
-def test_same_seed_same_run_without_any_other_randomness():
-    """Seeded again in the same process, a layer by itself repeats its sketches."""
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        module = layer()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            module(tokens()).square().mean().backward()
-            optimizer.step()
-        runs.append(module.weight.detach().clone())
-    assert torch.equal(*runs)
-
-
-def test_every_step_and_every_layer_has_its_own_sketch():
-    layers = nn.Sequential(layer(), RMMLinear(4, 6, config=CONFIG), layer())
-    seeds = seeds_of(lambda: [layers(tokens()) for _ in range(3)])
-    assert len(set(seeds)) == len(seeds) == 9
-
-
-def test_generator_moves_alike_with_and_without_gradients():
-    states = []
-    for grad in (True, False):
-        torch.manual_seed(1)
-        with torch.set_grad_enabled(grad):
-            layer()(tokens())
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
 
 
 # Conversion of one layer
@@ -171,34 +113,18 @@ def test_from_linear_takes_exactly_nn_linear(module):
 # The rest of being a module
 
 
-def test_state_dict_is_that_of_nn_linear():
-    module, linear = layer(), nn.Linear(6, 4)
-    assert list(module.state_dict()) == list(linear.state_dict())
-    linear.load_state_dict(module.state_dict())
-    assert torch.equal(linear(tokens()), module(tokens()))
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_work_on_their_own(clone):
-    module = layer()
-    twin = clone(module)
-    twin(tokens()).sum().backward()
-    assert type(twin) is RMMLinear
-    assert twin.rmm_config == module.rmm_config
-    assert module.weight.grad is None
-    assert twin.weight.grad is not None
-    assert torch.equal(twin.weight, module.weight)
-
-
 def test_device_dtype_and_bias_reach_nn_linear():
     module = RMMLinear(6, 4, bias=False, device="meta", dtype=torch.bfloat16, config=CONFIG)
     assert (module.weight.device.type, module.weight.dtype, module.bias) == ("meta", torch.bfloat16, None)
 
 
 def test_repr_shows_the_sizes_and_the_sketch():
-    text = repr(layer())
-    for part in ("in_features=6", "out_features=4", "bias=True", "countsketch", "0.25"):
-        assert part in text
+    for module, sizes in (
+        (layer(), "in_features=6, out_features=4"),
+        (converted_model("Conv1D").module, "nf=9, nx=96"),
+    ):
+        assert sizes in repr(module)
+        assert "kind=countsketch, ratio=0.25" in repr(module)
 
 
 def test_tied_weights_collect_the_gradients_of_both_uses():

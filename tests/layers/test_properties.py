@@ -151,10 +151,6 @@ def check_many(how, made, check, capsys):
     assert checked >= how.max_examples
 
 
-def test_the_cases_of_a_run_are_counted(capsys):
-    check_many(settings(LIGHT, max_examples=20), configs(), lambda config: config.to_dict(), capsys)
-
-
 @LIGHT
 @given(cases())
 def test_exact_parts_are_those_of_nn_linear(case):
@@ -278,6 +274,7 @@ def poisoned(kind, bits, bad, where):
     return torch.stack(found)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("bits", [None, 8, 4, 2])
 @pytest.mark.parametrize("where", ["X", "Y"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

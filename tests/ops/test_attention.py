@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
-from statistical import Z, assert_unbiased
+from statistical import Z
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.ops import attention as operators
@@ -16,9 +16,8 @@ from rmm_linear.ops.attention import (
     pack_attention,
 )
 from rmm_linear.ops.sketches import UNPACK
-from rmm_linear.packing import packed_bytes
 from rmm_linear.packing.attention import attention_rows
-from rmm_linear.packing.attention_gradients import Bias, attention_gradients
+from rmm_linear.packing.attention_gradients import attention_gradients
 from rmm_linear.packing.stored import views
 
 INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens
@@ -31,18 +30,6 @@ def backward(y, stored, spec, mask=None, kept=None, index=None, kv_index=None, b
 
 def made(dtype=torch.float32, heads=4, kv_heads=2, tokens=9, width=16):
     return tensors(2, heads, kv_heads, tokens, tokens, width, width, dtype)
-
-
-@pytest.mark.parametrize("bits", [(4, 4, 4), (8, 8, 4)])
-@pytest.mark.parametrize("index", [None, INDEX], ids=["all", "some"])
-def test_bytes_are_those_of_three_packed_matrices_and_their_seeds(index, bits):
-    q, k, v, _ = made()
-    stored = pack_attention(q, k, v, index, index, 7, *bits)
-    rows = 18 if index is None else len(index)
-    each = [packed_bytes(rows, columns, one) for columns, one in zip((64, 32, 32), bits, strict=True)]
-    assert 0 <= len(stored) - (24 + sum(each)) < 7 * 16  # every part begins at a multiple of 16
-    parts = attention_parts(rows, rows, (64, 32, 32), bits)
-    assert sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts) == 24 + sum(each)
 
 
 def test_errors_of_queries_keys_and_values_are_independent():
@@ -72,44 +59,6 @@ def test_floating_point_operations():
     with FlopCounterMode(display=False) as counter:
         backward(y, stored, spec_of(q, k))
     assert counter.get_total_flops() == 5 * (2 * 2 * 4 * 9 * 9 * 16) + 2 * 64 * 3 * q.numel()
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_gradients_of_packed_tensors_are_near_the_exact_ones(bits):
-    """The range of 64 normal numbers is about 5 deviations: steps of 1/51 of a deviation with 8 bits, 1/3 with 4.
-
-    The error of an element is step / √12: 1/177 and 1/10.4 of its size. A gradient has this relative error for each of
-    the up to five tensors that it is a product of, squared and added: 5 / 177² and 5 / 10.4² at most, 1/177² at least.
-    """
-    q, k, v, y = made(tokens=24)
-    found = backward(y, pack_attention(q, k, v, None, None, 5, bits, bits, bits), spec_of(q, k), bits=(bits,) * 3)
-    error = relative(found, formula_gradients(q.double(), k.double(), v.double(), y.double(), spec_of(q, k)))
-    one = 1 / {8: 177, 4: 10.4}[bits] ** 2
-    assert one < error < 5 * one
-
-
-def test_gradients_have_the_right_scale():
-    q, k, v, y = tensors(2, 4, 2, 16, 16, 32, 32, torch.float32)
-    spec = spec_of(q, k)
-    exact = dict(zip("qkv", formula_gradients(q.double(), k.double(), v.double(), y.double(), spec), strict=True))
-
-    def draw(seed):
-        stored = pack_attention(q, k, v, None, None, seed, 8, 8, 8)
-        return dict(zip("qkv", backward(y, stored, spec, bits=(8, 8, 8)), strict=True))
-
-    assert_unbiased(draw, exact, draws=50, widest=1e-3)
-
-
-def test_the_gradient_of_a_bias_is_near_the_exact_one():
-    """8 bits: an error of 1/177 of an element's size in each of four factors, squared and added, at most."""
-    q, k, v, y = made()
-    bias, spec = torch.randn(1, 4, 9, 9), spec_of(q, k)
-    stored = pack_attention(q, k, v, None, None, 5, 8, 8, 8)
-    found = attention_backward(y, stored, None, None, None, None, spec, (8, 8, 8), bias, True)
-    own = Bias(bias, torch.zeros_like(bias))
-    wanted = attention_gradients(y, exact_rows(q, k, v), spec, bias=own)
-    for one, exact in zip(found, (*wanted, own.gradient), strict=True):
-        assert 0 < (one - exact).square().sum() < 4 / 177**2 * exact.square().sum()
 
 
 def by_autograd(y, query, key, value, bias, spec):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pointwise_helpers import FOUND, ROUNDED, SEED, WIDTHS, randn
+from pointwise_helpers import ROUNDED, SEED, WIDTHS, randn
 
 from rmm_linear.backends.native import is_available
 from rmm_linear.ops import derivatives
@@ -53,31 +53,10 @@ def test_library_reads_odd_values_as_plain_pytorch_does(function, bits):
     torch.testing.assert_close(derivatives.APPLY_DERIVATIVE(y, codes, function, bits, SEED, None), expected)
 
 
-@pytest.mark.parametrize("function", FOUND, ids=str)
-@pytest.mark.parametrize("shape", [(0, 70), (4, 1), (1, 70), (5, 130)])
-def test_bytes_are_the_formula(function, shape):
-    bits = function.bits(2)
-    rows, columns = shape
-    x = randn(*shape)
-    stored = derivatives.pack_derivative(x, None, 7, function.name, function.parameters, bits)
-    parts = [rows * -(-columns * bits // 8)]
-    parts += [] if function.is_exact else [8]
-    parts += [] if function.is_bounded else [rows * 4 * -(-columns // 64)]
-    assert stored.nbytes == sum(-(-part // 16) * 16 for part in parts)
-    gradient = derivatives.apply_derivative(x, stored, None, function.name, function.parameters, bits)
-    assert gradient.shape == shape
-
-
 @pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("gelu", 16), ("relu", 2), ("relu_squared", 1)])
 def test_other_widths_are_refused(name, bits):
     with pytest.raises(ValueError, match=r"bits must be .* got"):
         derivatives.pack_derivative(randn(2, 3), None, 7, name, (), bits)
-
-
-def test_no_random_numbers_are_drawn_where_none_are_needed():
-    state = torch.get_rng_state()
-    PACK(randn(3, 70), None, None, "relu", (), 1)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_nan_and_infinity_of_the_square_of_relu_stay_in_their_group():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from cases import needs_triton
@@ -164,3 +167,11 @@ def test_compilers_see_it(operator):
     compiled = torch.compile(lambda x: operator(x, 3, None) + 1, backend=backend, fullgraph=True)
     assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 7.0))
     assert "double_of_the_tests" in graphs[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"), [("3.3.1", False), ("3.4.0", True), ("3.10.0+git1", True), ("4.0", True)]
+)
+def test_kernels_are_left_to_a_triton_that_compiles_them(version, is_enough, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version, __spec__=True))
+    assert triton.is_installed.__wrapped__() == is_enough

@@ -1,19 +1,15 @@
 """The operators of the kinds that sample rows: what is drawn, in parts, counted, and what they refuse."""
 
 import math
-import sys
 
 import pytest
 import torch
 from cases import every_sampler, needs_triton
-from helpers import assert_packed_alike, chances
+from helpers import chances
 from operator_helpers import SEED, ranks
-from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import packing
-from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import sketches as table
-from rmm_linear.ops.save import save_input
 from rmm_linear.sketches import (
     sketch,
     sketch_parts,
@@ -61,24 +57,6 @@ def test_expected_norms_and_the_mix_decide_what_is_drawn():
         )
 
 
-@every_sampler
-def test_rows_packed_in_parts_are_the_packed_rows(kind, monkeypatch):
-    x = heavy()
-    sampled = sample(x, kind, 13)
-    expected = table.PACK(table.GATHER_ROWS(x, sampled), 4, SEED)
-    row_parts = packing.row_parts
-
-    def short(rows, columns, device, chunk=0):
-        return row_parts(rows, columns, device, 70 * 4)
-
-    monkeypatch.setattr(packing, "row_parts", short)
-    monkeypatch.setattr(sys.modules["rmm_linear.packing.pack"], "row_parts", short)
-    found = table.PACKED_ROWS(x, SEED, sampled, 4)
-    assert_packed_alike(found, expected, 4)
-    if backend_of("cpu", x.dtype) == "native":  # in C every row is made by itself
-        assert all(map(torch.equal, found, expected))
-
-
 def test_what_cannot_be_drawn_is_refused():
     x = heavy()
     for rows in (0, 40):
@@ -93,18 +71,3 @@ def test_what_cannot_be_drawn_is_refused():
             run(x, kind="wta", seed=SEED, rows=7)
     with pytest.raises(ValueError, match="kind='norm_rows' samples rows by the probabilities p"):
         torch.ops.rmm_linear.sketch(x, SEED, "norm_rows", 7)
-
-
-def test_operations_are_counted():
-    x, sampled, norms = heavy(), sample(heavy(), "wta", 8), 2 * 40 * 70
-    for run, flops in (
-        (lambda: save_input(x, SaveSpec("wta", 8, uniform_mix=0.1), None, 77), norms + 8 * 70),
-        (
-            lambda: save_input(x, SaveSpec("wta", 8, bits=4, uniform_mix=0.1), None, 77),
-            norms + 8 * 70 + 2 * 64 * 8 * 70,
-        ),
-        (lambda: torch.ops.rmm_linear.gather_rows(x, *sampled), 8 * 70),
-    ):
-        with FlopCounterMode(display=False) as counter:
-            run()
-        assert counter.get_total_flops() == flops

@@ -24,17 +24,6 @@ from rmm_linear.sketches import SAMPLERS, kept_rows
 from rmm_linear.spec import SaveSpec
 
 
-def test_a_block_is_refused_where_there_are_none():
-    with pytest.raises(
-        ValueError, match="block is for rademacher, gaussian, hadamard only, got block=9 with kind='countsketch'"
-    ):
-        SKETCH(made(), SEED, "countsketch", 7, 9)
-    with pytest.raises(
-        ValueError, match="block is for rademacher, gaussian, hadamard only, got block=9 with kind='rows'"
-    ):
-        SaveSpec("rows", 7, 9, 4)
-
-
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 @pytest.mark.parametrize("implementation", [plain, native])
 def test_the_product_in_parts_is_the_product(implementation, bits, monkeypatch):

@@ -1,8 +1,10 @@
 """Attention with nothing packed: the blocks of scores make the gradients of the formula, whatever is left out."""
 
+import dataclasses
+
 import pytest
 import torch
-from attention_helpers import exact_rows, formula, formula_gradients, packed_kept, spec_of, tensors
+from attention_helpers import exact_rows, formula, packed_kept, spec_of, tensors
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,7 +15,7 @@ from rmm_linear.packing.attention import (
     dropped_attention,
     hides_padding,
 )
-from rmm_linear.packing.attention_gradients import attention_gradients
+from rmm_linear.packing.attention_gradients import Bias, attention_gradients, biased
 
 # Sums of at most 150 float64 products of numbers below 10, in another order: each is off by 1e-13 at most.
 ROUNDING = 1e-12
@@ -39,26 +41,59 @@ MASKS = {
 }
 
 
-def check(found, q, k, v, y, spec, mask=None, kept=None):
-    exact = formula_gradients(q, k, v, y, spec, mask, kept)
-    for one, wanted in zip(found, exact, strict=True):
+BIASES = [(1, 1), (1, 4), (3, 1), (3, 4)]  # sequences and heads of a bias, which may be broadcast along both
+
+
+def bias_of(shape, tokens=9):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(*shape, tokens, tokens, generator=generator, dtype=torch.float64)
+
+
+def gradients(q, k, v, y, spec, mask=None, kept=None, index=None, kv_index=None, bias=None, block=None):
+    """Of q, k and v, and of a bias."""
+    own = None if bias is None else Bias(bias, torch.zeros_like(bias))
+    bits = None if kept is None else packed_kept(kept, index)
+    rows = exact_rows(q, k, v, index, kv_index)
+    found = attention_gradients(y, rows, spec, mask, bits, index, kv_index, bias=own, block=block)
+    return [*found, *([] if own is None else [own.gradient])]
+
+
+def check(found, q, k, v, y, spec, mask=None, kept=None, bias=None):
+    """By autograd; transformers adds bias and mask in one, −∞ where a causal query does not see."""
+    inputs = [one.detach().requires_grad_() for one in (q, k, v, *([] if bias is None else [bias]))]
+    if bias is not None:
+        if spec.is_causal:
+            mask = torch.ones(1, 1, *bias.shape[-2:], dtype=torch.bool).tril()
+        spec, mask = dataclasses.replace(spec, is_causal=False), biased(mask, inputs[3], bias.dtype)
+    exact = torch.autograd.grad(formula(*inputs[:3], spec, mask, kept), inputs, y.transpose(1, 2))
+    for one, wanted in zip(found, (*(one.transpose(1, 2) for one in exact[:3]), *exact[3:]), strict=True):
         assert one.shape == wanted.shape
         assert (one - wanted).abs().max() < ROUNDING
         assert wanted.abs().max() > 0.1 or not y.any()
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("shape", [None, *BIASES])
 @pytest.mark.parametrize("block", [None, 1, 40, 300])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_are_those_of_the_formula(name, dropout, block):
+def test_gradients_are_those_of_the_formula(name, dropout, block, shape):
     q, k, v, y = tensors(3, 4, 2, 9, 9, 8, 6)
-    spec = spec_of(q, k, p=dropout)
+    spec, bias = spec_of(q, k, p=dropout), None if shape is None else bias_of(shape)
     kept = rand(3, 4, 9, 9) > dropout if dropout else None
-    bits = None if kept is None else packed_kept(kept)
-    found = attention_gradients(y, exact_rows(q, k, v), spec, MASKS[name], bits, block=block)
-    check(found, q, k, v, y, spec, MASKS[name], kept)
+    found = gradients(q, k, v, y, spec, MASKS[name], kept, bias=bias, block=block)
+    check(found, q, k, v, y, spec, MASKS[name], kept, bias)
 
 
+def test_a_bias_without_a_gradient_is_only_added():
+    q, k, v, y = tensors(3, 4, 2, 9, 9, 8, 6)
+    spec, bias = spec_of(q, k), bias_of((1, 4))
+    found = attention_gradients(y, exact_rows(q, k, v), spec, bias=Bias(bias))
+    expected = gradients(q, k, v, y, spec, bias=bias)[:3]
+    assert all((one - other).abs().max() < ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.pairs
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5), (150, 150)])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("causal", [True, False])
@@ -66,30 +101,33 @@ def test_gradients_are_those_of_the_formula(name, dropout, block):
 def test_grouped_queries_and_causal_attention(block, causal, heads, kv_heads, queries, keys):
     q, k, v, y = tensors(2, heads, kv_heads, queries, keys, 4, 4)
     spec = spec_of(q, k, is_causal=causal, scale=0.7)
-    check(attention_gradients(y, exact_rows(q, k, v), spec, block=block), q, k, v, y, spec)
+    check(gradients(q, k, v, y, spec, block=block), q, k, v, y, spec)
+    if queries == keys:
+        bias = bias_of((1, heads), keys)
+        check(gradients(q, k, v, y, spec, bias=bias, block=block), q, k, v, y, spec, bias=bias)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("block", [None, 1, 300])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("case", ["keys hidden", "keys seen", "causal"])
-def test_what_padding_leaves_out_changes_no_gradient(case, dropout, block):
+@pytest.mark.parametrize("shape", [None, (3, 4)])
+def test_what_padding_leaves_out_changes_no_gradient(case, dropout, block, shape):
     """Queries of padding have no gradient, and their keys leave only where nothing sees them."""
     valid = RIGHT if case == "causal" else VALID
     q, k, v, y = tensors(3, 4, 2, 9, 9, 8, 6)
     y = y * valid.view(3, 9, 1, 1)
     mask = (valid.view(3, 1, 1, 9) & (rand(9, 9) > 0.2)) if case == "keys hidden" else None
-    spec = spec_of(q, k, is_causal=case == "causal", p=dropout)
+    spec, bias = spec_of(q, k, is_causal=case == "causal", p=dropout), None if shape is None else bias_of(shape)
     hidden = bool(hides_padding(valid, mask, spec.is_causal))
     assert hidden == (case != "keys seen")
     index = valid.flatten().nonzero().squeeze(1)
     kv_index = index if hidden else None
     kept = rand(3, 4, 9, 9) > dropout if dropout else None
-    bits = None if kept is None else packed_kept(kept, index)
-    assert bits is None or len(bits) == 4 * len(index)
     rows = attention_rows(q, k, v, index, kv_index)
     assert [len(part) for part in rows] == [len(index), *[len(index) if hidden else 27] * 2]
-    found = attention_gradients(y, exact_rows(q, k, v, index, kv_index), spec, mask, bits, index, kv_index, block=block)
-    check(found, q, k, v, y, spec, mask, kept)
+    found = gradients(q, k, v, y, spec, mask, kept, index, kv_index, bias, block)
+    check(found, q, k, v, y, spec, mask, kept, bias)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +160,7 @@ def test_keys_are_packed_less_their_mean():
     assert (keys[9].view(2, 8) - (k[1, :, 2] - k[1].mean(1))).abs().max() < ROUNDING
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("heads", [1, 3, 4, 8, 100], ids="{} heads at a time".format)  # of 4 a sequence, of 3 sequences

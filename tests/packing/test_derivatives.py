@@ -7,7 +7,6 @@ from statistical import assert_moments
 
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
 from rmm_linear.packing import derivatives as plain
-from rmm_linear.packing import rounding_variance
 from rmm_linear.packing.stored import views
 from rmm_linear.variance.standins.pointwise import element_variance, input_gradient_variance
 
@@ -112,15 +111,3 @@ def test_rows_and_columns_are_rounded_independently():
     correlation = errors.T.corrcoef()
     # Off the diagonal the sample's correlation has the standard error 1 / √draws.
     assert (correlation - torch.eye(4)).abs().max() < 4.5 / draws**0.5
-
-
-def test_packed_square_of_relu_has_the_variance_of_packing():
-    """Twice relu(x): four times what packing says, for dY = 1."""
-    function = next(function for function, _ in WIDTHS if not function.is_bounded)
-    x, bits = randn(5, COLUMNS), 4
-    stored = pack_derivative(x, None, 3, function.name, (), bits)
-    qparams = views(stored, stored_parts(function, bits, 5, COLUMNS))[2]
-    found = input_gradient_variance(torch.ones_like(x), element_variance(function, bits, qparams, COLUMNS))
-    assert float(found) == pytest.approx(4 * float(rounding_variance(qparams, COLUMNS).sum()), rel=1e-12)
-    with pytest.raises(ValueError, match="stored scales"):
-        element_variance(function, bits)

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import assert_packed_alike
 from norm_helpers import EPS, ROWS, exact, rows_of
 from statistical import Z, assert_variance, z_scores
 
@@ -103,46 +102,6 @@ def test_the_mean_is_exact_because_the_variance_of_the_copy_is_taken_out(columns
     assert biased_by(False, columns)[0] < -Z
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [64, 96, 40, 5, 300])
-@pytest.mark.parametrize(("bits", "centered"), [(2, True), (4, False), (8, True)])
-def test_all_backends_store_the_same_and_compute_the_same(bits, centered, columns, dtype):
-    x, y, weight = (part.to(dtype) for part in rows_of(columns))
-    for index in (None, INDEX):
-        expected = norms.pack_norm(x, bits, seed(3), EPS, centered, index)
-        found = PACK_NORM(x, bits, seed(3), EPS, centered, index)
-        assert_packed_alike(found[:2], expected[:2], bits)
-        torch.testing.assert_close(found.rstd, expected.rstd, rtol=1e-5, atol=0)
-        options = {"centered": centered, "index": index}
-        wanted = norms.norm_gradients(y, expected, bits, seed(3), weight, **options)
-        for one, other in zip(NORM_GRADIENTS(y, expected, bits, seed(3), weight, **options), wanted, strict=True):
-            assert one.dtype == other.dtype
-            # Sums of up to 300 terms in another order, and of half types the last bit of the result.
-            room = 20 * torch.finfo(one.dtype).eps
-            torch.testing.assert_close(one, other, rtol=room, atol=room * float(other.abs().max()))
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_any_stride_and_in_several_threads(dtype, centered):
-    x, y = (torch.randn(600, 700, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1, 2))
-    room = 2e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    for a, b in ((x[::2, 10:650], y[1::2, :640]), (x.T, y.T)):  # enough elements for two threads and more
-        saved = norms.pack_norm(a, 4, seed(1), EPS, centered)
-        threads = torch.get_num_threads()
-        try:
-            for count in (1, 3):
-                torch.set_num_threads(count)
-                assert_packed_alike(PACK_NORM(a, 4, seed(1), EPS, centered)[:2], saved[:2], 4)
-                found = NORM_GRADIENTS(b, saved, 4, seed(1), centered=centered)
-                for one, other in zip(
-                    found, norms.norm_gradients(b, saved, 4, seed(1), centered=centered), strict=True
-                ):
-                    torch.testing.assert_close(one, other, rtol=room, atol=room * float(other.abs().max()))
-        finally:
-            torch.set_num_threads(threads)
-
-
 @KINDS
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_nan_stays_in_its_row_and_constant_rows_have_the_eps_alone(bits, centered):
@@ -169,17 +128,6 @@ def test_float64_is_computed_in_float64():
     assert found.x.dtype == found.bias.dtype == torch.float64
     torch.testing.assert_close(found.bias, dbeta, rtol=1e-14, atol=1e-14 * float(y.abs().sum(0).max()))
     assert float((found.x - dx).norm() / dx.norm()) < 0.01
-
-
-def test_no_rows_and_no_sums():
-    x = torch.zeros(0, 70)
-    saved = PACK_NORM(x, 2, seed(0), EPS)
-    assert [tuple(part.shape) for part in saved] == [(0, 18), (0, 2, 2), (0,)]
-    found = NORM_GRADIENTS(x, saved, 2, seed(0))
-    assert found.x.shape == (0, 70)
-    assert not found.weight.any()
-    assert not found.bias.any()
-    assert [len(part) for part in NORM_GRADIENTS(x, saved, 2, seed(0), sums=False)[1:]] == [0, 0]
 
 
 def test_other_widths_are_refused():
