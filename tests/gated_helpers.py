@@ -10,11 +10,6 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
-from rmm_linear import RMMConfig
-from rmm_linear.activations.base import packed_class
-from rmm_linear.activations.gated import PackedGatedMLP
-from rmm_linear.context.model_context import ModelContext
-
 WIDTH, HIDDEN = 16, 70
 
 
@@ -63,16 +58,6 @@ def made(name, dtype=torch.float32):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return Model(MAKERS[name]()).to(dtype)
-
-
-def packed(model, config=None, context=True):
-    """The same model with its MLP packed."""
-    shared = ModelContext(["mlp"]) if context else None
-    model.mlp.__class__ = packed_class(PackedGatedMLP, type(model.mlp))
-    model.mlp._set_up(config or RMMConfig(), shared, 0)
-    if shared is not None:
-        shared.attach(model)
-    return model
 
 
 def randn(*shape, dtype=torch.float32, seed=1):

@@ -2,9 +2,6 @@
 
 import torch
 
-from rmm_linear.activations.base import packed_class
-from rmm_linear.activations.pointwise import PackedActivation
-from rmm_linear.config import RMMConfig
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
 PARAMETERS = {"elu": (1.7,), "leaky_relu": (0.1,)}  # ELU's with a jump of its derivative at 0
@@ -18,13 +15,6 @@ SEED = torch.tensor([7])
 def randn(*shape, seed=1, scale=1.0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def packed(module, bits=4, context=None):
-    module.__class__ = packed_class(PackedActivation, type(module))
-    module._set_up(RMMConfig(checkpointed="packed"), context)
-    module.rmm_bits = bits
-    return module
 
 
 def gradient_of(run, x, y):

@@ -7,10 +7,7 @@ import torch
 from cases import needs_triton
 from compile_helpers import Graphs
 from gated_helpers import made
-from gated_helpers import packed as packed_gated
-from helpers import batch_of, gradients, tiny_model
-from norm_helpers import Bits
-from norm_helpers import packed as packed_norm
+from helpers import batch_of, gradients, packed, tiny_model
 from pointwise_helpers import gradient_of, randn
 from torch import nn
 from transformers.activations import ACT2FN
@@ -18,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from rmm_linear import RMMConfig, convert
-from rmm_linear.activations.base import packed_class
+from rmm_linear.activations.gated import PackedGatedMLP
+from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.pointwise import PackedActivation, is_composed
 from rmm_linear.backends.triton import kernels
 
@@ -57,17 +55,21 @@ def calls(monkeypatch):
     return made
 
 
-def packed(module, config=FUSED, context=None):
-    module.__class__ = packed_class(PackedActivation, type(module))
-    module._set_up(config, context)
-    return module.train()
+def activation(module, config=FUSED):
+    return packed(module, PackedActivation, config)
+
+
+def gated(name, dtype=torch.float32, config=FUSED):
+    model = made(name, dtype)
+    packed(model.mlp, PackedGatedMLP, config)
+    return model.train()
 
 
 def norm(name, fused=True, dtype=torch.float32):
     module = NORMS[name]()
     for seed, parameter in enumerate(module.parameters()):
         parameter.data = 1 + 0.3 * randn(*parameter.shape, seed=seed)
-    return packed_norm(module.to(dtype), Bits(4, fused))
+    return packed(module.to(dtype), PackedNorm, FUSED.replace(norm_bits=4, fused=fused))
 
 
 def rows(name, dtype=torch.float32):
@@ -88,7 +90,7 @@ def test_activations_differ_in_last_bits_and_have_the_same_gradient(name, dtype,
     exact = ACTIVATIONS[name]()
     found = []
     for fused in (False, True):
-        module = packed(copy.deepcopy(exact), FUSED.replace(fused=fused))
+        module = activation(copy.deepcopy(exact), FUSED.replace(fused=fused))
         torch.manual_seed(4)
         found.append(gradient_of(module, x, y))
         assert len(calls) == fused
@@ -135,7 +137,7 @@ def test_half_inputs_of_norms_with_float32_weights_have_the_modules_dtype(calls)
 def test_gated_products_differ_in_last_bits(name, dtype, calls):
     x, found = randn(3, 7, 16, dtype=dtype), []
     for fused in (False, True):
-        model = packed_gated(made(name, dtype), FUSED.replace(fused=fused), context=False).train()
+        model = gated(name, dtype, FUSED.replace(fused=fused))
         torch.manual_seed(4)
         output = model(x.clone().requires_grad_())
         output.backward(torch.ones_like(output))
@@ -147,17 +149,17 @@ def test_gated_products_differ_in_last_bits(name, dtype, calls):
 
 
 def test_eval_mode_and_no_grad_run_the_modules_own_function(calls):
-    for module, x in ((packed(nn.GELU()), randn(5, 70)), (norm("layer"), rows("layer"))):
+    for module, x in ((activation(nn.GELU()), randn(5, 70)), (norm("layer"), rows("layer"))):
         expected = module.eval()(x)
         with torch.no_grad():
             assert torch.equal(module.train()(x.clone().requires_grad_()), expected)
-    assert torch.equal(packed(nn.GELU())(x), nn.GELU()(x))  # nothing needs a gradient
+    assert torch.equal(activation(nn.GELU())(x), nn.GELU()(x))  # nothing needs a gradient
     assert not calls
 
 
 def test_modules_in_place_stay_in_place(calls):
     x = randn(5, 70).requires_grad_() * 1
-    output = packed(nn.SiLU(inplace=True))(x)
+    output = activation(nn.SiLU(inplace=True))(x)
     assert output.data_ptr() == x.data_ptr()
     assert not calls
 
@@ -165,28 +167,29 @@ def test_modules_in_place_stay_in_place(calls):
 def test_autocast_leaves_composed_modules_and_norms_alone(calls):
     x = randn(5, WIDTH, dtype=torch.bfloat16).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for module in (packed(copy.deepcopy(ACT2FN["gelu_new"])), norm("llama")):
+        for module in (activation(copy.deepcopy(ACT2FN["gelu_new"])), norm("llama")):
             assert torch.equal(module(x), module.eval()(x))
         assert not calls
         for module in (nn.GELU(), copy.deepcopy(ACT2FN["gelu"]), copy.deepcopy(ACT2FN["silu"])):
-            assert packed(module)(x).dtype == torch.bfloat16
+            assert activation(module)(x).dtype == torch.bfloat16
     assert calls == ["activate_and_pack"] * 3
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu", "mish", "tanh"])
-def test_modules_that_call_one_function_are_not_composed(name):
-    assert not is_composed(ACT2FN[name])
-    assert not is_composed(packed(copy.deepcopy(ACT2FN[name])))
-
-
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_python", "gelu_fast", "quick_gelu", "relu2"])
-def test_modules_that_call_several_functions_are_composed(name):
-    assert is_composed(ACT2FN[name])
-    assert is_composed(packed(copy.deepcopy(ACT2FN[name])))
+@pytest.mark.parametrize(
+    ("names", "several"),
+    [
+        (["gelu", "gelu_pytorch_tanh", "silu", "mish", "tanh"], False),
+        (["gelu_new", "gelu_python", "gelu_fast", "quick_gelu", "relu2"], True),
+    ],
+)
+def test_modules_are_composed_if_they_call_several_functions(names, several):
+    for name in names:
+        assert is_composed(ACT2FN[name]) == several
+        assert is_composed(activation(copy.deepcopy(ACT2FN[name]))) == several
 
 
 def test_a_gated_activation_with_hooks_is_called(calls):
-    model, seen = packed_gated(made("llama"), FUSED, context=False).train(), []
+    model, seen = gated("llama"), []
     x = randn(3, 7, 16).requires_grad_()
     handle = model.mlp.act_fn.register_forward_hook(lambda *args: seen.append(1))
     model(x)
@@ -200,16 +203,16 @@ def test_a_gated_activation_with_hooks_is_called(calls):
 def test_without_kernels_outputs_stay_the_same_to_the_bit(calls, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", "auto")
     x = rows("layer").requires_grad_()
-    for module in (packed(nn.GELU()), norm("layer")):
+    for module in (activation(nn.GELU()), norm("layer")):
         assert torch.equal(module(x), module.eval()(x))
-    model = packed_gated(made("llama"), FUSED, context=False).train()
+    model = gated("llama")
     tokens = randn(3, 7, 16).requires_grad_()
     assert torch.equal(model(tokens), made("llama").train()(tokens))
     assert not calls
 
 
 def test_odd_inputs(calls):
-    module = packed(nn.GELU())
+    module = activation(nn.GELU())
     for shape in ((0, 70), (3, 0), (70,), (2, 0, 5)):
         x = torch.ones(shape, requires_grad=True)
         output = module(x)

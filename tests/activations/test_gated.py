@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gated_helpers import HIDDEN, MAKERS, WIDTH, Experts, made, packed, randn
-from helpers import bytes_kept
+from gated_helpers import HIDDEN, MAKERS, WIDTH, Experts, made, randn
+from helpers import bytes_kept, packed
 from torch import nn
 from torch.nn import functional as F
 from transformers import T5Config
@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.models.t5.modeling_t5 import T5DenseActDense
 
 from rmm_linear import RMMConfig, RMMLinear
-from rmm_linear.activations.gated import activation_bits
+from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 
 GATE, UP = (
@@ -37,7 +37,7 @@ def test_the_parts_are_found_and_nothing_is_left_behind(name, dtype):
     assert gated_parts(mlp) == EXPECTED[name]
     assert [(m.training, len(m._forward_hooks)) for m in mlp.modules()] == before
     assert torch.equal(torch.get_rng_state(), state)
-    assert gated_parts(packed(made(name, dtype)).mlp) == EXPECTED[name]
+    assert gated_parts(packed(made(name, dtype).mlp, PackedGatedMLP)) == EXPECTED[name]
 
 
 def test_sketched_and_wrapped_linears_are_linears_too():
@@ -141,7 +141,7 @@ def test_another_module_is_refused():
     model = made("experts")
     model.mlp.act = nn.Mish()
     with pytest.raises(ValueError, match="is no gated MLP"):
-        packed(model)
+        packed(model.mlp, PackedGatedMLP)
 
 
 @pytest.mark.parametrize(("given", "taken"), [(2, 2), (4, 4), (8, 8), (1, 2), ("auto", 4)])
@@ -162,7 +162,7 @@ def test_a_hook_that_changes_the_activation_or_another_argument_leaves_the_modul
         if what == "argument":
             model.mlp.__class__ = Scaled
         if is_packed:
-            packed(model)
+            packed(model.mlp, PackedGatedMLP)
         if what == "forward":
             model.mlp.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
         elif what == "backward":
@@ -178,7 +178,7 @@ def test_a_hook_that_looks_on_leaves_the_module_packed():
     for is_packed in (True, False):
         model = made("llama").train()
         if is_packed:
-            packed(model)
+            packed(model.mlp, PackedGatedMLP)
         model.mlp.act_fn.register_forward_hook(lambda module, args, output: seen.append(output))
         kept.append(bytes_kept(model, randn(2, 9, WIDTH).requires_grad_()))
     assert seen

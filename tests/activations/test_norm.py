@@ -5,16 +5,27 @@ import pickle
 import pytest
 import torch
 from compile_helpers import Graphs
-from norm_helpers import WIDTH, batch, fresh, gradients, packed
+from helpers import packed
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
+from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.memory import track_saved
 
+WIDTH = 96
+
+
+def norm(eps=1e-5, **named):
+    return packed(nn.LayerNorm(WIDTH, eps=eps), PackedNorm, **named)
+
+
+def batch():
+    return torch.randn(3, 10, WIDTH).requires_grad_()
+
 
 def test_the_input_may_be_given_by_its_name():
-    module, x = packed(fresh()), batch()
+    module, x = norm(), batch()
     assert torch.equal(module(input=x), module(x))
     with pytest.raises(TypeError):
         module(x, x)
@@ -24,11 +35,12 @@ def test_the_input_may_be_given_by_its_name():
 
 def test_modules_that_were_pickled_before_there_was_fused_train():
     """They have neither the casts nor the field of the configuration."""
-    module, x = packed(fresh(), RMMConfig(checkpointed="packed")), batch()
+    module, x = norm(), batch()
     vars(module).pop("rmm_casts")
     vars(module.rmm_config).pop("fused")
-    gradient = gradients(pickle.loads(pickle.dumps(module)), x, torch.ones_like(x))[1]
-    assert all(one.any() for one in gradient)
+    module = pickle.loads(pickle.dumps(module))
+    module(x).square().sum().backward()
+    assert all(one.grad.any() for one in (x, *module.parameters()))
 
 
 def test_a_trained_scale_above_an_input_without_gradient_is_packed():
@@ -85,9 +97,7 @@ class Sum(nn.Module):
 def test_norms_that_read_the_same_input_share_one_copy():
     """As in parallel attention blocks; another input, or another eps, has a copy of its own."""
     context = ModelContext([str(number) for number in range(4)])
-    norms = [packed(norm) for norm in (fresh(), fresh(), nn.LayerNorm(WIDTH, eps=1e-3), fresh())]
-    for number, norm in enumerate(norms):
-        norm._set_up(None, context, number)
+    norms = [norm(eps, context=context, index=number) for number, eps in enumerate((1e-5, 1e-5, 1e-3, 1e-5))]
     block = Sum(*norms[:3], other=norms[3])
     context.attach(block)
     places = []
@@ -106,7 +116,7 @@ def test_norms_that_read_the_same_input_share_one_copy():
 
 
 def test_compilers_merge_the_copies_of_norms_that_read_the_same_input():
-    first, second, x = packed(fresh()), packed(fresh()), batch()
+    first, second, x = norm(), norm(), batch()
     graphs = Graphs()
     compiled = graphs.compile(Sum(first, second))
     compiled(x).sum().backward()

@@ -1,9 +1,11 @@
 """Which modules are norms, and how they round: found by what they compute."""
 
+import copy
+
 import pytest
 import torch
 import transformers.models as hf
-from norm_helpers import packed
+from helpers import packed
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -12,6 +14,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 
 assert hf  # the families above are tested, whatever they are called
@@ -120,7 +123,7 @@ def test_norms_are_found_with_any_weights(name, dtype):
     assert torch.equal(torch.get_rng_state(), numbers)
     assert module.training
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
-    standin = packed(module)
+    standin = packed(module, PackedNorm)
     assert standin.rmm_norm == expected
     assert norm_of(standin) == expected  # again, of the packed class
 
@@ -145,7 +148,7 @@ def test_a_tiny_input_uses_the_eps_of_the_module():
     """Where eps is all of the variance, rstd is 1 / √eps: in bfloat16 that of float32, as in nn.RMSNorm."""
     for dtype in (torch.float32, torch.bfloat16):
         module = nn.RMSNorm(WIDTH).to(dtype)
-        standin = packed(module)
+        standin = packed(copy.deepcopy(module), PackedNorm)
         x = (1e-6 * torch.randn(4, WIDTH)).to(dtype).requires_grad_()
         y = torch.randn(4, WIDTH).to(dtype)
         expected, found = (torch.autograd.grad(one(x), x, y)[0].double() for one in (module, standin))

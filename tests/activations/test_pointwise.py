@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from pointwise_helpers import gradient_of, is_within_half_a_step, packed, randn
+from helpers import packed
+from pointwise_helpers import gradient_of, is_within_half_a_step, randn
 from torch import nn
 
 from rmm_linear.activations import pointwise
-from rmm_linear.activations.pointwise import pointwise_function
+from rmm_linear.activations.pointwise import PackedActivation, pointwise_function
 from rmm_linear.packing.pointwise import Pointwise
 
 activations = pytest.importorskip("transformers.activations")
@@ -111,13 +112,13 @@ def test_found_while_nothing_is_recorded_and_without_running_hooks():
 
 def test_unknown_modules_are_refused():
     with pytest.raises(TypeError, match="no pointwise function"):
-        packed(nn.Softplus())
+        packed(nn.Softplus(), PackedActivation)
 
 
 def test_modules_in_place_overwrite_a_part_of_a_tensor():
     """Whose gradient passes through both. A leaf is refused, as by PyTorch's own."""
     gradients = []
-    for module in (nn.LeakyReLU(0.2, inplace=True), packed(nn.LeakyReLU(0.2, inplace=True))):
+    for module in (nn.LeakyReLU(0.2, inplace=True), packed(nn.LeakyReLU(0.2, inplace=True), PackedActivation)):
         whole = randn(6, 70).requires_grad_()
         inner = whole * 1
         version, output = inner._version, module(inner[1:4])
@@ -131,7 +132,10 @@ def test_modules_in_place_overwrite_a_part_of_a_tensor():
 
 @pytest.mark.parametrize("shape", [(), (70,), (3, 0), (2, 3, 5, 7)])
 def test_any_number_of_dimensions(shape):
-    for module, exact in ((packed(nn.GELU()), nn.GELU()), (packed(nn.ReLU()), nn.ReLU())):
+    for module, exact in (
+        (packed(nn.GELU(), PackedActivation), nn.GELU()),
+        (packed(nn.ReLU(), PackedActivation), nn.ReLU()),
+    ):
         x = randn(*shape)
         output, gradient = gradient_of(module, x, torch.ones_like(x))
         assert torch.equal(output, exact(x))
@@ -142,7 +146,7 @@ def test_any_number_of_dimensions(shape):
 def test_nan_and_infinity_in_reach_the_output_and_leave_other_gradients_alone():
     x = randn(4, 70)
     x[1, 3], x[2, 4], x[3, 5] = torch.nan, torch.inf, -torch.inf
-    module = packed(nn.SiLU())
+    module = packed(nn.SiLU(), PackedActivation)
     output, gradient = gradient_of(module, x, torch.ones_like(x))
     assert torch.equal(output.nan_to_num(77.0), nn.SiLU()(x).nan_to_num(77.0))
     assert gradient.isfinite().all()

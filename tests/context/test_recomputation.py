@@ -55,64 +55,54 @@ def assert_same(found, exact):
             assert error < 1e-3, (letter, name, error)
 
 
+def both(run, architecture="llama", reentrant=True, layers=2):
+    """Check that the converted model has the gradients of the exact one."""
+    results = []
+    for converted in (False, True):
+        model = tiny_model(architecture, dropout=0.0, layers=layers).train()
+        if converted:
+            convert(model, exclude_modules=["lm_head", "classifier.dense", "classifier.out_proj"], **ROUGH)
+        enable_checkpointing(model, reentrant)
+        found = run(model)
+        results.append(found or {"it": {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() == 2}})
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.diagonal
 @pytest.mark.parametrize("order", ["abBA", "aAbcBdC", "aAbcCdB", "aAabcdACDB"])
 @checkpoints
 @pytest.mark.parametrize("architecture", ["llama", "roberta"])
 def test_every_backward_pass_has_the_mask_of_its_own_forward_pass(architecture, reentrant, order):
-    results = []
-    for converted in (False, True):
-        model = tiny_model(architecture, dropout=0.0).train()
-        if converted:
-            convert(model, exclude_modules=["lm_head", "classifier.dense", "classifier.out_proj"], **ROUGH)
-        enable_checkpointing(model, reentrant)
-        results.append(play(model, order))
-    assert_same(results[1], results[0])
+    both(lambda model: play(model, order), architecture, reentrant)
 
 
 @checkpoints
 def test_one_backward_pass_of_two_forward_passes(reentrant):
-    results = []
-    for converted in (False, True):
-        model = tiny_model("llama", dropout=0.0).train()
-        if converted:
-            convert(model, exclude_modules=["lm_head"], **ROUGH)
-        enable_checkpointing(model, reentrant)
-        (loss_of(model, 1) + loss_of(model, 2)).backward()
-        results.append({"both": {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() == 2}})
-    assert_same(results[1], results[0])
+    both(lambda model: (loss_of(model, 1) + loss_of(model, 2)).backward(), reentrant=reentrant)
 
 
 @checkpoints
 def test_many_forward_passes_without_gradients_come_between(reentrant):
     """As sampling from the model does, in train mode, more often than passes are remembered."""
-    results = []
-    for converted in (False, True):
-        model = tiny_model("llama", dropout=0.0, layers=1).train()
-        if converted:
-            convert(model, exclude_modules=["lm_head"], **ROUGH)
-        enable_checkpointing(model, reentrant)
+
+    def run(model):
         loss = loss_of(model, 0)
         with torch.no_grad():
-            for number in range(70 if converted else 0):
+            for number in range(70):
                 loss_of(model, number)
         loss.backward()
-        results.append({"it": {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() == 2}})
-    assert_same(results[1], results[0])
+
+    both(run, reentrant=reentrant, layers=1)
 
 
 @checkpoints
 def test_two_whole_models_in_one_checkpoint(reentrant):
-    results = []
-    for converted in (False, True):
-        model = tiny_model("llama", dropout=0.0).train()
-        if converted:
-            convert(model, exclude_modules=["lm_head"], **ROUGH)
+    def run(model):
         scale = torch.ones((), requires_grad=True)
-        checkpoint(
-            lambda scale, model=model: scale * (loss_of(model, 1) + loss_of(model, 2)), scale, use_reentrant=reentrant
-        ).backward()
-        results.append({"both": {n: p.grad.clone() for n, p in model.named_parameters() if p.dim() == 2}})
-    assert_same(results[1], results[0])
+        losses = lambda scale: scale * (loss_of(model, 1) + loss_of(model, 2))  # noqa: E731
+        checkpoint(losses, scale, use_reentrant=reentrant).backward()
+
+    both(run, reentrant=reentrant)
 
 
 class Tagger(nn.Module):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import architectures
 from helpers import batch_of, loss_of, tiny_model
+from module_cases import MEMBERS
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -17,28 +17,7 @@ from rmm_linear import RMMConfig, convert
 from rmm_linear.activations import base
 from rmm_linear.layers import linear
 
-STEPS, TOKENS, WIDTH = 4, 60, 70
-
-
-class Attention(nn.Module):
-    def __init__(self, p=0.0):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x):
-        q = x.view(x.shape[0], -1, 5, x.shape[-1] // 5).transpose(1, 2)
-        p = self.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=p).transpose(1, 2).reshape(x.shape)
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+STEPS, TOKENS, WIDTH = 4, 60, 72
 
 
 class Siblings(nn.Module):
@@ -50,18 +29,12 @@ class Siblings(nn.Module):
         return torch.cat((self.a(x), self.b(x), self.a(2 * x)), -1)
 
 
+OF_TABLE = ["linear countsketch", "Conv1D", "activation gelu", "activation relu", "norm layer", "norm rms", "dropout"]
+OF_TABLE += ["gated llama", "attention", "attention dropout", "attention t5"]
 MODULES = {
-    "linear": lambda: nn.Linear(WIDTH, 9),
+    **{name: lambda name=name: MEMBERS[name].make(WIDTH) for name in OF_TABLE},
     "siblings": Siblings,
-    "gelu": nn.GELU,
-    "relu": nn.ReLU,
     "in place": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.ReLU(inplace=True)),
-    "layer norm": lambda: nn.LayerNorm(WIDTH),
-    "rms norm": lambda: nn.RMSNorm(WIDTH),
-    "dropout": lambda: nn.Dropout(0.3),
-    "gated": Gated,
-    "attention": Attention,
-    "attention with dropout": lambda: Attention(0.3),
 }
 
 

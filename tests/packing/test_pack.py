@@ -163,24 +163,14 @@ def test_a_constant_group_is_unbiased(bits):
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_nan_stays_in_its_group(bits):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_group_nan(value, bits):
+    """A gradient scaler sees it, and skips the step."""
     z = torch.randn(3, 130)
-    z[1, 70] = math.nan
+    z[1, 70] = value
     result = restored(z, bits)
     assert result[1, 64:128].isnan().all()
     result[1, 64:128] = 0
-    assert not result.isnan().any()
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinity_makes_its_group_nan(value, bits):
-    """A gradient scaler sees it, and skips the step."""
-    z = torch.randn(3, 130)
-    z[2, 70] = value
-    result = restored(z, bits)
-    assert result[2, 64:128].isnan().all()
-    result[2, 64:128] = 0
     assert result.isfinite().all()
 
 
@@ -188,20 +178,6 @@ def test_an_infinity_makes_its_group_nan(value, bits):
 def test_other_widths_are_refused(bits):
     with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
         pack(torch.randn(2, 2), bits, seed(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_dtype_comes_back(dtype):
-    z = torch.randn(4, 70).to(dtype)
-    result = restored(z, 8)
-    assert result.dtype == dtype
-    assert (result - z).abs().max() < 0.05
-
-
-def test_the_seed_decides_the_rounding():
-    z = torch.randn(4, 70)
-    assert torch.equal(restored(z, 4, 3), restored(z, 4, 3))
-    assert not torch.equal(restored(z, 4, 3), restored(z, 4, 4))
 
 
 @settings(max_examples=60, deadline=None)
