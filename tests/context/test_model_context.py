@@ -1,10 +1,5 @@
 """Seeds of a converted model: fresh everywhere, reproducible, and different on every rank."""
 
-import json
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from cases import ROUGH
@@ -146,46 +141,3 @@ def test_reseeding_reproduces_a_submodule_that_is_called_by_itself():
         runs.append(seeds_of(lambda: [model.block(six_features()) for _ in range(2)]))
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 4
-
-
-# Ranks
-
-RANK = """
-    import json, sys, torch
-    import torch.distributed as dist
-    from torch import nn
-    from rmm_linear import RMMConfig, RMMLinear, convert
-
-    rank, path = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    alone = RMMLinear(4, 4, config=RMMConfig(ratio=0.25, min_rows=1))
-    convert(model, ratio=0.25, min_rows=1)
-    seeds = []
-
-    def pack(tensor):
-        if tensor.dtype == torch.int64 and tensor.shape == (1,):
-            seeds.append(tensor.item())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        kept = [alone(torch.ones(40, 4)), model(torch.ones(40, 4))]
-    print(json.dumps({"seeds": seeds, "weight": model[0].weight.sum().item()}))
-    dist.destroy_process_group()
-"""
-
-
-def test_ranks_that_are_seeded_alike_draw_different_sketches(tmp_path):
-    """Two real processes; averaging one S over the ranks would not lower its noise."""
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
-    assert first["weight"] == second["weight"]  # they were seeded alike
-    assert len(first["seeds"]) == len(second["seeds"]) == 3
-    assert len({*first["seeds"], *second["seeds"]}) == 6

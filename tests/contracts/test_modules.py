@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import needs_triton
 from compile_helpers import Graphs
 from module_cases import MEMBERS, TOKENS, WIDTH, converted_model, exact_model
 from statistical import Z
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from rmm_linear import activations, layers, revert
 from rmm_linear.activations.base import _PAIRS
 from rmm_linear.activations.pointwise import pointwise_function
+from rmm_linear.backends import triton
 from rmm_linear.config import OPERATIONS
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.packing.pointwise import FUNCTIONS
@@ -461,6 +463,53 @@ def test_what_has_no_backward_pass_of_autograd_is_refused(name):
     ):
         with pytest.raises(RuntimeError, match=r"Converted modules work with autograd's .* rmm_linear.revert"):
             run()
+
+
+FUSED = [
+    name
+    for name, member in MEMBERS.items()
+    if member.operation in ("activation", "norm") and "bits" not in name and "in place" not in name
+]
+
+
+@pytest.fixture
+def kernels_that_make_outputs(monkeypatch):
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    made, kernels = [], triton.kernels()
+    for name in ("activate_and_pack", "square_and_pack", "gate_and_pack", "normalize_and_pack"):
+        run = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, run=run, name=name: (made.append(name), run(*args))[1])
+    return made
+
+
+def ulps(found, expected, count):
+    """Whether outputs differ by at most so many last bits, of numbers below 1 those of 1."""
+    size = torch.finfo(found.dtype).eps * expected.double().abs().clamp(min=1)
+    return found.dtype == expected.dtype and bool(((found.double() - expected.double()).abs() <= count * size).all())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "dtype"), zip(FUSED, [torch.float32, torch.bfloat16, torch.float16] * len(FUSED), strict=False)
+)
+def test_fused_outputs_differ_in_last_bits_and_gradients_do_not(name, dtype, kernels_that_make_outputs):
+    """With padding too; but for the layer that reads it. Without gradients, the module makes its own output."""
+    x, found = inputs(dtype, tokens=4), []
+    mask = torch.ones(SEQUENCES, 4, dtype=torch.int64)
+    mask[1, 2:] = 0
+    for fused in (False, True):
+        model = converted_model(name, dtype=dtype, fused=fused)
+        found.append([step(model, x), step(model, x, mask=mask)])
+    assert len(kernels_that_make_outputs) == 2
+    room = 16 if "norm" in name and dtype == torch.float32 else 8  # sums of 96 numbers
+    for one, other in zip(*found, strict=True):
+        assert ulps(other.output, one.output, room)
+        for key, gradient in one.gradients.items():
+            near = 4 * torch.finfo(dtype).eps * (key in MEMBERS[name].exact)
+            assert (other.gradients[key] - gradient).norm() <= near * gradient.norm(), key
+    with torch.no_grad():
+        assert torch.equal(model(x), model.eval()(x))
+    assert len(kernels_that_make_outputs) == 2
 
 
 def compiled_members():
