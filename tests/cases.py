@@ -24,6 +24,12 @@ CONFIG = RMMConfig(**ROUGH)
 
 KIND_AND_BLOCK = [(kind, None) for kind in KINDS] + [(kind, 9) for kind in KINDS if has_blocks(kind)]
 
+
+def light_and_heavy(light, heavy):
+    """Numbers of draws."""
+    return pytest.mark.parametrize("draws", [light, pytest.param(heavy, marks=pytest.mark.montecarlo)])
+
+
 architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
 every_width = pytest.mark.parametrize("bits", [None, 8, 4, 2])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import light_and_heavy
 from pointwise_helpers import EXACT, ROUNDED, SEED, WIDTHS, is_within_half_a_step, randn
 from statistical import assert_moments
 
@@ -13,7 +14,10 @@ from rmm_linear.variance.standins.pointwise import element_variance, input_gradi
 ROWS, COLUMNS = 20, 70
 
 
-def check_moments(function, bits, is_masked, draws):
+@light_and_heavy(100, 4_000)
+@pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize(("function", "bits"), WIDTHS, ids=str)
+def test_unbiased_with_the_stated_variance(function, bits, is_masked, draws):
     x, y = randn(ROWS, COLUMNS, scale=2), randn(ROWS, COLUMNS, seed=2)
     index = torch.arange(0, ROWS, 3) if is_masked else None
     rows = ROWS if index is None else len(index)
@@ -40,19 +44,6 @@ def check_moments(function, bits, is_masked, draws):
         assert_moments(errors, exact, stated, widest=0.1 / draws**0.5)
     else:
         assert_moments(errors, exact, 0.0, widest=0.2 / draws**0.5, roundings=torch.stack(roundings))
-
-
-@pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize(("function", "bits"), WIDTHS, ids=str)
-def test_unbiased_with_the_stated_variance(function, bits, is_masked):
-    check_moments(function, bits, is_masked, 100)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
-@pytest.mark.parametrize(("function", "bits"), WIDTHS, ids=str)
-def test_unbiased_with_the_stated_variance_heavy(function, bits, is_masked):
-    check_moments(function, bits, is_masked, 4_000)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])

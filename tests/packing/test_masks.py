@@ -35,22 +35,13 @@ def test_a_mask_is_what_is_not_zero(dtype):
     assert pack_mask(torch.tensor([[math.nan, -0.0, 1e-30]])).tolist() == [[5]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_applying_it_multiplies_what_was_kept(shape, dtype):
-    mask, y = dropped(*shape, dtype), torch.randn(shape).to(dtype)
-    found = apply_mask(y, pack_mask(mask), 2.0)
-    assert found.dtype == dtype
-    assert torch.equal(found, y * mask)
-
-
-def test_rows_that_are_left_out_are_zero():
-    mask, y, index = dropped(6, 13), torch.randn(6, 13), torch.tensor([4, 1])
-    bits = pack_mask(mask, index)
-    assert torch.equal(bits, pack_mask(mask)[index])
-    expected = torch.zeros(6, 13)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_applying_it_multiplies_what_was_kept_and_rows_that_are_left_out_are_zero(dtype):
+    mask, y, index = dropped(6, 13, dtype), torch.randn(6, 13).to(dtype), torch.tensor([4, 1])
+    assert torch.equal(apply_mask(y, pack_mask(mask), 2.0), y * mask)
+    expected = torch.zeros_like(y)
     expected[index] = (y * mask)[index]
-    assert torch.equal(apply_mask(y, bits, 2.0, index), expected)
+    assert torch.equal(apply_mask(y, pack_mask(mask, index), 2.0, index), expected)
 
 
 def test_what_is_not_finite_arrives_as_through_exact_dropout():

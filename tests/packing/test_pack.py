@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import light_and_heavy
 from helpers import product_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,30 +39,18 @@ def heavy(rows, columns):
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64) * lengths + 1
 
 
-def check_moments(bits, columns, count):
+@light_and_heavy(400, 20_000)
+@pytest.mark.parametrize(("bits", "columns"), [(8, 64), (4, 130), (2, 5), (2, 64)])
+def test_unbiased_with_the_stated_variance(bits, columns, draws):
     z = heavy(6, columns)
-    draws = torch.stack([restored(z, bits, value) for value in range(count)])
-    stated = torch.stack([stated_variance(z, bits, value) for value in range(count)])  # for every rotation its own
-    excess = (draws - z).square().sum(2) - stated
-    bias = count * (draws.mean(0) - z).square().sum() / stated.mean(0).sum()
+    found = torch.stack([restored(z, bits, value) for value in range(draws)])
+    stated = torch.stack([stated_variance(z, bits, value) for value in range(draws)])  # for every rotation its own
+    excess = (found - z).square().sum(2) - stated
+    bias = draws * (found.mean(0) - z).square().sum() / stated.mean(0).sum()
     spread = z_scores(excess)
     # An unbiased sum of independent errors has bias 1 ± √(2/elements); Z² bounds it as one χ²₁ would.
     assert bias < Z**2, bias
     assert spread.abs().max() < Z + 0.5, spread  # the largest of six
-
-
-@pytest.mark.diagonal
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("columns", [64, 130, 5])
-def test_unbiased_with_the_stated_variance(bits, columns):
-    check_moments(bits, columns, 400)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("columns", [64, 130, 5])
-def test_unbiased_with_the_stated_variance_heavy(bits, columns):
-    check_moments(bits, columns, 20_000)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -155,9 +144,9 @@ def test_turning_makes_one_large_column_harmless():
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_constant_group_is_unbiased(bits):
     z = torch.full((1, 64), 1.2345, dtype=torch.float64)  # no bfloat16 number
-    mean = torch.stack([restored(z, bits, value) for value in range(500)]).mean()
-    noise = torch.stack([stated_variance(z, bits, value) for value in range(500)]).mean()
-    assert abs(float(mean) - 1.2345) < Z * math.sqrt(float(noise) / 64 / (500 * 64)) + 2e-7
+    mean = torch.stack([restored(z, bits, value) for value in range(200)]).mean()
+    noise = torch.stack([stated_variance(z, bits, value) for value in range(200)]).mean()
+    assert abs(float(mean) - 1.2345) < Z * math.sqrt(float(noise) / 64 / (200 * 64)) + 2e-7
     assert torch.equal(restored(torch.full((2, 3), -0.5), bits), torch.full((2, 3), -0.5))
     assert torch.equal(restored(torch.zeros(2, 70), bits), torch.zeros(2, 70))
 
