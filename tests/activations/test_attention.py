@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from attention_helpers import relative, tensors
+from cases import checkpoints
 from compile_helpers import Graphs
 from torch import nn
 from torch.nn import functional as F
@@ -103,6 +104,21 @@ def check_mask(function):
     assert relative([dv], [output.detach().transpose(2, 3) @ y]) < NOISE_8
     assert min(float(dq.abs().max()), float(dk.abs().max())) > 0
     return [output.detach(), dq, dk, dv]
+
+
+@checkpoints
+def test_what_follows_it_in_a_checkpoint_has_its_random_numbers(reentrant):
+    """The first pass of a reentrant checkpoint saves nothing, but must draw what the second does."""
+    states = []
+
+    def dropped(q, k, v):
+        output = attention(q, k, v)
+        states.append(torch.get_rng_state())
+        return F.dropout(output, P)
+
+    checkpoint(dropped, *given(), use_reentrant=reentrant).sum().backward()
+    assert len(states) == 2
+    assert torch.equal(*states)
 
 
 def ours(op):
