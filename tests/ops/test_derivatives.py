@@ -55,8 +55,9 @@ def test_library_reads_odd_values_as_plain_pytorch_does(function, bits):
 
 @pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("gelu", 16), ("relu", 2), ("relu_squared", 1)])
 def test_other_widths_are_refused(name, bits):
-    with pytest.raises(ValueError, match=r"bits must be .* got"):
-        derivatives.pack_derivative(randn(2, 3), None, 7, name, (), bits)
+    for pack in (derivatives.pack_derivative, derivatives.activate_and_pack):
+        with pytest.raises(ValueError, match=r"bits must be .* got"):
+            pack(randn(2, 3), None, 7, name, (), bits)
 
 
 def test_nan_and_infinity_of_the_square_of_relu_stay_in_their_group():

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rmm_linear.backends import triton
 from rmm_linear.backends.select import backend_of
 from rmm_linear.ops import sketches as table
-from rmm_linear.ops.dispatch import Operation, Operator, operation
+from rmm_linear.ops.dispatch import Operation, Operator, operation, runs_fused
 from rmm_linear.spec import SaveSpec
 
 
@@ -175,3 +175,15 @@ def test_compilers_see_it(operator):
 def test_kernels_are_left_to_a_triton_that_compiles_them(version, is_enough, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version, __spec__=True))
     assert triton.is_installed.__wrapped__() == is_enough
+
+
+def test_where_kernels_run(monkeypatch):
+    x = torch.randn(2, 3)
+    assert not runs_fused(x, is_composed=False)
+    monkeypatch.setenv("RMM_BACKEND", "triton")
+    assert runs_fused(x, is_composed=True)
+    assert not runs_fused(x.double(), is_composed=False)
+    assert not runs_fused(torch._neg_view(x), is_composed=False)  # memory does not hold its values
+    with torch.autocast("cpu", torch.bfloat16):
+        assert runs_fused(x, is_composed=False)
+        assert not runs_fused(x, is_composed=True)

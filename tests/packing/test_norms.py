@@ -9,7 +9,7 @@ from cases import light_and_heavy
 from norm_helpers import EPS, ROWS, exact, rows_of
 from statistical import Z, assert_variance, z_scores
 
-from rmm_linear.ops.norms import NORM_GRADIENTS, PACK_NORM
+from rmm_linear.ops.norms import NORM_GRADIENTS, PACK_NORM, normalize_and_pack
 from rmm_linear.packing import WIDTHS, norms
 from rmm_linear.variance.simulation import Simulation
 from rmm_linear.variance.standins.norms import norm_input_variance, norm_weight_variance
@@ -121,3 +121,5 @@ def test_other_widths_are_refused():
     for pack in (PACK_NORM, norms.pack_norm):
         with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
             pack(torch.randn(2, 4), 3, seed(0), EPS)
+    with pytest.raises(ValueError, match=r"bits must be .* got 1"):
+        normalize_and_pack(torch.randn(2, 3), None, None, None, 5, 1, EPS, True, torch.float32, torch.float32)
