@@ -1,4 +1,7 @@
-"""Activation checkpointing: random numbers repeat in the recomputation, and a sketch is read with the seed it has."""
+"""Activation checkpointing: random numbers repeat in the recomputation, and a sketch is read with the seed it has.
+
+That a checkpoint changes nothing of one module is in contracts/test_modules.py.
+"""
 
 import functools
 import warnings
@@ -7,7 +10,6 @@ import pytest
 import torch
 from cases import CONFIG, ROUGH, checkpoints, preserve
 from helpers import checkpointed, gradients, seeds_of, selective, six_features
-from statistical import assert_unbiased
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,19 +46,6 @@ def test_generator_moves_alike_with_and_without_gradients_and_in_no_backward_pas
         state = torch.get_rng_state()
         loss.backward()
         assert torch.equal(torch.get_rng_state(), state)
-
-
-@checkpoints
-@preserve
-def test_dropout_after_and_inside_a_checkpoint_is_that_of_the_exact_model(reentrant, preserve):
-    outputs = []
-    for conversion in (None, ROUGH):
-        model = checkpointed(use_reentrant=reentrant, preserve_rng_state=preserve)
-        if conversion:
-            convert(model, **conversion)
-        torch.manual_seed(2)
-        outputs.append(model(six_features()))
-    assert torch.equal(*outputs)
 
 
 # Recomputations repeat the dropout masks. Each maker returns the module whose masks are looked at, and a step.
@@ -216,28 +205,6 @@ def test_an_interrupted_recomputation_is_forgotten(reentrant):
     first = seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)])
     torch.manual_seed(2)
     assert seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)]) == first
-
-
-def gradient(model):
-    """Of the first checkpointed weight."""
-    model.zero_grad()
-    model(six_features()).square().sum().backward()
-    return model.block[0].weight.grad
-
-
-@checkpoints
-@preserve
-@pytest.mark.parametrize("alone", [True, False], ids=["layer", "model"])
-def test_gradients_are_unbiased_under_checkpointing(alone, reentrant, preserve):
-    """Z of one S with Y of another is noise of mean 0, and 10 errors away."""
-    model = checkpointed(use_reentrant=reentrant, preserve_rng_state=preserve, dropout=0.0)
-    exact = gradient(model)
-    if alone:
-        model.block[0] = RMMLinear.from_linear(model.block[0], CONFIG)
-    else:
-        convert(model, **ROUGH)
-    torch.manual_seed(4)
-    assert_unbiased(lambda _: gradient(model), exact, draws=150, widest=0.1)
 
 
 # Selective checkpointing: whatever a policy saves and runs again, Z and its S are of one draw
