@@ -9,14 +9,14 @@ from rmm_linear.planning import bptt
 T, B, H = 40, 3, 8  # steps, batch and width
 
 
-def inputs(steps=T):
+def inputs(steps=T, **options):
     """Inputs that need a gradient, shape (steps, B, H)."""
     torch.manual_seed(3)
-    return torch.randn(steps, B, H, requires_grad=True)
+    return torch.randn(steps, B, H, requires_grad=True, **options)
 
 
 class Dropping(nn.Module):
-    """A cell with dropout, of a dictionary as state, with a step count and a tuple as output."""
+    """A cell with dropout, with a dictionary as state, and with a step count and a tuple as output."""
 
     def __init__(self):
         super().__init__()
@@ -28,19 +28,15 @@ class Dropping(nn.Module):
         count = state["count"] + 1
         return (h, {"logits": self.head(h), "count": count}), {"h": h, "c": c, "count": count}
 
-
-def zeros(*names):
-    """A dictionary of zero states, shape (B, H) each."""
-    return {name: torch.zeros(B, H) for name in names}
+    def start(self):
+        return {"h": torch.zeros(B, H), "c": torch.zeros(B, H), "count": torch.tensor(0)}
 
 
 def loop(cell, inputs, state):
     """Run a cell as a user would; return outputs, stacked, and the last state."""
-    steps = len(tree_leaves(inputs)[0])
-    leaves = tree_map(lambda leaf: leaf.unbind(0), inputs, is_leaf=lambda x: isinstance(x, torch.Tensor))
     outputs = []
-    for t in range(steps):
-        x = tree_map(lambda leaf, t=t: leaf[t], leaves, is_leaf=is_steps)
+    for t in range(len(tree_leaves(inputs)[0])):
+        x = tree_map(lambda leaf, t=t: leaf[t], inputs)
         if isinstance(cell, nn.RNNCellBase):
             state = cell(x, state)
             outputs.append(state[0] if isinstance(state, tuple) else state)
@@ -50,32 +46,34 @@ def loop(cell, inputs, state):
     return tree_map(lambda *found: torch.stack(found), *outputs), state
 
 
-def is_steps(node):
-    """Whether a node is what ``unbind`` makes of a tensor."""
-    return isinstance(node, tuple) and bool(node) and all(isinstance(leaf, torch.Tensor) for leaf in node)
-
-
-def outcome(run, cell, inputs, state, parameters, seed=0, weighting=1):
-    """Outputs, last state, all gradients, and the generator's state after one training step.
+def outcome(run, cell, inputs, state):
+    """Return outputs and last state, all gradients, and the generator's state after one training step.
 
     ``run`` is ``loop`` or ``bptt`` with its options. The loss weights every number of the outputs and the last state.
     """
-    torch.manual_seed(seed)
-    for leaf in (leaves := [*tree_leaves(inputs), *tree_leaves(state), *parameters]):
-        if isinstance(leaf, torch.Tensor):
-            leaf.grad = None
+    module = getattr(cell, "func", cell)  # of a partial call of a method
+    module = getattr(module, "__self__", module)
+    parameters = module.parameters() if isinstance(module, nn.Module) else []
+    leaves = [leaf for leaf in (*tree_leaves((inputs, state)), *parameters) if isinstance(leaf, torch.Tensor)]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(0)
     outputs, last = run(cell, inputs, state)
     generator = torch.get_rng_state()
-    found = [leaf for leaf in (*tree_leaves(outputs), *tree_leaves(last)) if isinstance(leaf, torch.Tensor)]
-    draw = torch.Generator().manual_seed(weighting)
-    loss = sum(
-        (leaf * torch.randn(leaf.shape, generator=draw).to(leaf.device)).sum()
-        for leaf in found
-        if leaf.is_floating_point()
-    )
-    loss.backward()
-    grads = [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return found, grads, generator
+    found = [leaf for leaf in tree_leaves((outputs, last)) if isinstance(leaf, torch.Tensor)]
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(leaf.shape, generator=draw).to(leaf.device) for leaf in found]
+    sum((x * weight).sum() for x, weight in zip(found, weights, strict=True) if x.is_floating_point()).backward()
+    return found, [leaf.grad for leaf in leaves], generator
+
+
+def same(expected, found, compare=torch.equal):
+    """Whether results, gradients and the generator's state are alike, and the same ones are there."""
+    for old, new in ((expected[0], found[0]), (expected[1], found[1])):
+        if [one is None for one in old] != [one is None for one in new]:
+            return False
+    pairs = zip((*expected[0], *expected[1]), (*found[0], *found[1]), strict=True)
+    return torch.equal(expected[2], found[2]) and all(compare(*pair) for pair in pairs if pair[0] is not None)
 
 
 def planned(**options):

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cola(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small CoLA in the official layout."""
     return write_cola(tmp_path_factory.mktemp("cola"))
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of one process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def no_graphs_left() -> Iterator[None]:
+    """Forget after a test what torch.compile has compiled, of which it compiles but a few."""
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -125,21 +125,28 @@ def batch_of(name):
 NETWORKS = {"mlp": mlp, "roberta": roberta, "llama": llama, "cnn": CNN, "unet": UNet}
 
 
-def network(name):
+def network(name, **sizes):
     """A network with fixed weights, in training mode, and a batch."""
     torch.manual_seed(0)
-    return NETWORKS[name]().train(), batch_of(name)
+    return NETWORKS[name](**sizes).train(), batch_of(name)
 
 
-def gradients(model, run):
-    """Gradients and buffers of a step from fixed random numbers, by name."""
+def gradients(model, run, *, restore=False):
+    """Gradients and buffers of a step from fixed random numbers, by name; the buffers may be put back."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()} if restore else {}
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
     run()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
+    for name, value in before.items():
+        model.get_buffer(name).copy_(value)
     return found
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def real_peak(model, example):

@@ -1,4 +1,4 @@
-"""What the tests of sweeps share: chains with all that may go wrong in them, and the plain loop beside a sweep."""
+"""Chains with all that may go wrong in them, the plain loop that a sweep replaces, and a store that is watched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 class Reaction(nn.Module):
-    """A Runge-Kutta step, so that a parameter is used four times in it, with noise, dropout and running statistics.
+    """A step that uses a parameter twice, with noise, dropout and running statistics.
 
     The state has floating point numbers, a clock, a counter, and a tensor that is handed on as it is.
     """
@@ -21,16 +21,10 @@ class Reaction(nn.Module):
         super().__init__()
         self.linear, self.dropout, self.norm = nn.Linear(width, width), nn.Dropout(0.2), nn.BatchNorm1d(width)
 
-    def slope(self, u: Tensor, force: Tensor) -> Tensor:
-        return torch.tanh(self.linear(u)) + force
-
     def forward(self, number: int, state: State) -> State:
         (u, clock), force = state["moving"], state["force"]
-        first = self.slope(u, force)
-        second = self.slope(u + 0.05 * first, force)
-        third = self.slope(u + 0.05 * second, force)
-        fourth = self.slope(u + 0.1 * third, force)
-        u = u + 0.1 * (first + 2 * second + 2 * third + fourth) / 6 + 0.01 * number * torch.randn_like(u)
+        middle = u + 0.05 * (torch.tanh(self.linear(u)) + force)
+        u = u + 0.1 * (torch.tanh(self.linear(middle)) + force) + 0.01 * number * torch.randn_like(u)
         moving = (self.norm(self.dropout(u)), clock + 0.1)
         return {"moving": moving, "force": force, "count": state["count"] + 1}
 
@@ -70,28 +64,36 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
 
 
 class Recording:
-    """A store that writes down what is done to it, and can be told to fail."""
+    """A store that writes down what is done to it, and can do something else at its third put, get or drop."""
 
-    def __init__(self) -> None:
-        self.kept: dict[str, list[Tensor]] = {}
+    def __init__(self, what: str = "", fault: Callable[[Any], Any] = lambda found: found) -> None:
+        self.held: dict[str, list[Tensor]] = {}
         self.done: list[tuple[str, int]] = []
         self.most = 0
+        self.what, self.fault = what, fault
+
+    def called(self, what: str, key: str, found: Any = None) -> Any:
+        self.done.append((what, number_of(key)))
+        return self.fault(found) if what == self.what and self.count(what) == 3 else found
+
+    def count(self, what: str) -> int:
+        return sum(name == what for name, _ in self.done)
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
-        self.done.append(("put", number_of(key)))
-        self.kept[key] = [tensor.clone() for tensor in tensors]
-        self.most = max(self.most, len(self.kept))
+        assert key not in self.held
+        self.held[key] = [tensor.clone() for tensor in tensors]
+        self.most = max(self.most, len(self.held))
+        self.called("put", key)
 
     def get(self, key: str) -> list[Tensor]:
-        self.done.append(("get", number_of(key)))
-        return [tensor.clone() for tensor in self.kept[key]]
+        return self.called("get", key, [tensor.clone() for tensor in self.held[key]])
 
     def drop(self, key: str) -> None:
-        self.done.append(("drop", number_of(key)))
-        del self.kept[key]
+        self.called("drop", key)
+        del self.held[key]
 
 
 def number_of(key: str) -> int:
-    """The step that a key is about; -1 for the trial that measures a store."""
+    """Return the step that a key is about; -1 for the trial that measures a store."""
     last = key.rpartition("-")[2]
     return int(last) if last.isdigit() else -1

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from helpers import token_ids
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.variance import sgd_variance, sketch_variance
+from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
 
 
 def padded_batch(batch=4, length=20):
@@ -33,6 +34,27 @@ def recorded(model, run):
     for handle in handles:
         handle.remove()
     return {name: [(x, out.grad.flatten(0, -2)) for x, out in found] for name, found in calls.items()}
+
+
+def watched(module):
+    """Weak references to the storages of all inputs that a module gets."""
+    alive = []
+    module.register_forward_pre_hook(lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage())))
+    return alive
+
+
+def rows_of(model, run, **options):
+    """Rows of a probe of one pass."""
+    with GradientProbe(model, every=1, **options) as probe:
+        run(model)
+    return probe.rows
+
+
+def probed(model, run, **options):
+    """Rows of a probe of one pass, and X and Y of every call of every layer."""
+    seen = {}
+    rows = rows_of(model, lambda model: seen.update(recorded(model, run)), **options)
+    return rows, seen
 
 
 def by_hand(x, y, *, config, samples, mask=None, bits=None):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.planning import BlockPlan, ChainPlan, PlannedBlock, bptt, checkpoint_chain, plan_graph, sweep
+from rmm_linear.planning import BlockPlan, ChainPlan, PlannedBlock, bptt, checkpoint_chain, order, plan_graph, sweep
 
 STEPS = 6
 
@@ -33,8 +33,9 @@ def planned(choice: str) -> Any:
 
 @functools.cache
 def graph_plan(part: type[Part], method: str) -> Any:
-    blocks = made(part, "graph")
-    return plan_graph(nn.Sequential(*blocks), torch.randn(ROWS, WIDTH, requires_grad=True) * 1, "least", method=method)
+    model, x = nn.Sequential(*made(part, "graph")), torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    plan = plan_graph(model, x, "least", method=method.split()[0])
+    return order(model, x, plan) if method.endswith("ordered") else plan
 
 
 def graphed(method: str) -> Any:
@@ -82,7 +83,7 @@ def swept(make: Callable[[nn.Module], Any] = Step, store: str | None = None, **o
 
 EXECUTORS = {
     **{f"plan_blocks {choice}": planned(choice) for choice in ("recompute", "selective", "nested", "offload")},
-    **{f"plan_graph {method}": graphed(method) for method in ("cuts", "chen", "kusumoto")},
+    **{f"plan_graph {method}": graphed(method) for method in ("cuts", "cuts ordered", "chen", "kusumoto")},
     "checkpoint_chain": chained,
     "bptt both": rolled(),
     "bptt slots=0": rolled(slots=0),

@@ -254,6 +254,62 @@ class Still(Dropping):
             part.requires_grad_(False)
 
 
+class Branching(Dropping):
+    """Independent branches, which draw random numbers."""
+
+    rate = 0.3
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) + F.dropout(torch.tanh(self.other(x)), self.rate, self.training)
+
+
+class Between(InPlace):
+    """Writes a buffer between two uses, each of which sees another value."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.k.mul_(3)
+        return x * self.read()
+
+
+class Queueing(Dropping):
+    """Writes into a part of a buffer between two uses of all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = super().forward(x) * (self.queue * 2)
+        self.queue[:4].copy_(x.detach().mean(0)[:4])
+        return x * (self.queue * 2)
+
+
+class Positional(Norming):
+    """Functions that get ``inplace`` by position, and other ways to write."""
+
+    def forward(self, x):
+        for function in (nn.Hardswish(True), nn.ELU(1.0, True)):
+            x = function(self.norm(self.linear(x)))
+        x = self.linear(x)
+        x += 1
+        torch.mul(x.detach(), 2, out=torch.empty_like(x))
+        return torch.tanh(x)
+
+
+class Read(Part):
+    """A tensor that many read, whose gradients add up in an order; and a branch whose result is dropped."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        torch.tanh(self.linear(x))
+        return torch.tanh(x * 0.5) * torch.tanh(x) + torch.tanh(x * 2) + self.linear(x)
+
+
 class Overwriting(Part):
     """Changes its argument in place."""
 

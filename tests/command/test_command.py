@@ -1,4 +1,4 @@
-"""The command rmm-linear: help at once, explain, version, and what is missing."""
+"""The command rmm-linear: help at once, version, explain, fit, and what is refused."""
 
 import importlib.machinery
 import importlib.metadata
@@ -19,6 +19,7 @@ from glue_finetune import __main__ as start
 from rmm_linear import RMMConfig, __version__
 from rmm_linear.backends.native import library
 from rmm_linear.command.main import main
+from rmm_linear.planning import load_plan
 
 
 def python(*words):
@@ -59,39 +60,37 @@ def test_the_module_and_the_command_are_the_same():
     assert entry.load() is main
 
 
-def test_version_says_what_a_bug_report_needs(capsys, monkeypatch):
+@pytest.fixture
+def no_library(monkeypatch):
+    """Look for the C library again, and find what the test says."""
+    library._load.cache_clear()
+    with monkeypatch.context() as hidden:
+        yield lambda spec: hidden.setattr(importlib.util, "find_spec", lambda name: spec)
+    library._load.cache_clear()
+
+
+def test_version_says_what_a_bug_report_needs(capsys):
     assert main(["version"]) == 0
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["torch"] == torch.__version__
     assert {"python", "system", "CPU backend", "GPU backend", "GPU", "RMM_BACKEND"} <= lines.keys()
     assert re.match(r"C library, for (AVX-512|AVX2|any processor)$|plain PyTorch\. ", lines["CPU backend"])
-    monkeypatch.setattr(library, "_load", lambda: None)
-    main(["version"])
-    assert "CPU backend   plain PyTorch. The C library was not built" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spec", [None, importlib.machinery.ModuleSpec("library", None, origin="/no/library.so")])
-def test_version_says_once_why_there_is_no_library(spec, capsys, caplog, monkeypatch):
-    library._load.cache_clear()
-    with monkeypatch.context() as hidden:
-        hidden.setattr(importlib.util, "find_spec", lambda name: spec)
-        try:
-            assert main(["version"]) == 0
-        finally:
-            library._load.cache_clear()
+def test_version_says_once_why_there_is_no_library(spec, no_library, capsys, caplog):
+    no_library(spec)
+    assert main(["version"]) == 0
     out = capsys.readouterr().out
+    assert "CPU backend   plain PyTorch. " in out
     assert out.count("The C library was not built" if spec is None else "/no/library.so cannot be loaded") == 1
     assert not caplog.messages
     assert library.logger.propagate
 
 
-def test_without_the_library_it_is_said_once(caplog, monkeypatch):
-    library._load.cache_clear()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    try:
-        assert [library.is_available() for _ in range(3)] == [False] * 3
-    finally:
-        library._load.cache_clear()
+def test_without_the_library_it_is_said_once(no_library, caplog):
+    no_library(None)
+    assert [library.is_available() for _ in range(3)] == [False] * 3
     assert caplog.messages == [library.MISSING]
 
 
@@ -114,30 +113,45 @@ def test_explain_takes_a_batch_a_configuration_and_operations(folders, tmp_path,
     assert re.search(r"linear [1-3]\d%, norm \d+%, other 100%", out)
 
 
+FIT = ["{}/roberta", "--size", "8", "--length", "16", "--memory"]
+EXPLAIN = ["{}/roberta", "--batch"]
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "words", "message"),
     [
-        (["/nowhere"], "MODEL must be a folder written by save_pretrained"),
-        (["{}/vit"], "takes pixel_values. Save a batch"),
-        (["{}/roberta", "--length", "50"], "is out of the model's range (index"),
-        (["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
-        (["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
-        (["{}/roberta", "--batch", "{}/none.pt"], "No such file or directory"),
-        (["{}/roberta", "--batch", "{}/none.pt"], "must be a .pt file written by torch.save, got none (No such file"),
-        (["{}/roberta", "--batch", "{}/text.pt"], "written by torch.save, got another (KeyError). Save one with"),
-        (["{}/roberta", "--batch", "{}/path.pt"], "more in it than dictionaries, lists and tensors. Save one"),
-        (["{}/roberta", "--batch", "{}/foo.pt"], "ForSequenceClassification takes input_ids, attention_mask, "),
-        (["{}/t5", "--length", "30"], "The model does not take this batch: "),
-        (["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
+        ("explain", ["/nowhere"], "MODEL must be a folder written by save_pretrained"),
+        ("explain", ["{}/vit"], "takes pixel_values. Save a batch"),
+        ("explain", ["{}/roberta", "--length", "50"], "is none of the model's (index"),
+        ("explain", ["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
+        ("explain", ["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
+        ("explain", [*EXPLAIN, "{}/none.pt"], "must be a .pt file written by torch.save, got none (No such file or"),
+        ("explain", [*EXPLAIN, "{}/text.pt"], "written by torch.save, got another (KeyError). Save one with"),
+        ("explain", [*EXPLAIN, "{}/path.pt"], "more in it than dictionaries, lists and tensors. Save one"),
+        ("explain", [*EXPLAIN, "{}/foo.pt"], "ForSequenceClassification takes input_ids, attention_mask, "),
+        ("explain", ["{}/t5", "--length", "30"], "The model does not take this batch: "),
+        ("explain", ["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
+        ("fit", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
+        ("fit", FIT[:-1], "Give --memory 8GB, or --time 1.2"),
+        ("fit", [*FIT, "10KB"], "memory=10000 cannot be met"),
+        ("fit", [*FIT, "-1"], "memory as a share must be in (0, 1], got -1.0"),
+        ("fit", [*FIT, "1GB", "--allow", "recomput"], "Did you mean 'recompute'"),
+        ("fit", [*FIT, "1GB", "--max-noise", "0"], "max_noise must be positive"),
+        ("fit", [*FIT, "1GB", "--length", "900"], "Give a smaller --length."),
+        ("fit", [*FIT, "1GB", "--size", "0"], "size must be"),
+        ("fit", [*FIT, "1GB", "--save", "/no/such/folder/plan.json"], "/no/such/folder"),
+        ("variance", ["model", "batch", "--plot", "/none/noise.png"], "--plot must be"),
+        ("glue", ["--demo"], "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'"),
     ],
 )
-def test_what_explain_refuses_is_one_line(words, message, folders, capsys):
-    assert main(["explain", *[word.format(folders) for word in words]]) == 2
+def test_what_is_refused_is_one_line_and_status_2(command, words, message, folders, capsys, monkeypatch):
+    monkeypatch.setattr(start, "_NEEDED", ("torch", "no_such_package", "nor_this"))
+    assert main([command, *[word.format(folders) for word in words]]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("rmm-linear explain: error: ")
+    assert out == "" or "--save" in words
     assert err.count("\n") == 1
     assert message in err
+    assert command == "glue" or err.startswith(f"rmm-linear {command}: error: ")
 
 
 def test_explain_makes_labels_of_several_classes_and_refuses_several_texts(tmp_path, capsys):
@@ -148,12 +162,6 @@ def test_explain_makes_labels_of_several_classes_and_refuses_several_texts(tmp_p
     RobertaForMultipleChoice(model.config).save_pretrained(tmp_path / "texts")
     assert main(["explain", str(tmp_path / "texts"), "--length", "30"]) == 2
     assert "takes several texts per example. Save a batch" in capsys.readouterr().err
-
-
-def test_glue_without_its_extra_names_what_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(start, "_NEEDED", ("torch", "no_such_package", "nor_this"))
-    assert main(["glue", "--demo"]) == 2
-    assert "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["explian", "glu", "varaince"])
@@ -175,15 +183,13 @@ def test_help_all_is_the_help_of_all_commands(capsys):
     assert "--help-all" in capsys.readouterr().out
 
 
-def test_variance_shows_its_defaults_and_says_how_it_was_called(capsys):
+def test_variance_shows_its_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["variance", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("usage: rmm-linear variance ")
     assert out.count("(default: ") == 11
     assert "(default: 0.05 0.1 0.2)" in out
-    assert main(["variance", "model", "batch", "--plot", "/none/noise.png"]) == 2
-    assert capsys.readouterr().err.startswith("rmm-linear variance: error: --plot must be")
 
 
 def test_all_flags_of_glue_are_in_its_long_help_and_ours_in_the_short_one(capsys):
@@ -198,3 +204,42 @@ def test_all_flags_of_glue_are_in_its_long_help_and_ours_in_the_short_one(capsys
     assert "--adam_beta1" in long
     assert all(flag in long for flag in ours)
     assert "(default: countsketch)" in short
+
+
+# fit
+
+BATCH = ["--size", "8", "--length", "16"]
+RECOMPUTED = ["--allow", "keep", "recompute"]
+
+
+def fitted(capsys, folders, *words):
+    capsys.readouterr()
+    assert main(["fit", str(folders / "roberta"), *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_report_is_printed_and_the_plan_saved(folders, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    out = fitted(capsys, folders, *BATCH, "--memory", "0.8", *RECOMPUTED, "--save", str(path))
+    assert out.startswith("rmm_linear fit: ")
+    assert "of it optimizer " in out
+    plan = load_plan(path)
+    assert any(block.choice != "keep" for block in plan.blocks)
+    trained = tiny_model("roberta")
+    plan.apply(trained)
+    trained(input_ids=token_ids(4, 20), labels=torch.zeros(4, dtype=torch.long)).loss.backward()
+
+
+def test_a_batch_of_a_file_and_an_optimizer_without_state(folders, tmp_path, capsys):
+    ids = token_ids(4, 20)
+    torch.save({"input_ids": ids, "labels": ids[:, 0] % 2}, tmp_path / "batch.pt")
+    words = ["--batch", str(tmp_path / "batch.pt"), "--memory", "1GB", "--optimizer", "sgd", "--max-noise", "2"]
+    out = fitted(capsys, folders, *words)
+    assert "The exact model fits" in out
+    assert "of it optimizer " not in out
+
+
+def test_time_bounds_alone(folders, capsys):
+    out = fitted(capsys, folders, *BATCH, "--time", "100", *RECOMPUTED)
+    assert any(f" {choice}=" in out for choice in ("recompute", "selective", "nested"))
+    assert "budget=" not in out

@@ -75,6 +75,11 @@ HAZARDS = {
     "batch norm": Hazard(parts.Norming),
     "shared batch norm": Hazard(parts.Renorming),
     "spectral norm": Hazard(parts.Spectral),
+    "random branches": Hazard(parts.Branching),
+    "buffer between two uses": Hazard(parts.Between),
+    "part of a buffer between two uses": Hazard(parts.Queueing),
+    "functions in place": Hazard(parts.Positional),
+    "a tensor that many read": Hazard(parts.Read),
     "autocast inside": Hazard(parts.Switching),
     "autocast": Hazard(parts.Dropping, under_autocast),
     "autocast without its cache": Hazard(parts.Dropping, functools.partial(under_autocast, cached=False)),
@@ -124,6 +129,10 @@ HAZARDS = {
     "mode changed later": Hazard(parts.Dropping, then(lambda trial: trial.blocks.eval())),
 }
 
+# What another order of operations could change.
+OF_ORDER = {"random branches", "buffer between two uses", "part of a buffer between two uses", "functions in place"}
+OF_ORDER |= {"a tensor that many read", "buffer by data", "shared batch norm", "autocast inside"}
+
 # What an executor must refuse; by its name, or by the first words of several names, as in all tables below.
 REFUSED = {
     ("plan_graph", "buffer changed later"): "modified by an inplace operation",  # a piece saves it
@@ -133,6 +142,7 @@ REFUSED = {
     # PyTorch's: the first run finds a weight's cast in autocast's cache, and the repetition does not.
     ("plan_blocks selective", "autocast, and a plain run in it"): "not found in storage",
     ("plan_graph", "LSTM"): "cannot be captured",
+    ("plan_blocks selective", "functions in place"): "has been mutated",  # PyTorch's, of results that it stores
     ("plan_blocks selective", "retained graph"): "only allowed to backward once",  # PyTorch's, of its selective policy
     ("bptt of a function", "hooks of parameters"): "must have no hooks.*Give an nn.Module",
     ("sweep", "retained graph"): "must go backwards once",
@@ -171,7 +181,9 @@ def cells():
             marks = [pytest.mark.skip(reason=absent)] if absent else []
             # Whichever method cuts a graph, its pieces run alike: what the user does is tried with one.
             is_like_another = executor in ("plan_graph chen", "plan_graph kusumoto")
-            marks += [pytest.mark.thorough] if is_like_another and HAZARDS[hazard].procedure is not once else []
+            is_left = is_like_another and HAZARDS[hazard].procedure is not once
+            is_left |= executor == "plan_graph cuts ordered" and hazard not in OF_ORDER
+            marks += [pytest.mark.thorough] if is_left else []
             yield pytest.param(executor, hazard, marks=marks, id=f"{executor}-{hazard}")
 
 

@@ -32,14 +32,6 @@ def test_a_run_whose_plan_keeps_everything_is_the_run_without_it(tmp_path, optio
     assert "training_step" not in vars(trainer)
 
 
-def test_the_least_memory_is_a_budget_too(tmp_path):
-    settings = {"memory": "least", "allow": ("keep", "recompute")}
-    trainer, callback, _ = fitting(tmp_path, settings, max_steps=1)
-    trainer.train()
-    assert callback.fit_report.memory is None
-    assert callback.fit_report.peak < callback.fit_report.exact_peak
-
-
 def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     """Recomputation draws the same dropout; evaluations in between and accumulated gradients change nothing."""
     options = {"max_steps": 2, "gradient_accumulation_steps": 2}
@@ -60,21 +52,15 @@ def test_recomputed_blocks_train_as_exact_ones(tmp_path, capsys):
     assert trainer.model.rmm_plan is callback.fit_report.plan
     choices = {block.choice for block in callback.fit_report.plan.blocks}
     assert {"keep"} < choices <= {"keep", "recompute", "selective", "nested"}
-    assert callback.fit_report.static.optimizer > callback.fit_report.static.gradients
+    static, alone = callback.fit_report.static, fitting(tmp_path, RECOMPUTED, max_steps=1)
+    assert static.optimizer > static.gradients
+    alone[0].train()
+    extra = callback.fit_report.exact_peak - alone[1].fit_report.exact_peak  # gradients that accumulate count
+    assert 0 < extra <= static.gradients
     assert same(weights(plain), weights(trainer))
     assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 2
     assert len(entries(trainer)) == 1
     assert not any(name.startswith("rmm/") for entry in recorder.logs for name in entry)  # there is no noise
-
-
-def test_gradients_that_accumulate_count(tmp_path):
-    found = []
-    for steps in (1, 2):
-        trainer, callback, _ = fitting(tmp_path, "1GB", max_steps=1, gradient_accumulation_steps=steps)
-        trainer.train()
-        found.append(callback.fit_report)
-    assert found[0].memory == found[1].memory == 10**9
-    assert found[0].peak < found[1].peak <= found[0].peak + found[0].static.gradients
 
 
 def test_converted_blocks_are_planned_by_noise_and_their_noise_is_logged(tmp_path):
@@ -90,33 +76,14 @@ def test_converted_blocks_are_planned_by_noise_and_their_noise_is_logged(tmp_pat
 
 
 def test_a_loss_that_is_not_the_models_own_is_a_function_as_example(tmp_path):
-    """Then noise is not measured, and memory is that of the Trainer's loss."""
-    trainer, callback, _ = fitting(
-        tmp_path,
-        {"memory": 0.7, "allow": ["keep", "pack", "recompute"]},
-        max_steps=1,
-        label_smoothing_factor=0.1,
-    )
-    trainer.train()
-    assert any("The variance ratio is not measured" in note for note in callback.fit_report.notes)
-    assert callback.fit_report.fits
-
-
-def test_adapters_are_planned(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(target_modules=["query", "value"])
-    trainer, callback, _ = fitting(
-        tmp_path, {"memory": 0.8}, wrap=lambda model: get_peft_model(model, lora), max_steps=2
-    )
-    before = weights(trainer)
+    """Then noise is not measured, and memory is that of the Trainer's loss. Here the least memory is the budget."""
+    settings = {"memory": "least", "allow": ["keep", "pack", "recompute"]}
+    trainer, callback, _ = fitting(tmp_path, settings, max_steps=1, label_smoothing_factor=0.1)
     trainer.train()
     report = callback.fit_report
-    assert report.fits
-    assert not report.is_exact
-    assert report.static.gradients < report.static.parameters / 4
-    moved = [not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True)]
-    assert moved == [p.requires_grad for p in trainer.model.parameters()]
+    assert any("Noise is not measured" in note for note in report.notes)
+    assert report.memory is None
+    assert report.peak < report.exact_peak
 
 
 def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, caplog):
@@ -180,28 +147,12 @@ def test_a_plan_of_the_user_stays(tmp_path, caplog):
     assert any("has a plan already" in message for message in caplog.messages)
 
 
-def test_a_model_that_is_converted_is_refused(tmp_path):
-    trainer, _, _ = make_trainer(tmp_path, max_steps=1)
-    trainer.add_callback(RMMCallback(trainer, fit="1GB"))
-    with pytest.raises(ValueError, match=r"Call rmm_linear\.revert\(model\) first"):
-        trainer.train()
-
-
-def test_what_divides_models_is_refused(tmp_path):
-    trainer, _, _ = make_trainer(tmp_path, config=None)
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="whole on every device"):
-        FitCallback("1GB").begin(trainer, trainer.model)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"fit": True}, TypeError, 'fit must be a budget such as "8GB"'),
-        ({"fit": [1]}, TypeError, 'fit must be a budget such as "8GB"'),
         ({"fit": {"max_nose": 1}}, ValueError, "Did you mean 'max_noise'"),
         ({"fit": {"max_noise": 1}}, ValueError, 'must have "memory" or "time"'),
-        ({"fit": "8 gigs"}, ValueError, "memory must be a size"),
         ({"fit": 1.5}, ValueError, r"memory as a share must be in \(0, 1\]"),
         ({"fit": "1GB", "convert": RMMConfig()}, ValueError, "got convert too"),
     ],
@@ -211,10 +162,16 @@ def test_bad_settings_are_refused_at_once(options, error, text):
         RMMCallback(**options)
 
 
-def test_fit_and_a_report_exclude_each_other(tmp_path):
-    _, report, _ = make_trainer(tmp_path)
+def test_what_does_not_go_with_a_fit_is_refused(tmp_path):
+    trainer, report, _ = make_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(RMMCallback(trainer, fit="1GB"))
+    with pytest.raises(ValueError, match=r"Call rmm_linear\.revert\(model\) first"):
+        trainer.train()
     with pytest.raises(ValueError, match="got report too"):
         RMMCallback(report=report, fit="1GB")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="whole on every device"):
+        FitCallback("1GB").begin(trainer, trainer.model)
 
 
 @pytest.fixture(scope="module")

@@ -199,6 +199,7 @@ def test_a_budget_below_the_parameters_has_no_batch():
 @pytest.mark.parametrize(
     ("example", "memory", "error", "text"),
     [
+        (rows(), "8GB", ValueError, "max_noise must be positive"),
         (rows(), 0.5, TypeError, "A share has no meaning here"),
         (rows(), None, TypeError, "memory must be bytes or a text"),
         (rows(), "least", TypeError, "memory must be bytes or a text"),
@@ -212,9 +213,4 @@ def test_a_budget_below_the_parameters_has_no_batch():
 )
 def test_max_batch_says_what_it_needs(example, memory, error, text):
     with pytest.raises(error, match=text):
-        rmm_linear.max_batch(stack(1).train(), example, memory)
-
-
-def test_max_batch_checks_what_fit_checks():
-    with pytest.raises(ValueError, match="max_noise must be positive"):
-        rmm_linear.max_batch(stack(1).train(), rows(), "1MB", max_noise=-1)
+        rmm_linear.max_batch(stack(1).train(), example, memory, max_noise=-1 if memory == "8GB" else 1.0)

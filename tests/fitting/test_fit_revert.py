@@ -46,6 +46,7 @@ def assert_is_twin(model, twin, example):
     assert differing(step(model, example), step(twin, example)) == []
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("choice", "setting"), CHOICES)
 @pytest.mark.parametrize("kind", ["stack", "roberta", "llama"])
 def test_a_reverted_model_is_its_twin(kind, choice, setting, tmp_path):
@@ -129,34 +130,31 @@ def test_layers_in_eval_mode_train_by_a_plan_that_converts_the_others():
 
 
 class Reckless(nn.Module):
-    """Changes its input, and draws numbers outside of PyTorch."""
+    """Changes its input, draws numbers outside of PyTorch, and replaces a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 16), Normed(), Normed(), nn.Linear(16, 2))
+        self.inner = stack(2)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         random.random()
-        x.add_(1)
+        self.calls = self.calls + 1
+        with torch.no_grad():
+            x.add_(1)
         return self.inner(x)
 
 
-def test_a_batch_that_the_model_changes_stays():
-    example = rows()
-    rmm_linear.fit(Reckless().train(), example, **MIXED)
+@pytest.mark.parametrize("memory", [0.8, 1.0])
+def test_the_batch_buffers_and_random_numbers_of_python_stay(memory):
+    model, example = Reckless().train(), rows().requires_grad_()
+    buffer, value, numbers = model.calls, model.calls.clone(), random.getstate()
+    rmm_linear.fit(model, example, **{**MIXED, "memory": memory})
     assert torch.equal(example, rows())
-
-
-def test_a_batch_that_needs_a_gradient_gets_none():
-    example = rows().requires_grad_()
-    rmm_linear.fit(stack(2).train(), example, **MIXED)
     assert example.grad is None
-
-
-def test_random_numbers_of_python_stay():
-    before = random.getstate()
-    rmm_linear.fit(Reckless().train(), rows(), 1.0)
-    assert random.getstate() == before
+    assert model.calls is buffer
+    assert torch.equal(buffer, value)
+    assert random.getstate() == numbers
 
 
 class Bomb(nn.Module):
@@ -188,10 +186,11 @@ def bombs():
     return model
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.7, 1.0])
 def test_a_fit_that_is_interrupted_leaves_the_model_as_it_was(error, share, monkeypatch):
-    """At any moment of it: while it measures, simulates, times, looks at noise, or checks."""
+    """At any moment of it: while it measures memory, simulates, times, measures noise, or checks."""
     calls = 90  # of some 100
     model = bombs()
     before = snapshot(model)
@@ -245,26 +244,3 @@ def test_a_second_plan_is_refused_and_revert_undoes_what_came_after_a_plan():
     assert not hasattr(model, "rmm_plan")
     assert not converted_modules(model)
     assert "forward" not in vars(model[1])
-
-
-def test_random_numbers_and_buffers_of_a_planned_model_stay():
-    model = Counting().train()
-    buffer, before = model.calls, (random.getstate(), model.calls.clone())
-    rmm_linear.fit(model, rows(), 0.8, max_noise=1e9)
-    assert model.calls is buffer
-    assert torch.equal(buffer, before[1])
-    assert random.getstate() == before[0]
-
-
-class Counting(nn.Module):
-    """Replaces a buffer and draws from Python's generator in every call."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = stack(2)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        random.random()
-        return self.layers(x)

@@ -8,12 +8,13 @@ import torch
 from fit_helpers import RECOMPUTED, elements, fitting
 from helpers import gradients, loss_of, tiny_model, token_ids
 from torch import nn
-from trainer_helpers import weights
+from trainer_helpers import make_trainer, weights
 
 import rmm_linear
 from rmm_linear import convert, sketch_state
 from rmm_linear.integrations.pretrained import convert_as_saved, save_conversion
-from rmm_linear.planning import load_plan
+from rmm_linear.integrations.transformers import RMMCallback, SketchStateCallback
+from rmm_linear.planning import BlockPlan, load_plan
 
 CONVERTED = {"allow": ["keep", "sketch", "pack"], "max_noise": 1000.0}
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -40,8 +41,6 @@ def converting():
 
 def fitted(fields):
     """A new model with a plan."""
-    from rmm_linear.planning.blocks.plan import BlockPlan
-
     model = tiny_model("roberta", dropout=0.0).train()
     BlockPlan.from_dict({key: value for key, value in json.loads(json.dumps(fields)).items() if key != "format"}).apply(
         model
@@ -168,10 +167,6 @@ def test_another_budget_plans_a_resumed_run_anew(tmp_path, caplog):
 
 def test_the_checkpoints_plan_replaces_another_one(tmp_path, caplog, recomputing):
     """Of a model that was fitted before the Trainer was made, with the callback that saves alone."""
-    from trainer_helpers import make_trainer
-
-    from rmm_linear.integrations.transformers import SketchStateCallback
-
     trainers = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         trainer, _, _ = make_trainer(tmp_path, config=None, **SAVING)
@@ -216,10 +211,6 @@ def test_a_saved_plan_offloads_where_the_caller_says(tmp_path, recomputing):
 
 
 def test_a_checkpoint_of_the_output_folder_offloads_as_before(tmp_path, recomputing):
-    from trainer_helpers import make_trainer
-
-    from rmm_linear.integrations.transformers import RMMCallback, SketchStateCallback
-
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
 
     def trained(callback, resume=None, model=None):

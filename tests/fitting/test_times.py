@@ -36,13 +36,13 @@ def timed(monkeypatch: pytest.MonkeyPatch, converted: list[float]) -> tuple[dict
     return found, len(converted) - len(list(rounds))
 
 
-def test_rounds_that_agree_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, count = timed(monkeypatch, [0.9, 0.91, 0.92, 9.0, 9.0, 9.0, 9.0])
+@pytest.mark.parametrize(
+    ("rounds", "count"),
+    [([0.9, 0.91, 0.92, 9.0, 9.0, 9.0, 9.0], 3), ([0.9, 1.8, 1.7, 0.9, 0.91, 0.92, 0.9, 5.0], 7)],
+)
+def test_rounds_that_disagree_are_followed_by_more(
+    rounds: list[float], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, needed = timed(monkeypatch, rounds)
     assert found == {"": 1.0, OPTION.option: pytest.approx(0.91)}
-    assert count == 3
-
-
-def test_rounds_that_disagree_are_followed_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, count = timed(monkeypatch, [0.9, 1.8, 1.7, 0.9, 0.91, 0.92, 0.9, 5.0])
-    assert found[OPTION.option] == pytest.approx(0.91)
-    assert count == 7
+    assert needed == count

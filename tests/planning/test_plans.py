@@ -8,12 +8,35 @@ import sys
 
 import pytest
 import torch
+from planning_graph_helpers import gradients
 from torch import nn
 
 import rmm_linear
+from rmm_linear import planning
 from rmm_linear.conversion.exact import converted_modules
-from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, order, plan_blocks, plan_graph
-from rmm_linear.planning.plans import apply
+from rmm_linear.planning import (
+    BlockPlan,
+    PlannedBlock,
+    apply,
+    load_plan,
+    measure,
+    order,
+    plan_blocks,
+    plan_graph,
+    simulate,
+)
+from rmm_linear.planning.graphs.capture import capture
+from rmm_linear.planning.step.step import run_step
+
+pytestmark = pytest.mark.usefixtures("no_graphs_left")
+
+NAMES = """Applied BPTTPlan Backend BlockCost BlockPlan CaptureError ChainPlan Costs GraphPlan NodeCost PlannedBlock
+PlannedPiece StepBytes StoreError SweepReport apply backend bptt chain_sizes checkpoint_chain load_plan measure
+minimum_peak open_store order plan_blocks plan_bptt plan_graph plot_memory simulate step_bytes sweep workspace"""
+
+
+def test_names_of_version_0_1_0_stay():
+    assert set(NAMES.split()) <= set(planning.__all__)
 
 
 def stack():
@@ -21,33 +44,38 @@ def stack():
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    yield
-    torch._dynamo.reset()
+PLANNERS = {"blocks": plan_blocks, "graph": plan_graph, "order": lambda *given, memory: order(*given)}
 
 
-@pytest.mark.parametrize("planned", [plan_blocks, plan_graph, lambda *args, memory: order(*args)])
-def test_the_model_is_no_part_of_a_plan(planned, tmp_path):
-    model = stack()
-    plan = planned(model, torch.ones(1000, 64), memory=0.8)
+@pytest.mark.parametrize("planned", PLANNERS.values(), ids=PLANNERS)
+def test_a_plan_is_data_and_the_model_is_no_part_of_it(planned, tmp_path):
+    model, x = stack(), torch.ones(1000, 64)
+    plan = planned(model, x, memory=0.8)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.memory = 1
     plan.save(tmp_path / "plan.json")
-    for other in (
-        copy.copy(plan),
-        copy.deepcopy(plan),
-        pickle.loads(pickle.dumps(plan)),
-        load_plan(tmp_path / "plan.json"),
-    ):
+    loaded = load_plan(tmp_path / "plan.json")
+    for other in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), loaded):
         assert other == plan
         assert repr(other) == repr(plan)
         assert model not in vars(other).values()
         with pytest.raises(ValueError, match=r"loaded needs a model\. Use plan\.apply\(model\)"):
             other.apply()
-    assert set(plan.to_dict()) <= {"format", *(field.name for field in dataclasses.fields(plan))}
-    plan.apply()
-    plan.revert()
+    expected = gradients(model, lambda: run_step(model, x))
+    trained = loaded.apply(model)
+    found = gradients(model, lambda: run_step(trained, x))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert simulate(trained if planned is plan_blocks else loaded, x).bytes == plan.predicted
+    if planned is plan_blocks:
+        with pytest.raises(ValueError, match="applied already"):
+            loaded.apply(model)
+        with pytest.raises(ValueError, match="another plan"):
+            plan.apply(model)
+    else:
+        with pytest.raises(ValueError, match="another graph"):
+            plan.run(*capture(model, x[:5]))
+    loaded.revert()
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -78,8 +106,31 @@ def test_one_plan_is_applied_to_several_models_by_handles():
     handles[1].revert()
     handles[1].revert()
     assert "forward" not in vars(models[1][0])
+
+
+X = torch.ones(100, 64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: plan_blocks({}, X, "least"),
+        lambda: plan_graph({}, X, "least"),
+        lambda: simulate({}, X),
+        lambda: measure({}, X),
+        lambda: apply(BlockPlan([]), {}),
+        lambda: apply(plan_graph(stack(), X, "least"), {}),
+    ],
+    ids=["plan_blocks", "plan_graph", "simulate", "measure", "apply blocks", "apply graph"],
+)
+def test_a_model_that_is_none_is_named(call):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
+        call()
+
+
+def test_a_plan_that_is_none_is_named():
     with pytest.raises(TypeError, match="got str"):
-        apply("plan", models[0])
+        apply("plan", stack())
 
 
 _SCRIPT = """

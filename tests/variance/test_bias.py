@@ -1,7 +1,7 @@
 """Bias of a whole model's gradient: none but that of attention, which is small beside its noise."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,21 +24,13 @@ Z = 5.0
 ROUNDING = 1e-5
 
 
-@dataclass
-class Draws:
-    """Errors of M draws of the gradients of all parameters, whose names come with the exact gradients.
-
-    Attributes:
-        exact: Name to exact gradient, float64, flat.
-        means: Name to the mean error of each of 20 groups of draws, shape (20, elements).
-        squares: Name to ‖error‖² of every draw, shape (M,).
-        projections: Name to ⟨ĝ, g⟩ of every draw, shape (M,).
-    """
+class Draws(NamedTuple):
+    """Errors of M draws of the gradients of all parameters, by their names; exact gradients are float64 and flat."""
 
     exact: dict[str, Tensor]
-    means: dict[str, Tensor]
-    squares: dict[str, Tensor]
-    projections: dict[str, Tensor]
+    means: dict[str, Tensor]  # the mean error of each of 20 groups of draws, shape (20, elements)
+    squares: dict[str, Tensor]  # ‖error‖² of every draw, shape (M,)
+    projections: dict[str, Tensor]  # ⟨ĝ, g⟩ of every draw, shape (M,)
 
 
 def drawn(architecture, operations, draws, sharpness=1.0):

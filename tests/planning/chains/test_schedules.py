@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from typing import Any
@@ -31,13 +32,8 @@ def fewest(steps: int, slots: int) -> int:
 def test_the_closed_form_is_the_optimum_of_the_recurrence() -> None:
     pairs = [(steps, slots) for steps in range(1, 41) for slots in range(1, 9)]
     assert [schedules.recomputed(*pair) for pair in pairs] == [fewest(*pair) for pair in pairs]
-    assert [schedules.recomputed(*pair) for pair in ((10, 3), (20, 3), (50, 5), (100, 5), (100, 10))] == [
-        15,
-        45,
-        122,
-        316,
-        222,
-    ]
+    published = {(10, 3): 15, (20, 3): 45, (50, 5): 122, (100, 5): 316, (100, 10): 222}
+    assert {pair: schedules.recomputed(*pair) for pair in published} == published
 
 
 @pytest.mark.parametrize("steps", [2, 3, 10, 57, 200])
@@ -53,35 +49,27 @@ def test_counts_of_the_schedules_are_those_of_the_closed_forms(steps: int, slots
         assert two.writes == two.disk == -(-steps // interval)
 
 
-@pytest.mark.parametrize(("steps", "revolve"), [(200, 4.40), (1000, 6.28), (5000, 8.71)])
-def test_forward_steps_with_six_slots(steps: int, revolve: float) -> None:
-    """Two levels stay flat, Revolve alone grows."""
-    two = schedules.count(schedules.two_level(50, 6), steps).forward_steps / steps
-    alone = schedules.count(schedules.in_memory(steps, 6), steps).forward_steps / steps
-    assert (round(two, 2), round(alone, 2)) == (4.28, revolve)
-
-
 @pytest.mark.parametrize("steps", [2, 3, 7, 20, 61])
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_states_in_fast_memory_are_a_stack_no_higher_than_the_slots(steps: int, slots: int) -> None:
-    """So the last one that was kept is the first that is not needed any more."""
+    """So the last one that was stored is the first that is not needed any more."""
     made = schedules.package()
     chosen = [schedules.in_memory(steps, slots), *(schedules.two_level(interval, slots) for interval in (1, 4, 9))]
     chosen += [schedules.hierarchical(steps, slots, disk, cost, cost) for disk in (1, 3, 8) for cost in (0, 0.5, 3)]
     for schedule in chosen:
-        kept: list[int] = []
+        stack: list[int] = []
         for action in schedule:
             if isinstance(action, made.EndReverse):
                 break
             if isinstance(action, made.Forward):
                 if action.write_ics and action.storage == made.StorageType.RAM:
-                    kept = [*(number for number in kept if number != action.n0), action.n0]
+                    stack = [*(number for number in stack if number != action.n0), action.n0]
                 if schedule.max_n is None and action.n1 >= steps:
                     schedule.finalize(steps)
             elif isinstance(action, made.Reverse):
-                kept = [number for number in kept if number < action.n0]
-            assert kept == sorted(kept)
-            assert len(kept) <= slots
+                stack = [number for number in stack if number < action.n0]
+            assert stack == sorted(stack)
+            assert len(stack) <= slots
 
 
 def halve(number: int, u: Tensor) -> Tensor:
@@ -103,14 +91,11 @@ def test_a_sweep_runs_as_often_as_its_schedule_says(steps: int) -> None:
     report = ran(steps, slots=4, store=Recording(), interval=5)
     assert report.forward_steps == schedules.two_level_steps(steps, 5, 4)
     assert (report.interval, report.stored) == (5, (steps - 1) // 5)
+    report = ran(steps, slots=4, store=Recording(), interval="sqrt")
+    assert report.interval == math.isqrt(steps - 1) + 1
+    assert report.forward_steps == schedules.two_level_steps(steps, report.interval, 4)
     report = ran(steps, store=Recording(), levels=[("ram", 3), ("disk", 4, 0.5, 0.5)])
     assert report.forward_steps == schedules.count(schedules.hierarchical(steps, 3, 4, 0.5, 0.5), steps).forward_steps
-
-
-def test_double_checkpointing_takes_three_runs() -> None:
-    report = ran(100, slots=10, store=Recording(), interval="sqrt")
-    assert report.interval == 10
-    assert report.forward_steps == 100 + 10 * (9 + 10)
 
 
 def test_each_state_is_written_once_read_once_and_dropped() -> None:
@@ -121,7 +106,7 @@ def test_each_state_is_written_once_read_once_and_dropped() -> None:
     assert gets == [18, 12, 6]  # the last one is in memory still
     assert (report.stored, report.read) == (4, 3)
     assert report.stored_bytes == sum(3 * 4 + torch.get_rng_state().numel() for _ in puts)
-    assert store.kept == {}
+    assert store.held == {}
 
 
 def test_the_interval_before_is_fetched_while_this_one_is_worked_on() -> None:
@@ -201,7 +186,7 @@ def test_no_store_where_it_costs_more_steps_than_it_saves() -> None:
     report = ran(12, slots=6, store=store)  # a transfer lasts thousands of these steps
     assert (report.interval, report.stored) == (None, 0)
     assert report.forward_steps == 12 + schedules.recomputed(12, 6)
-    assert store.kept == {}
+    assert store.held == {}
 
 
 SIZE = 1 << 16  # elements of a state
@@ -215,6 +200,7 @@ SIZE = 1 << 16  # elements of a state
         ({"slots": 5, "interval": 20}, 5),
         ({"slots": 1, "interval": 4}, 1),
         ({"slots": 4, "interval": "sqrt"}, 4),
+        ({"slots": 100}, 100),  # more than the limits above
     ],
     ids=str,
 )
@@ -227,12 +213,3 @@ def test_no_more_states_live_than_there_are_slots(options: dict[str, Any], state
         final.backward(torch.ones(SIZE))
     beside = 6 + 2 * bool(store)
     assert states - 1 <= measured.bytes / (4 * SIZE) <= states + beside
-
-
-def test_more_memory_is_used_without_slots() -> None:
-    """What the limit above would catch."""
-    u = torch.ones(SIZE, requires_grad=True)
-    with peak("cpu") as measured:
-        final = sweep(lambda i, u: torch.sin(u), u, 100, slots=100)
-        final.backward(torch.ones(SIZE))
-    assert measured.bytes / (4 * SIZE) > 90

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from planning_helpers import Reaction, Recording, State, differences, differentiated, plain, start
 from torch import Tensor, nn
 
-from rmm_linear.planning import SweepReport, sweep
+from rmm_linear.planning import SweepReport, open_store, sweep
+from rmm_linear.planning.chains import schedules
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "one slot": {"slots": 1},
@@ -31,35 +34,51 @@ def settings(name: str, tmp_path: Any) -> dict[str, Any]:
     return {**chosen, "store": tmp_path / "store"} if chosen.get("store") == "folder" else chosen
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 16, 41])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_all_is_as_in_the_plain_loop(name: str, steps: int, tmp_path: Any) -> None:
-    report, chosen = SweepReport(), settings(name, tmp_path)
-    expected = differentiated(lambda step, state: plain(step, state, steps))
-    found = differentiated(lambda step, state: sweep(step, state, steps, **chosen, report=report))
-    assert differences(found, expected) == []
-    assert report.steps == steps
-    assert list(tmp_path.glob("store/*")) == []
+def test_all_is_as_in_the_plain_loop(name: str, tmp_path: Any) -> None:
+    chosen = settings(name, tmp_path)
+    for steps in (1, 2, 3, 5, 16, 41):
+        report = SweepReport()
+        expected = differentiated(lambda step, state, steps=steps: plain(step, state, steps))
+        options = {**chosen, "report": report}
+        found = differentiated(lambda step, state, steps=steps, how=options: sweep(step, state, steps, **how))
+        assert differences(found, expected) == [], steps
+        assert report.steps == steps
+        assert list(tmp_path.glob("store/*")) == []
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 8, 30])
 @pytest.mark.parametrize("interval", [1, 7, "auto", "sqrt"])
-def test_a_condition_ends_the_chain(steps: int, interval: Any, tmp_path: Any) -> None:
-    asked: list[int] = []
-
-    def goes_on(number: int, state: State) -> Tensor:
-        asked.append(number)
-        assert int(state["count"]) == number
-        return state["count"] < steps
-
-    report = SweepReport()
+def test_a_condition_ends_the_chain(interval: Any, tmp_path: Any) -> None:
+    """A report that was used before changes nothing: it holds no measurement of this sweep."""
+    report = SweepReport(steps=9, forward_steps=9, interval=3, stored=3, read=3, waited_forward=1.0)
     length = 30 if interval == "sqrt" else None
     options = {"slots": 3, "store": tmp_path, "interval": interval, "length": length, "report": report}
-    expected = differentiated(lambda step, state: plain(step, state, steps))
-    found = differentiated(lambda step, state: sweep(step, state, goes_on, **options))
-    assert differences(found, expected) == []
-    assert asked == list(range(steps + 1))  # once before every step, and never again
-    assert report.steps == steps
+    for steps in (1, 2, 3, 4, 7, 8, 30):
+        asked: list[int] = []
+
+        def goes_on(number: int, state: State, asked: Any = asked, steps: int = steps) -> Tensor:
+            asked.append(number)
+            assert int(state["count"]) == number
+            return state["count"] < steps
+
+        report.step_seconds = report.transfer_seconds = 1.0
+        expected = differentiated(lambda step, state, steps=steps: plain(step, state, steps))
+        found = differentiated(lambda step, state, goes_on=goes_on: sweep(step, state, goes_on, **options))
+        assert differences(found, expected) == []
+        assert asked == list(range(steps + 1))  # once before every step, and never again
+        assert report.steps == steps
+        if interval == "auto" and steps < 4:  # over before a transfer was measured
+            assert report == SweepReport(steps=steps, forward_steps=report.forward_steps)
+
+
+def test_a_report_has_nothing_of_a_sweep_before() -> None:
+    report, u = SweepReport(), torch.ones(3, requires_grad=True)
+    sweep(lambda i, u: u * 0.5, u, 20, slots=2, store="cpu", interval=3, report=report).sum().backward()
+    assert report.stored == 6
+    sweep(lambda i, u: u * 0.5, u, 6, slots=2, report=report).sum().backward()
+    assert report == SweepReport(steps=6, forward_steps=6 + schedules.recomputed(6, 2))
+    sweep(lambda i, u: u * 0.5, u, 0, slots=2, report=report)
+    assert report == SweepReport()
 
 
 def test_no_steps_return_the_state_itself() -> None:
@@ -82,11 +101,9 @@ def test_without_gradients_it_is_the_plain_loop(mode: Any) -> None:
     assert (report.steps, report.forward_steps, store.done) == (9, 9, [])
 
 
-def test_nothing_is_kept_where_nothing_needs_a_gradient() -> None:
+def test_no_step_runs_again_where_nothing_needs_a_gradient() -> None:
     report = SweepReport()
-    found = sweep(lambda i, u: u * 0.5, torch.ones(3), 10, slots=2, report=report)
-    assert torch.equal(found, torch.full((3,), 0.5**10))
-    assert not found.requires_grad
+    assert not sweep(lambda i, u: u * 0.5, torch.ones(3), 10, slots=2, report=report).requires_grad
     assert report.forward_steps == 10
 
 
@@ -155,7 +172,7 @@ def test_sparse_gradients_of_an_embedding() -> None:
     assert torch.equal(table.weight.grad.to_dense(), expected.to_dense())
 
 
-@pytest.mark.parametrize("name", ["Revolve", "files", "H-Revolve"])
+@pytest.mark.parametrize("name", ["files", "H-Revolve"])
 def test_states_of_other_shapes_strides_and_dtypes(name: str, tmp_path: Any) -> None:
     """A slice keeps a larger tensor alive, a transposed matrix may round otherwise, an expanded one has one row."""
     torch.manual_seed(2)
@@ -193,3 +210,147 @@ def test_a_compiled_caller_breaks_its_graph_there() -> None:
     loss(u).backward()
     expected = torch.autograd.grad(plain(lambda i, u: torch.tanh(linear(u)), u, 6).sum() * 2, linear.weight)[0]
     assert torch.equal(linear.weight.grad, expected)
+
+
+SIZE = 12347  # of no other tensor
+
+
+def alive() -> list[Tensor]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Tensor and one.shape == (SIZE,)]
+
+
+def test_a_loss_that_is_held_holds_no_state() -> None:
+    scale = torch.ones((), requires_grad=True)
+    loss = sweep(lambda i, u: torch.sin(u), scale * torch.ones(SIZE), 9, slots=3).sum()
+    assert alive()
+    loss.backward()
+    assert alive() == []
+    assert scale.grad is not None
+
+
+def test_the_initial_state_is_not_copied_until_the_backward_pass() -> None:
+    """A part of a larger tensor would be."""
+    u = torch.rand(2, SIZE)[0].requires_grad_()
+    loss = sweep(lambda i, u: torch.sin(u), u, 9, slots=3).sum()
+    assert [one for one in alive() if torch.equal(one, u) and one.data_ptr() != u.data_ptr()] == []
+    loss.backward()
+    assert u.grad is not None
+
+
+# Refusals
+
+
+def halve(number: int, u: Tensor) -> Tensor:
+    return u * 0.5 + 0.1 * torch.sin(u)
+
+
+def initial() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def condition(number: int, u: Tensor) -> bool:
+    return number < 9
+
+
+RAM, DISK = ("ram", 1), ("disk", 2)
+STORED = {"slots": 1, "store": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "error", "message"),
+    [
+        (2.0, {"slots": 1}, TypeError, r"steps must be a number, or a condition .* got 2\.0"),
+        (True, {"slots": 1}, TypeError, "steps must be a number"),
+        (-1, {"slots": 1}, ValueError, "at least 0, got -1"),
+        (9, {}, TypeError, "slots must be a positive integer, got None"),
+        (9, {"slots": 0}, ValueError, "slots must be at least 1, got 0"),
+        (9, {"slots": 1, "length": 9}, ValueError, "length is for a condition, got steps=9 and length=9"),
+        (condition, {**STORED, "interval": 3, "length": 9}, ValueError, "root of, got interval=3 and .* Leave length"),
+        (condition, {**STORED, "length": 9}, ValueError, "got interval='auto' and length=9"),
+        (9, {"slots": 1, "interval": 3}, ValueError, "got store=None. Give a store"),
+        (9, {**STORED, "interval": "root"}, ValueError, '"auto" or "sqrt", got \'root\''),
+        (9, {**STORED, "interval": 0}, ValueError, "interval must be at least 1, got 0"),
+        (9, {"slots": 1, "interval": 3, "store": 7}, TypeError, 'a folder, "cpu", or an object .* got 7'),
+        (condition, {"slots": 1}, ValueError, "length is not known needs a store and slots, got no store"),
+        (condition, {**STORED, "interval": "sqrt"}, ValueError, "Give length="),
+        (condition, {"store": "cpu", "levels": [RAM, DISK]}, ValueError, "needs a store and slots, got levels"),
+        (9, {"levels": [RAM, DISK]}, ValueError, "levels needs a store"),
+        (9, {**STORED, "levels": [RAM, DISK]}, ValueError, "slots=1 and interval='auto'"),
+        (9, {"store": "cpu", "levels": [DISK, RAM]}, ValueError, r"levels must be \[\(\"ram\", slots\)"),
+        (9, {"store": "cpu", "levels": [RAM, (*DISK, 1.0)]}, ValueError, "levels must be"),
+        (9, {"store": "cpu", "levels": [RAM, (*DISK, 1.0, -1)]}, ValueError, "at least 0, got"),
+        (9, {"store": "cpu", "levels": [RAM, ("disk", 0)]}, ValueError, "slots of level disk must be at least 1"),
+    ],
+)
+def test_arguments_that_make_no_sense(steps: Any, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        sweep(halve, initial(), steps, **options)
+
+
+@pytest.mark.parametrize("state", [3.0, (), {"u": torch.ones(1), "t": 0.5}, torch.ones(2).to_sparse()], ids=str)
+def test_a_state_that_is_no_tensor(state: Any) -> None:
+    with pytest.raises(TypeError, match=r"A state must .* in the initial state"):
+        sweep(lambda i, state: state, state, 3, slots=1)
+
+
+def test_a_step_that_returns_another_structure() -> None:
+    with pytest.raises(TypeError, match=r"structure that it got, .* but step 2 returned"):
+        sweep(lambda i, u: u * 2 if i < 2 else (u * 2,), initial(), 5, slots=1)
+    with pytest.raises(TypeError, match="in what step 0 returned"):
+        sweep(lambda i, u: None, initial(), 5, slots=1)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_step_that_changes_its_state_in_place(number: int) -> None:
+    def step(i: int, u: Tensor) -> Tensor:
+        return u.mul_(0.5) if i == number else torch.sin(u)
+
+    with pytest.raises(RuntimeError, match=f"step {number} changed the old one in place.* trailing underscore"):
+        sweep(step, torch.ones(3), 5, slots=2)
+    with pytest.raises(RuntimeError, match=r"in.place"):
+        sweep(step, initial(), 5, slots=2)
+
+
+def test_a_state_that_somebody_else_changes() -> None:
+    seen: list[Tensor] = []
+
+    def step(number: int, u: Tensor) -> Tensor:
+        seen.append(u)
+        return torch.sin(u)
+
+    final = sweep(step, initial(), 9, slots=4)
+    for state in seen[1:-1]:
+        state.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"The state before step \d must stay as it was .* Clone"):
+        final.sum().backward()
+
+
+def test_a_second_derivative() -> None:
+    """``create_graph`` alone is no reason to fail: others' second derivatives may be wanted."""
+    u = initial()
+    (expected,) = torch.autograd.grad(sweep(halve, u, 5, slots=2).sum(), u)
+    (gradient,) = torch.autograd.grad(sweep(halve, u, 5, slots=2).sum(), u, create_graph=True)
+    assert torch.equal(gradient, expected)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        (gradient.sum() + u.sum()).backward()
+
+
+def test_the_package_of_schedules_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "checkpoint_schedules", None)
+    with pytest.raises(ImportError, match=r"checkpoint-schedules, which is not installed\. Run pip install .*planning"):
+        sweep(halve, initial(), 5, slots=2)
+    with torch.no_grad():
+        assert sweep(halve, initial(), 5, slots=2).shape == (3,)
+
+
+def test_open_store_takes_what_a_user_calls_a_store(tmp_path: Any) -> None:
+    store = Recording()
+    assert open_store(store) is store
+    for one in (None, "cpu", tmp_path, str(tmp_path)):
+        opened: Any = open_store(one)
+        opened.put("a-1", [torch.arange(3)])
+        assert torch.equal(opened.get("a-1")[0], torch.arange(3))
+        opened.drop("a-1")
+        opened.close()
+    assert list(tmp_path.iterdir()) == []

@@ -8,13 +8,7 @@ from torch import nn
 from rmm_linear.planning import CaptureError, measure, plan_blocks, plan_graph, plot_memory, simulate, workspace
 from rmm_linear.planning.blocks.find import owner_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:torch"), pytest.mark.usefixtures("no_graphs_left")]
 
 
 def test_nodes_say_what_they_save_make_and_change():
@@ -55,29 +49,23 @@ def test_nodes_need_a_graph():
         measure(nn.Sequential(Breaking(4, 4)), torch.ones(2, 4), nodes=True)
 
 
-def test_memory_over_a_step_is_plotted():
-    pytest.importorskip("matplotlib")
-    model, example = network("cnn")
-    graph = plan_graph(model, example, memory=0.7)
-    peaks = {"plain": simulate(model, example), "planned": simulate(graph, example)}
+def test_a_simulated_plan_names_its_pieces_and_memory_over_a_step_is_plotted():
+    model, example = network("cnn", blocks=3)
+    plan = plan_graph(model, example, memory=0.7)
+    planned = simulate(plan, example)
+    assert planned.bytes == plan.predicted
+    names = {f"{piece.first} … {piece.last}" for piece in plan.pieces}
+    assert planned.by_module.keys() <= names | {""}
+    assert sum(planned.by_module.values()) == planned.bytes
+    assert any(name in planned.moment for name in names)
+    peaks = {"plain": simulate(model, example), "planned": planned}
     peaks["blocks"] = simulate(plan_blocks(model, example, memory=0.8), example)
     ax = plot_memory(peaks)
     lines = [line for line in ax.lines if len(line.get_xdata()) > 2]
     for line, (label, peak) in zip(lines, peaks.items(), strict=True):
-        assert line.get_label() == f"{label}, {peak.bytes / 2**20:,.1f} MiB"
+        assert line.get_label().startswith(label)
         assert max(line.get_ydata()) == peak.bytes / 2**20
         assert list(line.get_xdata()) == sorted(line.get_xdata())
         assert line.get_xdata()[-1] == 2
     with pytest.raises(ValueError, match=r"planning\.simulate"):
         plot_memory({})
-
-
-def test_a_simulated_plan_names_its_pieces():
-    model, example = network("unet")
-    plan = plan_graph(model, example, memory=0.65)
-    peak = simulate(plan, example)
-    assert peak.bytes == plan.predicted
-    names = {f"{piece.first} … {piece.last}" for piece in plan.pieces}
-    assert peak.by_module.keys() <= names | {""}
-    assert sum(peak.by_module.values()) == peak.bytes
-    assert any(name in peak.moment for name in names)

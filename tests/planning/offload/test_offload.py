@@ -1,14 +1,18 @@
-"""Offloaded blocks: gradients to the bit, and memory that falls."""
+"""Offloaded blocks: gradients to the bit, memory that falls, nothing left of graphs, files and processes."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fault_helpers import full_disk, in_a_child
 from offload_helpers import (
     SAVED,
     TOKENS,
@@ -27,8 +31,9 @@ from planning_graph_helpers import real_peak
 from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak
-from rmm_linear.planning import simulate
+from rmm_linear.planning import StoreError, simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
+from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 
 
 @pytest.fixture(autouse=True)
@@ -38,18 +43,7 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("chosen", [slice(None), slice(0, None, 2), slice(1, 2)])
-def test_gradients_are_those_of_the_plain_model(chosen: slice, tmp_path: Path) -> None:
-    model = Transformer(0.2)
-    expected = step(model)
-    attached = offloaded([*model.blocks[chosen]], tmp_path)
-    assert same(step(model), expected)
-    detach(attached)
-    assert all("forward" not in block.__dict__ for block in model.blocks)
-    assert same(step(model), expected)
-
-
-def test_autocast_and_recomputed_blocks_beside_offloaded_ones(tmp_path: Path) -> None:
+def test_autocast_recomputed_and_plain_blocks_next_to_offloaded_ones(tmp_path: Path) -> None:
     model = Transformer(0.2)
 
     def run() -> None:
@@ -58,27 +52,29 @@ def test_autocast_and_recomputed_blocks_beside_offloaded_ones(tmp_path: Path) ->
         loss.backward()
 
     expected = gradients(model, run)
-    attached: list[Any] = offloaded([*model.blocks[::2]], tmp_path)
-    attached += [Recomputed(block) for block in model.blocks[1::2]]
-    for each in attached[2:]:
-        each.attach()
+    attached: list[Any] = [*offloaded([*model.blocks[::2]], tmp_path), Recomputed(model.blocks[1])]
+    attached[-1].attach()
     assert same(gradients(model, run), expected)
     detach(attached)
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+    assert same(gradients(model, run), expected)
 
 
 def test_the_peak_falls_and_is_the_simulated_one(tmp_path: Path) -> None:
     model = Deep()
     plain = real_peak(model, WIDE)
-    attached = offloaded([*model], tmp_path)
-    found = real_peak(model, WIDE)
+    attached = offloaded([*model], tmp_path / "states")
+    found = simulate(model, WIDE).bytes
+    assert not (tmp_path / "states").exists()
+    assert real_peak(model, WIDE) == found
     size = WIDE.numel() * WIDE.element_size()
     # Two blocks are back at most, and temporary results: nothing in it grows with the number of blocks.
     activations = found - sum(4 * parameter.numel() for parameter in model.parameters())
     assert activations <= (2 * SAVED + 4) * size
     assert plain - found >= (6 - 4) * (SAVED - 1) * size
-    assert simulate(model, WIDE).bytes == found
     assert real_peak(model, WIDE) == found
     detach(attached)
+    (tmp_path / "states").rmdir()
     assert simulate(model, WIDE).bytes == plain
 
 
@@ -88,14 +84,6 @@ def test_the_simulated_peak_of_a_transformer(chosen: slice, tmp_path: Path) -> N
     plain = real_peak(model, TOKENS)
     attached = offloaded([*model.blocks[chosen]], tmp_path)
     assert simulate(model, TOKENS).bytes == real_peak(model, TOKENS) < plain
-    detach(attached)
-
-
-def test_a_simulation_makes_no_folder(tmp_path: Path) -> None:
-    model = Deep()
-    attached = offloaded([*model], tmp_path / "not-there")
-    simulate(model, WIDE)
-    assert not (tmp_path / "not-there").exists()
     detach(attached)
 
 
@@ -210,7 +198,7 @@ def test_second_derivatives(tmp_path: Path) -> None:
     detach(attached)
 
 
-def test_a_custom_function_may_ask_twice(tmp_path: Path) -> None:
+def test_a_custom_function_may_ask_twice_and_a_node_is_read_by_a_user(tmp_path: Path) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -223,18 +211,175 @@ def test_a_custom_function_may_ask_twice(tmp_path: Path) -> None:
 
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Square.apply(Square.apply(x).sin())  # pyright: ignore[reportReturnType]
+            return torch.tanh(Square.apply(Square.apply(x).sin()))  # pyright: ignore[reportArgumentType]
 
     model, x = Twice(), WIDE.clone().requires_grad_()
     expected = torch.autograd.grad(model(x).sum(), x)
     attached = offloaded([model], tmp_path)
-    assert same(torch.autograd.grad(model(x).sum(), x), expected)
+    output: Any = model(x)
+    assert torch.equal(output.grad_fn._saved_result, output)
+    assert same(torch.autograd.grad(output.sum(), x), expected)
+    del output
     detach(attached)
 
 
-def test_a_node_that_is_looked_at(tmp_path: Path) -> None:
-    attached = offloaded([model := nn.Tanh()], tmp_path)
-    output: Any = model(WIDE.clone().requires_grad_())
-    assert torch.equal(output.grad_fn._saved_result, output)
-    del output
+# Faults, and what is left
+
+
+def test_a_graph_that_is_dropped_takes_all_with_it_without_a_collection(tmp_path: Path) -> None:
+    """Also tensors that stay: a hook that returned them with their graph would make a cycle."""
+    model = Deep(3)
+    attached = offloaded([*model], tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        for example in (WIDE, WIDE[:8]):
+            with peak("cpu") as measured:
+                given = weakref.ref(storage := example.clone().untyped_storage())
+                output = model(torch.empty(0).set_(storage, 0, example.shape))
+                del storage
+                assert len(files(tmp_path)) == (3 * SAVED if example is WIDE else 0)
+                assert (given() is None) == (example is WIDE)  # it is in a file
+                del output
+                assert files(tmp_path) == []
+                assert measured_now(measured) == 0
+    finally:
+        gc.enable()
+    detach(attached)
+
+
+def test_an_error_in_the_backward_pass_leaves_nothing(tmp_path: Path) -> None:
+    model = Deep(4)
+    expected = step(model, WIDE)
+    attached = offloaded([*model], tmp_path)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("here")
+
+    with peak("cpu") as measured:
+        half: Any = model[1](model[0](WIDE))
+        half.register_hook(fail)
+        loss = model[3](model[2](half)).sum()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        assert files(tmp_path)
+        del half, loss
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert measured_now(measured) == 0
+    assert files(tmp_path) == []
+    assert same(step(model, WIDE), expected)
+    detach(attached)
+
+
+def test_without_gradients_nothing_is_done(tmp_path: Path) -> None:
+    model = Deep(2)
+    expected = model(WIDE)
+    attached = offloaded([*model], tmp_path / "not-there")
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(model(WIDE), expected)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model(WIDE)
+    assert not (tmp_path / "not-there").exists()
+    detach(attached)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_change_in_place_is_the_error_that_it_is(large: bool, tmp_path: Path) -> None:
+    x = (WIDE if large else WIDE[:2].clone()).clone().requires_grad_()
+    model = nn.Sequential(nn.Tanh(), nn.ReLU(inplace=True))
+    message = "modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=message):
+        model(x).sum().backward()
+    attached = offloaded([model], tmp_path)
+    with pytest.raises(RuntimeError, match=message):
+        model(x).sum().backward()
+    detach(attached)
+    attached = offloaded([model[0]], tmp_path)  # changed after the block has ended
+    with pytest.raises(RuntimeError, match=message):
+        model(x).sum().backward()
+    detach(attached)
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "cannot be read: No such file"),
+        (lambda path: path.write_bytes(files(path.parent.parent)[1].read_bytes()), "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(damage: Any, message: str, tmp_path: Path) -> None:
+    """test_store_files.py has the other ways."""
+    model = Deep(3)
+    expected = step(model, WIDE)
+    attached = offloaded([*model], tmp_path)
+    loss = model(WIDE).square().sum()
+    damage(files(tmp_path)[0])
+    with pytest.raises(StoreError, match=rf"offload-00000000\.safetensors {message}"):
+        loss.backward()
+    del loss
+    assert same(step(model, WIDE), expected)
+    detach(attached)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    model = Deep(3)
+    expected = step(model, WIDE)
+    attached = offloaded([*model], tmp_path)
+    with full_disk(4096), pytest.raises(StoreError, match=r"offload-00000000\.safetensors cannot be written: File too"):
+        model(WIDE)
+    assert files(tmp_path) == []
+    assert same(step(model, WIDE), expected)
+    detach(attached)
+
+
+def test_the_cpu_needs_a_folder() -> None:
+    block = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"the CPU's memory is where it would go\. Give folder="):
+        Offloaded(block, OffloadChain()).attach()
+    assert "forward" not in block.__dict__
+    assert block(torch.ones(2)).shape == (2,)
+
+
+def test_copies_of_the_model_are_offloaded_too(tmp_path: Path) -> None:
+    model = Transformer(0.2)
+    expected = step(model)
+    attached = offloaded([*model.blocks], tmp_path)
+    loss = model(TOKENS)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other_chains = {id(block.forward.chain) for block in other.blocks}
+        assert len(other_chains) == 1
+        assert other_chains != {id(model.blocks[0].forward.chain)}
+        assert other.blocks[0].forward.module is other.blocks[0]
+        assert same(step(other), expected)
+        assert len(list(tmp_path.glob("rmm-*.lock"))) > 1
+    del other
+    gc.collect()
+    loss.backward()
+    del loss
+    detach(attached)
+
+
+def test_a_forked_process_leaves_the_files_and_says_why_it_cannot_read_them(tmp_path: Path) -> None:
+    model = Deep(2)
+    expected = step(model, WIDE)
+    attached = offloaded([*model], tmp_path)
+    model.zero_grad(set_to_none=True)
+    kept = [model(WIDE).square().sum()]
+
+    def child() -> int:
+        with pytest.raises(StoreError, match="another process"):
+            torch.autograd.grad(kept[0], [*model.parameters()], retain_graph=True)
+        right = same(step(model, WIDE), expected)
+        kept.clear()
+        attached[0].chain._files.store.close()  # pyright: ignore[reportOptionalMemberAccess]
+        gc.collect()
+        return 0 if right else 1
+
+    assert in_a_child(child) == 0
+    assert len(files(tmp_path)) == 2 * SAVED
+    kept.pop().backward()
     detach(attached)

@@ -1,12 +1,10 @@
 """GradientProbe looks at the passes it is told to, and under activation checkpointing at the same X and Y."""
 
-import warnings
-
 import pytest
 import torch
 from cases import CONFIG, checkpoints
-from helpers import Mlp, checkpointed, six_features, tiny_model
-from probe_helpers import by_hand, close, padded_batch, recorded, same, values
+from helpers import Mlp, checkpointed, enable_checkpointing, six_features, tiny_model
+from probe_helpers import padded_batch, rows_of, same, values, watched
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -31,15 +29,6 @@ def test_every_n_counts_passes_in_training_mode_with_gradients(every):
             model(torch.randn(40, 12)).sum().backward()
     assert probe.passes == 6
     assert [row.step for row in probe.rows if row.module == "first"] == list(range(every, 7, every))
-
-
-def test_gradient_accumulation_looks_at_single_passes():
-    model, inputs = Mlp(), [torch.randn(40, 12) for _ in range(4)]
-    with GradientProbe(model, every=2, modules=["first"], config=CONFIG) as probe:
-        seen = recorded(model, lambda: [model(x).square().sum().backward() for x in inputs])
-    assert [row.step for row in probe.rows] == [2, 4]
-    for row, (x, y) in zip(probe.rows, seen["first"][1::2], strict=True):
-        close(row, *by_hand(x, y, config=CONFIG, samples=None)[:3])
 
 
 def test_arm_looks_at_the_next_pass_only():
@@ -67,12 +56,6 @@ def test_frozen_layers_and_sketched_ones_in_eval_mode_have_no_gradient():
 # Checkpointing
 
 
-def rows_of(model, run, **options):
-    with GradientProbe(model, every=1, **options) as probe:
-        run(model)
-    return probe.rows
-
-
 @checkpoints
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
 def test_checkpointing_gives_the_same_numbers(reentrant, converted):
@@ -82,10 +65,7 @@ def test_checkpointing_gives_the_same_numbers(reentrant, converted):
         if converted:
             convert(model, CONFIG)
         if enable:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
+            enable_checkpointing(model, reentrant)
         found.append(rows_of(model, lambda model: model(**batch).loss.backward(), config=CONFIG))
     assert len(found[0]) == 14
     same(*found)
@@ -110,10 +90,8 @@ def test_layers_that_are_recomputed_exactly_have_no_noise(reentrant):
 
 @checkpoints
 def test_under_checkpointing_x_is_held_in_the_recomputation_only(reentrant):
-    model, alive = checkpointed(use_reentrant=reentrant, dropout=0.0), []
-    model.block[2].register_forward_pre_hook(
-        lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage()))
-    )
+    model = checkpointed(use_reentrant=reentrant, dropout=0.0)
+    alive = watched(model.block[2])
     with GradientProbe(model, every=1, config=CONFIG) as probe:
         loss = model(six_features()).square().sum()
         assert [ref.expired() for ref in alive] == [True]
@@ -143,9 +121,8 @@ def test_several_calls_under_checkpointing(reentrant, within):
     found = []
     for region in (lambda function, x: function(x), recompute):
         torch.manual_seed(0)
-        found.append(
-            rows_of(Twice(region), lambda model: model(six_features()).square().sum().backward(), config=CONFIG)
-        )
+        run = lambda model: model(six_features()).square().sum().backward()  # noqa: E731
+        found.append(rows_of(Twice(region), run, config=CONFIG))
     assert len(found[0]) == 2
     assert values(found[0][0]) != pytest.approx(values(found[0][1]), rel=0.01)
     same(*found)

@@ -6,14 +6,13 @@ import pytest
 import torch
 from cases import CONFIG
 from helpers import Mlp, six_features, tiny_model
-from probe_helpers import by_hand, close, padded_batch, recorded, same
+from probe_helpers import by_hand, close, padded_batch, probed, recorded, same
 from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.ops.save import save_input
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.variance import GradientProbe, sgd_variance, sketch_variance
-from rmm_linear.variance.probe.call import noises
 
 
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
@@ -132,10 +131,8 @@ def test_layers_that_are_not_converted_are_predicted_in_four_bits():
 )
 def test_samples_are_sequences_where_the_shape_tells(shape, samples):
     model, x = Mlp(), torch.randn(shape)
-    with GradientProbe(model, every=1, modules=["first"], config=CONFIG) as probe:
-        seen = recorded(model, lambda: model(x).square().sum().backward())
+    (row,), seen = probed(model, lambda: model(x).square().sum().backward(), modules=["first"], config=CONFIG)
     ((x, y),) = seen["first"]
-    (row,) = probe.rows
     assert row.samples == ("tokens" if samples is None else "sequences")
     assert row.sgd_variance == pytest.approx(float(sgd_variance(x, y, samples=samples)), rel=1e-6)
     assert row.sgd_variance_tokens == pytest.approx(float(sgd_variance(x, y)), rel=1e-6)
@@ -146,25 +143,13 @@ def test_tokens_of_d2_sgd_are_those_that_are_no_padding(batch):
     """A batch of one sequence has no variance over sequences, and padding would add to that over tokens."""
     model, x, mask = Flattening(), 2 + torch.randn(batch, 10, 6), torch.ones(batch, 10)  # gradients that agree
     mask[:, 6:] = 0
-    with GradientProbe(model, every=1, config=CONFIG) as probe:
-        seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
-    ((x, y),) = seen["layer"]
-    (row,), real = probe.rows, mask.flatten().bool()
+    (row,), seen = probed(model, lambda: model(x, attention_mask=mask).square().sum().backward(), config=CONFIG)
+    ((x, y),), real = seen["layer"], mask.flatten().bool()
     tokens = float(sgd_variance(x[real], y[real]))
     assert float(sgd_variance(x, y)) > 1.02 * tokens
     assert row.sgd_variance_tokens == pytest.approx(tokens, rel=1e-6)
     assert row.samples == ("tokens" if batch == 1 else "sequences")
     assert (row.sgd_variance == row.sgd_variance_tokens) == (batch == 1)
-
-
-def test_the_same_gradient_from_every_token_is_no_noise_over_tokens():
-    tokens = 3000
-    x, y = torch.full((tokens, 4), 0.1), torch.full((tokens, 2), 0.3)
-    found = noises(x, y, None, (30, 100), None)
-    g = float((x.double().T @ y.double()).square().sum())
-    # (N·d − g)/(N − 1) in float64: in whatever order N equal numbers are added, their sum is off by N/2 eps at most.
-    # Twice that for g, which is squared, once for d, and as much again for all that is not a sum over tokens.
-    assert 0 <= found.sgd_tokens < 4 * tokens * 2**-53 * g / (tokens - 1)
 
 
 class Flattening(nn.Module):
@@ -178,36 +163,29 @@ class Flattening(nn.Module):
         return self.layer(x.flatten(0, 1)).view(*x.shape[:2], 3) * attention_mask.unsqueeze(-1)
 
 
-@pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
-@pytest.mark.parametrize("mask_padding", [True, False])
-def test_the_attention_mask_tells_sequences_of_flattened_tokens(mask_padding, converted):
+class Pooling(Flattening):
+    """Gives its padding a gradient, so that no layer could use the mask."""
+
+    def forward(self, x, attention_mask):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "converted", "mask_padding"),
+    [(Flattening, True, True), (Flattening, False, True), (Flattening, True, False), (Pooling, False, True)],
+)
+def test_the_attention_mask_tells_sequences_of_flattened_tokens(kind, converted, mask_padding):
     """Whether the sketch leaves padding out or not."""
-    model, x, mask = Flattening(), torch.randn(4, 10, 6), torch.ones(4, 10)
+    model, x, mask = kind(), torch.randn(4, 10, 6), torch.ones(4, 10)
     mask[1:, 6:] = 0
     config = CONFIG.replace(mask_padding=mask_padding)
     if converted:
         convert(model, config)
-    with GradientProbe(model, every=1, config=None if converted else config) as probe:
-        seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
-    ((x, y),) = seen["layer"]
-    left_out = mask.flatten() if mask_padding else None
-    alpha, sgd, sketched, _ = by_hand(x, y, config=config, samples=(4, 10), mask=left_out)
-    close(probe.rows[0], alpha, sgd, sketched)
-    assert probe.rows[0].samples == "sequences"
-
-
-def test_a_mask_that_no_layer_could_use_is_not_used():
-    class Pooling(Flattening):
-        def forward(self, x, attention_mask):
-            return self.layer(x)
-
-    model, x, mask = Pooling(), torch.randn(4, 10, 6), torch.ones(4, 10)
-    mask[1:, 6:] = 0
-    with GradientProbe(model, every=1, config=CONFIG) as probe:
-        seen = recorded(model, lambda: model(x, attention_mask=mask).square().sum().backward())
-    ((x, y),) = seen["layer"]
-    alpha, sgd, sketched, _ = by_hand(x, y, config=CONFIG, samples=(4, 10))
-    close(probe.rows[0], alpha, sgd, sketched)
+    run = lambda: model(x, attention_mask=mask).square().sum().backward()  # noqa: E731
+    (row,), seen = probed(model, run, config=None if converted else config)
+    left_out = mask.flatten() if mask_padding and kind is Flattening else None
+    close(row, *by_hand(*seen["layer"][0], config=config, samples=(4, 10), mask=left_out)[:3])
+    assert row.samples == "sequences"
 
 
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
@@ -221,9 +199,8 @@ def test_other_architectures(architecture):
     )
     convert(model, CONFIG)
     model.train()
-    with GradientProbe(model, every=1) as probe:
-        seen = recorded(model, lambda: model(**batch).loss.backward())
-    layers = [row for row in probe.rows if row.tokens == 80]
+    rows, seen = probed(model, lambda: model(**batch).loss.backward())
+    layers = [row for row in rows if row.tokens == 80]
     assert len(layers) >= 8
     for row in layers:
         ((x, y),) = seen[row.module]
@@ -250,10 +227,9 @@ def test_autocast():
 def test_a_layer_that_is_called_several_times():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     model.append(model[0])
-    with GradientProbe(model, every=1, config=CONFIG) as probe:
-        seen = recorded(model, lambda: model(six_features()).square().sum().backward())
-    assert len(probe.rows) == 2
-    for row, (x, y) in zip(probe.rows, seen["0"], strict=True):
+    rows, seen = probed(model, lambda: model(six_features()).square().sum().backward(), config=CONFIG)
+    assert len(rows) == 2
+    for row, (x, y) in zip(rows, seen["0"], strict=True):
         close(row, *by_hand(x, y, config=CONFIG, samples=None)[:3])
 
 

@@ -7,14 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cases import CONFIG
-from helpers import Mlp, checkpointed, gradients, heavy_tailed, six_features, snapshot, tiny_model
-from probe_helpers import by_hand, close, padded_batch, recorded, values
+from helpers import Mlp, checkpointed, heavy_tailed, six_features, snapshot, tiny_model
+from probe_helpers import by_hand, close, padded_batch, probed, watched
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMLinear, convert
-from rmm_linear.memory import peak
+from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.variance import GradientProbe
 from rmm_linear.variance.probe.call import noises
 
@@ -44,70 +43,43 @@ def test_weights_are_the_same_to_the_bit(reentrant, converted):
         assert torch.equal(state, found[0][1])
 
 
-@pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
-def test_a_models_weights_are_the_same_to_the_bit(converted):
-    found = []
-    for probed in (False, True):
-        model = tiny_model("roberta").train()
-        if converted:
-            convert(model, memory=0.3, min_rows=1)
-        torch.manual_seed(2)
-        with GradientProbe(model, every=1, config=CONFIG) if probed else nullcontext():
-            model(**padded_batch()).loss.backward()
-        found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def bytes_alive():
-    """Of all tensors that Python can reach, whoever holds them; a compiler's fakes, which hold nothing, left out."""
-    gc.collect()  # what tests before this one have left in cycles
-    plain = (torch.Tensor, torch.nn.Parameter)
-    tensors = [thing for thing in gc.get_objects() if type(thing) in plain and not torch._is_functional_tensor(thing)]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def test_between_looks_a_model_keeps_what_it_keeps_without_a_probe():
+def test_between_measurements_a_model_holds_what_it_holds_without_a_probe():
     """Of all inputs of its layers those live on that live on without a probe, and so do the bytes of all tensors."""
     model, batch = tiny_model("roberta", dropout=0.0).train(), padded_batch()
     convert(model, CONFIG)
-    inputs = []
-    for module in model.modules():
-        if isinstance(module, RMMLinear):
-            module.register_forward_pre_hook(
-                lambda module, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
-            )
+    layers = [watched(module) for module in model.modules() if isinstance(module, RMMLinear)]
 
     def step():
-        """Which inputs are alive between the two passes and after them, the peak of the step, and what stays of it."""
-        inputs.clear()
-        with peak("cpu") as highest:
+        """Return which inputs are alive between the two passes and after them, the peak, and the bytes left."""
+        highest = Peak()
+        with LiveTensors(highest) as live:
             loss = model(**batch).loss
-            between = [not ref.expired() for ref in inputs]
+            between = [not alive[-1].expired() for alive in layers]
             loss.backward()
-        del loss
-        return between, [not ref.expired() for ref in inputs], highest.bytes, bytes_alive()
+            del loss
+            left = live.now
+        return between, [not alive[-1].expired() for alive in layers], highest.bytes, left
 
     step()  # makes the gradients, which stay
     without = step()
     with GradientProbe(model, every=3) as probe:
-        first, second, look, after = (step() for _ in range(4))
+        first, second, measured, after = (step() for _ in range(4))
     assert {row.step for row in probe.rows} == {3}
     assert first == second == after == without
-    assert all(look[0])  # a probe that holds is seen
+    assert all(measured[0])  # a probe that holds is seen
     assert not all(without[0])
-    assert look[2] > without[2]
-    assert not any(look[1])
-    assert look[3] == without[3]  # nor does a copy stay, of X or of Y
+    assert measured[2] > without[2]
+    assert not any(measured[1])
+    assert measured[3] == without[3]  # nor does a copy stay, of X or of Y
 
 
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
 def test_x_lives_from_the_probe_steps_forward_to_its_backward(converted):
     """In a sketched layer nobody else holds X; between probes the probe does not either."""
-    model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     if converted:
         convert(model, CONFIG)
-    model[1].register_forward_pre_hook(lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage())))
+    alive = watched(model[1])
     with GradientProbe(model, every=2, config=CONFIG) as probe:
         for step in (1, 2, 3):
             loss = model(six_features()).square().sum()
@@ -133,9 +105,9 @@ def test_no_hook_stays_between_probes_but_one_on_the_model():
 
 
 def test_a_step_without_backward_leaves_nothing():
-    model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     convert(model, CONFIG)
-    model[1].register_forward_pre_hook(lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage())))
+    alive = watched(model[1])
     with GradientProbe(model, every=1) as probe:
         loss = model(six_features()).sum()
         del loss
@@ -181,33 +153,17 @@ def test_an_input_that_is_not_the_same_again_is_reported_once(reentrant, preserv
     assert preserve or "preserve_rng_state must be True" in caplog.text
 
 
-def test_a_probe_that_was_left_looks_no_more_and_lets_go():
-    model, alive = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)), []
+def test_a_probe_that_was_left_measures_no_more_and_lets_go():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     convert(model, CONFIG)
+    alive = watched(model[1])
     before = snapshot(model)
-    handle = model[1].register_forward_pre_hook(
-        lambda module, args: alive.append(StorageWeakRef(args[0].untyped_storage()))
-    )
     with GradientProbe(model, every=1) as probe:
         loss = model(six_features()).sum()
-    handle.remove()
     assert snapshot(model) == before
     assert alive[0].expired()
     loss.backward()
     assert probe.rows == []
-
-
-def test_two_probes_at_once_see_the_same():
-    model = Mlp()
-    before = snapshot(model)
-    with GradientProbe(model, every=1, config=CONFIG) as outer:
-        with GradientProbe(model, every=2, config=CONFIG) as inner:
-            for _ in range(2):
-                model(torch.randn(40, 12)).square().sum().backward()
-        model(torch.randn(40, 12)).square().sum().backward()
-    assert snapshot(model) == before
-    assert inner.rows == [row for row in outer.rows if row.step == 2]
-    assert [row.step for row in outer.rows] == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_probe_is_entered_once_at_a_time():
@@ -241,18 +197,6 @@ def test_an_input_that_is_overwritten_is_reported(caplog):
     assert "0: its input was overwritten" in caplog.text
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_what_is_not_finite_has_no_noise_and_raises_nothing(value, bits):
-    model, x = Mlp(), torch.randn(40, 12)
-    x[3, 4] = value
-    config = CONFIG.replace(bits=bits)
-    with GradientProbe(model, every=1, config=config) as probe:
-        model(x).sum().backward()
-    assert len(probe.rows) == 2
-    assert all(math.isnan(number) for row in probe.rows for number in values(row))
-
-
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 def test_alpha_is_exact_to_float32_whatever_the_scale(scale):
     x, y = heavy_tailed(300, 40, 30, torch.float32)
@@ -261,29 +205,22 @@ def test_alpha_is_exact_to_float32_whatever_the_scale(scale):
     assert found == pytest.approx(alpha, rel=1e-6)
 
 
-def test_a_gradient_of_zeros_has_no_noise():
+@pytest.mark.parametrize("shape", [(40, 12), (0, 12), (1, 12), (1, 1, 12), (3, 0, 12), (12,)])
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_gradients_without_noise_and_odd_shapes_raise_nothing(shape, scale, bits):
+    """Zeros, one sample or none, and what is not finite have no variance ratio."""
     model = Mlp()
-    with GradientProbe(model, every=1, config=CONFIG) as probe:
-        (0 * model(torch.randn(40, 12)).sum()).backward()
-    assert [(row.sgd_variance, row.sketch_variance) for row in probe.rows] == [(0, 0), (0, 0)]
-    assert all(math.isnan(row.noise) and math.isnan(row.alpha) for row in probe.rows)
-
-
-@pytest.mark.parametrize("shape", [(0, 12), (1, 12), (1, 1, 12), (3, 0, 12), (12,)])
-def test_odd_shapes(shape):
-    model = Mlp()
-    with GradientProbe(model, every=1, config=CONFIG) as probe:
-        model(torch.randn(shape)).sum().backward()
+    with GradientProbe(model, every=1, config=CONFIG.replace(bits=bits)) as probe:
+        (scale * model(torch.randn(shape)).sum()).backward()
     assert [row.tokens for row in probe.rows] == [torch.Size(shape[:-1]).numel()] * 2
-    assert all(math.isnan(row.noise) for row in probe.rows)  # no two samples
+    assert all(math.isnan(row.noise) and (scale or math.isnan(row.alpha)) for row in probe.rows)
+    assert scale or all((row.sgd_variance, row.sketch_variance) == (0, 0) for row in probe.rows) or shape != (40, 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype):
-    model = Mlp().to(dtype)
-    x = torch.randn(40, 12, dtype=dtype)
-    with GradientProbe(model, every=1, config=CONFIG, modules=["first"]) as probe:
-        seen = recorded(model, lambda: model(x).square().sum().backward())
-    ((x, y),) = seen["first"]
-    assert probe.rows[0].bits == 8 * dtype.itemsize
-    close(probe.rows[0], *by_hand(x, y, config=CONFIG, samples=None)[:3])
+    model, x = Mlp().to(dtype), torch.randn(40, 12, dtype=dtype)
+    (row,), seen = probed(model, lambda: model(x).square().sum().backward(), config=CONFIG, modules=["first"])
+    assert row.bits == 8 * dtype.itemsize
+    close(row, *by_hand(*seen["first"][0], config=CONFIG, samples=None)[:3])

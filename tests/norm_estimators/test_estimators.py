@@ -1,14 +1,24 @@
-"""Running means: what they learn, what they never learn, and that they wait for no device."""
+"""Norm estimators: running means, caches of samples, names; what they learn and never learn, and refusals."""
 
 import math
 
 import pytest
 import torch
-from estimator_helpers import CPU, call_of
+from estimator_helpers import CPU, Constant, call_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from rmm_linear.estimators import LayerCall, RunningNorms, SampleCache, make_norm_estimator
+from rmm_linear import RMMConfig
+from rmm_linear.estimators import (
+    LayerCall,
+    RunningNorms,
+    SampleCache,
+    make_norm_estimator,
+    norm_estimators,
+    register_norm_estimator,
+)
 from rmm_linear.sketches import TokenMask
+
+# Running means
 
 
 def test_a_mean_by_position_is_that_of_relative_squares_with_one_more_token():
@@ -107,21 +117,16 @@ def test_longer_sequences_come_later():
 
 
 def test_a_step_without_any_gradient_teaches_nothing():
-    estimator = RunningNorms(["position"])
-    call = call_of(1, 3)
+    """After one alone, the same is expected of all tokens."""
+    estimator, call = RunningNorms(["position"]), call_of(1, 3)
+    estimator.observe(call, torch.zeros(3))
+    first = estimator.predict(call)
+    assert first[0] > 0
+    assert (first == first[0]).all()
     estimator.observe(call, torch.tensor([3.0, 2.0, 1.0]))
     before = {name: tensor.clone() for name, tensor in estimator.tensors().items()}
     estimator.observe(call, torch.zeros(3))
     assert all(torch.equal(before[name], tensor) for name, tensor in estimator.tensors().items())
-
-
-def test_an_estimator_that_saw_zeros_only_expects_the_same_of_all_tokens():
-    estimator = RunningNorms(["position"])
-    call = call_of(1, 3)
-    estimator.observe(call, torch.zeros(3))
-    known = estimator.predict(call)
-    assert (known > 0).all()
-    assert len(set(known.tolist())) == 1
 
 
 def run_on_fakes(estimator):
@@ -142,19 +147,111 @@ def test_running_means_never_wait_for_the_device(name):
         run_on_fakes(SampleCache())  # which does, and says so
 
 
+# Caches of samples
+
+
+def test_a_cache_recalls_an_example_wherever_it_comes_again():
+    cache = SampleCache()
+    cache.observe(call_of(2, 3, index=[4, 0]), torch.tensor([4.0, 2, 1, 1, 3, 5]))
+    again = cache.predict(call_of(2, 3, index=[0, 4]))
+    torch.testing.assert_close(again, torch.tensor([1.0, 3, 5, 4, 2, 1]), rtol=2**-7, atol=0)
+
+
+def test_examples_that_are_not_known_have_the_mean_of_the_others_tokens_that_count():
+    cache = SampleCache()
+    cache.observe(call_of(1, 4, index=[1], mask=[[1, 1, 0, 0]]), torch.tensor([3.0, 1.0, 0, 0]))
+    assert cache.predict(call_of(2, 2, index=[0, 7])) is None
+    known = cache.predict(call_of(2, 3, index=[7, 1], mask=[[1, 1, 1], [1, 1, 0]]))
+    torch.testing.assert_close(known[:5], torch.tensor([5.0, 5, 5, 9, 1]).sqrt(), rtol=2**-7, atol=0)
+
+
+def test_a_cache_follows_tokens_through_padding_of_any_side_and_width():
+    cache = SampleCache()
+    cache.observe(call_of(1, 4, index=[2], mask=[[0, 0, 1, 1]]), torch.tensor([9.0, 9, 4, 2]))
+    known = cache.predict(call_of(1, 3, index=[2], mask=[[1, 1, 0]]))
+    torch.testing.assert_close(known[:2], torch.tensor([4.0, 2.0]), rtol=2**-7, atol=0)
+
+
+def test_a_sequence_cache_has_one_number_for_each():
+    cache = SampleCache(per_token=False)
+    cache.observe(call_of(2, 2, index=[1, 0], mask=[[1, 0], [1, 1]]), torch.tensor([2.0, 0, 3, 1]))
+    torch.testing.assert_close(
+        cache.predict(call_of(2, 2, index=[0, 1])), torch.tensor([5.0, 5, 4, 4]).sqrt(), rtol=2**-7, atol=0
+    )
+    assert cache.bytes == 2 * 2 + 8
+
+
+def test_a_cache_is_bounded_and_says_so():
+    cache = SampleCache(max_bytes=2 * 3 * 4)  # 4 examples of 3 tokens
+    norms = torch.tensor([1.0, 2, 3, 3, 2, 1])
+    with pytest.warns(RuntimeWarning, match="sees example 9: those from number 4 on are not remembered"):
+        cache.observe(call_of(2, 3, index=[9, 3]), norms)
+    cache.observe(call_of(2, 3, index=[11, 3]), norms)  # once is enough; warnings are errors here
+    assert cache.bytes == 2 * 3 * 4 + 8
+    assert cache.predict(call_of(1, 3, index=[9])) is None
+    torch.testing.assert_close(cache.predict(call_of(1, 3, index=[3])), norms[3:], rtol=2**-6, atol=0)
+
+
+def test_numbers_below_zero_are_no_examples():
+    cache = SampleCache()
+    cache.observe(call_of(1, 2, index=[-1]), torch.ones(2))
+    assert cache.bytes == 0
+    assert cache.predict(call_of(1, 2, index=[-1])) is None
+
+
+# Names and options
+
+
+@pytest.mark.parametrize("name", norm_estimators()[1:])
+def test_an_empty_or_unknown_call_is_harmless(name):
+    estimator = make_norm_estimator(name)
+    assert estimator.predict(call_of(1, 3)) is None
+    estimator.observe(LayerCall((0, 4), CPU), torch.zeros(0))
+    estimator.observe(LayerCall((6,), CPU), torch.ones(6))
+    assert estimator.predict(LayerCall((6,), CPU)) is None
+
+
+def test_ones_own_estimator_has_a_name():
+    assert "constant" in norm_estimators()
+    assert RMMConfig.from_dict(RMMConfig(kind="wta", norm_estimator="constant").to_dict()).norm_estimator == "constant"
+
+
+def wrong():
+    register_norm_estimator("wrong", dict)
+    make_norm_estimator("wrong")
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("call", "error", "message"),
     [
-        ({"by": "position"}, ValueError, "by must list"),
-        ({"by": []}, ValueError, "by must list"),
-        ({"by": ["token", "token"]}, ValueError, "by must list"),
-        ({"by": ["place"]}, ValueError, "by must list"),
-        ({"by": ["token"], "decay": 0}, ValueError, r"decay must be in \(0, 1\]"),
-        ({"by": ["token"], "decay": True}, ValueError, r"decay must be in \(0, 1\]"),
-        ({"by": ["token"], "buckets": 0}, ValueError, "buckets must be at least 1"),
-        ({"by": ["token"], "buckets": 1.5}, TypeError, "buckets must be a positive integer"),
+        (lambda: RunningNorms(by="position"), ValueError, "by must list"),
+        (lambda: RunningNorms(by=[]), ValueError, "by must list"),
+        (lambda: RunningNorms(by=["token", "token"]), ValueError, "by must list"),
+        (lambda: RunningNorms(by=["place"]), ValueError, "by must list"),
+        (lambda: RunningNorms(by=["token"], decay=0), ValueError, r"decay must be in \(0, 1\]"),
+        (lambda: RunningNorms(by=["token"], decay=True), ValueError, r"decay must be in \(0, 1\]"),
+        (lambda: RunningNorms(by=["token"], buckets=0), ValueError, "buckets must be at least 1"),
+        (lambda: RunningNorms(by=["token"], buckets=1.5), TypeError, "buckets must be a positive integer"),
+        (lambda: SampleCache(per_token=1), TypeError, "per_token"),
+        (lambda: SampleCache(max_bytes=0), ValueError, "max_bytes"),
+        (wrong, TypeError, "'wrong' must make a NormEstimator, got dict"),
+        (lambda: register_norm_estimator("token", Constant), ValueError, "must be new"),
+        (lambda: register_norm_estimator("", Constant), ValueError, "must be new"),
+        (lambda: register_norm_estimator(3, Constant), ValueError, "must be new"),
+        (lambda: register_norm_estimator("new", None), TypeError, "must make an estimator"),
+        (
+            lambda: RMMConfig(kind="wta", norm_estimator="tokens"),
+            ValueError,
+            r"must be one of none, position, .* got 'tokens'",
+        ),
+        (lambda: RMMConfig(kind="rows", norm_estimator="token"), ValueError, "got 'token' with kind='rows'"),
+        (
+            lambda: RMMConfig(kind="wta", norm_estimator="token", overrides={"query": {"kind": "rows"}}),
+            ValueError,
+            r"overrides\['query'\]: norm_estimator is for",
+        ),
     ],
 )
-def test_wrong_options_are_refused(options, error, message):
+def test_what_makes_no_sense_is_refused(call, error, message):
     with pytest.raises(error, match=message):
-        RunningNorms(**options)
+        call()
