@@ -122,7 +122,7 @@ EXPLAIN = ["{}/roberta", "--batch"]
     [
         ("explain", ["/nowhere"], "MODEL must be a folder written by save_pretrained"),
         ("explain", ["{}/vit"], "takes pixel_values. Save a batch"),
-        ("explain", ["{}/roberta", "--length", "50"], "is none of the model's (index"),
+        ("explain", ["{}/roberta", "--length", "50"], "is out of the model's range (index"),
         ("explain", ["{}/roberta", "--size", "0"], "size must be at least 1, got 0"),
         ("explain", ["{}/roberta", "--operations", "lines"], "operations must be one or more of linear, activation"),
         ("explain", [*EXPLAIN, "{}/none.pt"], "must be a .pt file written by torch.save, got none (No such file or"),
@@ -222,7 +222,7 @@ def test_the_report_is_printed_and_the_plan_saved(folders, tmp_path, capsys):
     path = tmp_path / "plan.json"
     out = fitted(capsys, folders, *BATCH, "--memory", "0.8", *RECOMPUTED, "--save", str(path))
     assert out.startswith("rmm_linear fit: ")
-    assert "of it optimizer " in out
+    assert "of which optimizer " in out
     plan = load_plan(path)
     assert any(block.choice != "keep" for block in plan.blocks)
     trained = tiny_model("roberta")
@@ -236,7 +236,7 @@ def test_a_batch_of_a_file_and_an_optimizer_without_state(folders, tmp_path, cap
     words = ["--batch", str(tmp_path / "batch.pt"), "--memory", "1GB", "--optimizer", "sgd", "--max-noise", "2"]
     out = fitted(capsys, folders, *words)
     assert "The exact model fits" in out
-    assert "of it optimizer " not in out
+    assert "of which optimizer " not in out
 
 
 def test_time_bounds_alone(folders, capsys):

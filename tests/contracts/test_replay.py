@@ -132,6 +132,7 @@ HAZARDS = {
 # What another order of operations could change.
 OF_ORDER = {"random branches", "buffer between two uses", "part of a buffer between two uses", "functions in place"}
 OF_ORDER |= {"a tensor that many read", "buffer by data", "shared batch norm", "autocast inside"}
+OF_CUTS = OF_ORDER | {"dropout", "buffer in place", "buffer replaced", "batch norm", "tied weights"}
 
 # What an executor must refuse; by its name, or by the first words of several names, as in all tables below.
 REFUSED = {
@@ -179,9 +180,9 @@ def cells():
         for hazard in HAZARDS:
             absent = found_in(ABSENT, executor, hazard)
             marks = [pytest.mark.skip(reason=absent)] if absent else []
-            # Whichever method cuts a graph, its pieces run alike: what the user does is tried with one.
+            # Whichever method cuts a graph, its pieces run alike: all that may happen is tried with one.
             is_like_another = executor in ("plan_graph chen", "plan_graph kusumoto")
-            is_left = is_like_another and HAZARDS[hazard].procedure is not once
+            is_left = is_like_another and hazard not in OF_CUTS
             is_left |= executor == "plan_graph cuts ordered" and hazard not in OF_ORDER
             marks += [pytest.mark.thorough] if is_left else []
             yield pytest.param(executor, hazard, marks=marks, id=f"{executor}-{hazard}")

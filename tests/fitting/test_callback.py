@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_the_models_own_is_a_function_as_example(tmp_path):
     trainer, callback, _ = fitting(tmp_path, settings, max_steps=1, label_smoothing_factor=0.1)
     trainer.train()
     report = callback.fit_report
-    assert any("Noise is not measured" in note for note in report.notes)
+    assert any("The variance ratio is not measured" in note for note in report.notes)
     assert report.memory is None
     assert report.peak < report.exact_peak
 

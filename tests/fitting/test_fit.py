@@ -79,11 +79,11 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
     with pytest.raises(
         ValueError, match=r"cannot be met: the least is \d+ bytes .* needs\. These would help: a smaller"
     ):
-        fit(model, example, memory=0.2, allow=("keep", "recompute"))
+        fit(model, example, memory=0.3, allow=("keep", "recompute"))
     with pytest.raises(ValueError, match=r"before anything is saved .*parameters .*gradients .*optimizer"):
         fit(model, example, memory=static_bytes(model) * 3, optimizer=torch.optim.AdamW)
     assert not hasattr(model, "rmm_plan")
-    fit(model, example, memory=0.6)  # the model is as it was, so it can be fitted
+    fit(model, example, "least")  # the model is as it was, so it can be fitted
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def known_times(monkeypatch):
 
 @pytest.mark.usefixtures("known_times")
 def test_a_bound_on_time_gives_the_least_memory_in_it():
-    model, example = encoder(), batch_of()
+    model, example = stack(3).train(), rows()
     tight = fit(model, example, time=1.05, allow=("keep", "recompute"))
     rmm_linear.revert(model)
     wide = fit(model, example, time=2.0, allow=("keep", "recompute"))
@@ -168,22 +168,22 @@ def test_a_bound_on_time_gives_the_least_memory_in_it():
 
 @pytest.mark.usefixtures("known_times")
 def test_least_noise_is_less_than_that_of_least_time():
-    model, example = encoder(), batch_of()
-    fastest = fit(model, example, memory=0.6, max_noise=1e9)
+    model, example = stack(3).train(), rows()
+    fastest = fit(model, example, memory=0.75, max_noise=1e9)
     rmm_linear.revert(model)
-    quietest = fit(model, example, memory=0.6, max_noise=1e9, objective="noise")
+    quietest = fit(model, example, memory=0.75, max_noise=1e9, objective="noise")
     assert fastest.noise > 0 == quietest.noise
     assert fastest.time < 1 < quietest.time
 
 
 def test_state_of_the_optimizer_and_gradients_of_earlier_batches_count():
-    model, example = encoder(), batch_of()
+    model, example = stack(3).train(), rows()
     plain = fit(model, example, memory="1GB")
-    with_state = fit(encoder(), example, memory="1GB", optimizer=torch.optim.AdamW)
+    with_state = fit(stack(3).train(), example, memory="1GB", optimizer=torch.optim.AdamW)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 <= with_state.exact_peak - plain.exact_peak - 2 * gradients < 4 * len(list(model.parameters())) + 1
-    model = encoder()
-    again = fit(model, example, memory=0.6, accumulate=True)
+    rmm_linear.revert(model)
+    again = fit(model, example, memory=0.85, accumulate=True)
     run_step(model, example)
     with peak("cpu") as found:
         run_step(model, example)

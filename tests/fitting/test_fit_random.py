@@ -6,6 +6,7 @@ from fit_cases import Normed, assert_untouched, rows, snapshot, stack, tokens
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from offload_helpers import Transformer
 from planning_graph_helpers import real_peak
 from torch import nn
 
@@ -20,49 +21,6 @@ FEW, MANY = (
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "tanh": nn.Tanh}
 
 
-class Attention(nn.Module):
-    def __init__(self, width, dropout):
-        super().__init__()
-        self.into, self.out, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width), dropout
-
-    def forward(self, x):
-        query, key, value = self.into(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        chance = self.dropout if self.training else 0.0
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=chance)
-        return self.out(mixed.transpose(1, 2).flatten(-2))
-
-
-class Layer(nn.Module):
-    def __init__(self, width, hidden, dropout, activation):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.RMSNorm(width)
-        self.attention, self.dropout = Attention(width, dropout), nn.Dropout(dropout)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), ACTIVATIONS[activation](), nn.Linear(hidden, width))
-
-    def forward(self, x):
-        x = x + self.dropout(self.attention(self.first(x)))
-        return x + self.dropout(self.mlp(self.second(x)))
-
-
-class Language(nn.Module):
-    """A language model, whose layers may be one and whose head may be its embedding."""
-
-    def __init__(self, vocabulary, width, layers, tied):
-        super().__init__()
-        self.embedding, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList(layers)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x)
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        return {"loss": loss, "logits": logits}
-
-
 @st.composite
 def models(draw):
     """A model with a batch."""
@@ -72,10 +30,10 @@ def models(draw):
     batch, is_shared = draw(st.sampled_from([2, 3, 8])), draw(st.booleans())
     kind = draw(st.sampled_from(["language", "mlp", "images"]))
     if kind == "language":
-        hidden, vocabulary = draw(st.sampled_from([16, 96])), draw(st.sampled_from([11, 500]))
-        layers = [Layer(width, hidden, dropout, activation) for _ in range(count)]
-        model = Language(vocabulary, width, layers[:1] * max(count, 2) if is_shared else layers, draw(st.booleans()))
-        example = torch.randint(0, vocabulary, (batch, draw(st.sampled_from([2, 24]))))
+        model = Transformer(dropout, blocks=count, width=width)
+        if is_shared:
+            model.blocks = nn.ModuleList([model.blocks[0]] * max(count, 2))
+        example = torch.randint(0, 600, (batch, draw(st.sampled_from([2, 24]))))
     elif kind == "mlp":
         one = nn.Sequential(nn.Linear(width, width), ACTIVATIONS[activation]())
         others = [Normed(width, dropout) for _ in range(count)]

@@ -71,7 +71,7 @@ def test_a_reverted_model_is_its_twin(kind, choice, setting, tmp_path):
     [(1.0, ("keep",)), (0.9, ("recompute",)), (0.8, ("sketch", "pack")), (0.9, ("offload",))],
 )
 def test_revert_after_a_fit(memory, allow, tmp_path):
-    """Of every kind; where everything is kept, there is a plan to revert too."""
+    """Of every kind; where every block stays as it is, there is a plan to revert too."""
     model, twin = twins(stack().train())
     example = rows(2048) if "offload" in allow else rows()  # small tensors are not offloaded
     report = rmm_linear.fit(model, example, memory, allow=allow, max_noise=1e9, folder=str(tmp_path))

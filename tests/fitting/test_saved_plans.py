@@ -1,4 +1,4 @@
-"""Plans of fitted models are saved beside the weights and in checkpoints, and applied again."""
+"""Plans of fitted models are saved with the weights and in checkpoints, and applied again."""
 
 import json
 import shutil

@@ -15,10 +15,10 @@ from rmm_linear.memory import peak, track_saved
 
 
 def total(run, model):
-    with track_saved(model) as kept:
+    with track_saved(model) as saved:
         output = run()
     assert output is not None
-    return kept.total
+    return saved.total
 
 
 # The counter
@@ -56,9 +56,9 @@ def test_nothing_counts_without_gradients():
 
 def test_backward_inside_takes_nothing_away():
     layer = nn.Linear(4, 3)
-    with track_saved(layer) as kept:
+    with track_saved(layer) as saved:
         layer(torch.randn(10, 4)).sum().backward()
-    assert kept.total == 10 * 4 * 4
+    assert saved.total == 10 * 4 * 4
 
 
 def test_gradients_are_the_same_under_the_counter():
@@ -73,16 +73,16 @@ def test_gradients_are_the_same_under_the_counter():
 
 def test_the_ledger_names_keepers_and_marks_shared_storages():
     model = Shapes()
-    with track_saved(model) as kept:
+    with track_saved(model) as saved:
         output = model(torch.randn(100, 16))
     size = 100 * 16 * 4
-    # left and right each give the product an operand, tanh keeps its output, which `after` reads.
-    assert kept.by_module == {"inner": size, "left": size, "": 3 * size}
-    assert kept.shared == {"left": size, "": size}
-    assert kept.total == 5 * size
-    assert kept.to_dict() == {"total": kept.total, "by_module": kept.by_module, "shared": kept.shared}
-    assert "left" in kept.table()
-    assert "(model)" in kept.table()
+    # left and right each give the product an operand, tanh saves its output, which `after` reads.
+    assert saved.by_module == {"inner": size, "left": size, "": 3 * size}
+    assert saved.shared == {"left": size, "": size}
+    assert saved.total == 5 * size
+    assert saved.to_dict() == {"total": saved.total, "by_module": saved.by_module, "shared": saved.shared}
+    assert "left" in saved.table()
+    assert "(model)" in saved.table()
     del output
 
 
@@ -97,7 +97,7 @@ def test_the_ledger_leaves_no_hooks():
 
 
 def test_mlp_keeps_its_rows_its_seeds_and_what_relu_keeps():
-    """120 tokens, K = 30: 30 · (12 + 16) sketched elements and two seeds instead of 120 · 12; ReLU keeps 120 · 16."""
+    """120 tokens, K = 30: 30 · (12 + 16) sketched elements and two seeds instead of 120 · 12; ReLU saves 120 · 16."""
     model, x = Mlp(), torch.randn(120, 12)
     model.dropout = nn.Identity()
     relu = 120 * 16 * 4
@@ -110,7 +110,7 @@ def test_mlp_keeps_its_rows_its_seeds_and_what_relu_keeps():
 
 @pytest.mark.parametrize("architecture", ["roberta", "gpt2"])
 def test_sketched_layers_of_a_model_keep_exactly_their_rows(architecture):
-    """What a layer keeps is what the model keeps with it trainable, less with it frozen, layers one by one."""
+    """A layer saves what the model saves with it trainable, less with it frozen, layers one by one."""
     model, ids = tiny_model(architecture, dropout=0.0).train(), token_ids(4, 20)
     layers = {
         "roberta": {"roberta.encoder.layer.0.output.dense": 32, "roberta.encoder.layer.1.attention.output.dense": 16},
@@ -132,15 +132,15 @@ def test_eval_keeps_no_more_than_frozen_layers_do(architecture):
     model, ids = tiny_model(architecture, dropout=0.0), token_ids()
     convert(model, **ROUGH)
     layers = [m for m in model.modules() if hasattr(m, "rmm_config")]
-    kept = total(lambda: model.eval()(input_ids=ids).logits, model)
+    saved = total(lambda: model.eval()(input_ids=ids).logits, model)
     for layer in layers:
         layer.requires_grad_(False)
-    assert total(lambda: model.eval()(input_ids=ids).logits, model) == kept
-    assert total(lambda: model.train()(input_ids=ids).logits, model) == kept
+    assert total(lambda: model.eval()(input_ids=ids).logits, model) == saved
+    assert total(lambda: model.train()(input_ids=ids).logits, model) == saved
 
 
 def test_input_is_freed_after_the_forward_pass():
-    """What counts in the end: once the caller lets go of X, nobody holds it."""
+    """What counts in the end: once the caller lets go of X, it is freed."""
     layer = RMMLinear(6, 4)
     x = torch.randn(4000, 6)
     gone = weakref.ref(x)

@@ -94,7 +94,7 @@ def test_siblings_expect_the_root_of_their_squares():
 
 
 def test_what_is_expected_reaches_the_draw():
-    """A token that is expected to hold all of the gradient is one of wta's winners: kept as it is, always."""
+    """A token that is expected to hold all of the gradient is one of wta's winners: always stored as it is."""
 
     class One(Constant):
         def predict(self, call):

@@ -1,4 +1,4 @@
-"""Bias of a whole model's gradient: none but that of attention, which is small beside its noise."""
+"""Bias of a whole model's gradient: none but that of attention, which is small compared with its noise."""
 
 import math
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Draws(NamedTuple):
 
 
 def drawn(architecture, operations, draws, sharpness=1.0):
-    """Gradients of a tiny model with some operations converted: the same batch and dropout, other stand-ins."""
+    """Gradients of a tiny model with some operations converted: the same batch and dropout, other seeds."""
     model, batch = tiny_model(architecture, dropout=0.1).train(), padded_batch()
     if architecture == "llama":
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

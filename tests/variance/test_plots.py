@@ -139,7 +139,7 @@ def test_noise_against_memory_has_every_kind_and_width_at_its_place(pictures):
     for setting, expected in {
         "rows": [(0, 2.0), (1, none), gap, (3, 1.0), (4, none), gap],
         "wta": [(0, 4.0), (1, math.nan), gap, (3, 2.0), (4, math.nan), gap],
-        PAPER: [(0, 10), (1, 10), gap, (3, 5), (4, 5), gap],  # beside every width
+        PAPER: [(0, 10), (1, 10), gap, (3, 5), (4, 5), gap],  # next to every width
     }.items():
         np.testing.assert_allclose(curve(ax, setting).get_xydata(), expected)
     assert AUTO not in [line.get_label() for line in ax.lines]

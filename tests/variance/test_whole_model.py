@@ -131,7 +131,7 @@ def test_a_converted_model_has_the_noise_of_the_same_conversion(architecture):
 
 
 def test_checkpointing_has_the_same_noise():
-    """Without reentrance, which torch refuses under autograd.grad: the stand-ins are made in the recomputation."""
+    """Without reentrance, which torch refuses under autograd.grad: activations are compressed in the recomputation."""
     found = []
     for is_checkpointed in (False, True):
         model = tiny_model("roberta", dropout=0.1)

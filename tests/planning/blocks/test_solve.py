@@ -38,7 +38,7 @@ def chains(count, seed=0):
 
 
 def large(count, seed=0):
-    """Blocks of about ten million bytes and seven options: the less is kept, the more time it takes, more or less."""
+    """Blocks of about ten million bytes and seven options: the less is saved, the more time it takes, more or less."""
     draw = random.Random(seed)
     options = []
     for _ in range(count):

@@ -161,7 +161,7 @@ def test_a_store_that_lags_makes_the_run_wait_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(store_thread, "wait", watched)
     report = ran(20, slots=2, store=Lagging(), interval=1)
     assert report.stored == 19
-    assert report.waited > 17 * 0.02  # the run may look again in the middle of a put, which lets the next one go on
+    assert report.waited > 17 * 0.02  # the run may ask again in the middle of a put, which lets the next one go on
     assert report.waited == report.waited_forward + report.waited_backward
 
 
@@ -205,11 +205,11 @@ SIZE = 1 << 16  # elements of a state
     ids=str,
 )
 def test_no_more_states_live_than_there_are_slots(options: dict[str, Any], states: int, tmp_path: Any) -> None:
-    """Beside them: the final state, its gradient; a step's result, derivative, two gradients; on the thread, two."""
+    """In addition: the final state, its gradient; a step's result, derivative, two gradients; on the thread, two."""
     u = torch.ones(SIZE, requires_grad=True)
     store = {"store": tmp_path} if "interval" in options else {}
     with peak("cpu") as measured:
         final = sweep(lambda i, u: torch.sin(u), u, 100, **options, **store)
         final.backward(torch.ones(SIZE))
-    beside = 6 + 2 * bool(store)
-    assert states - 1 <= measured.bytes / (4 * SIZE) <= states + beside
+    others = 6 + 2 * bool(store)
+    assert states - 1 <= measured.bytes / (4 * SIZE) <= states + others

@@ -312,7 +312,7 @@ def test_a_step_that_changes_its_state_in_place(number: int) -> None:
         sweep(step, initial(), 5, slots=2)
 
 
-def test_a_state_that_somebody_else_changes() -> None:
+def test_a_state_that_is_changed_in_place() -> None:
     seen: list[Tensor] = []
 
     def step(number: int, u: Tensor) -> Tensor:

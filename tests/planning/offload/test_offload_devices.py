@@ -45,7 +45,7 @@ def test_fake_memory_of_an_accelerator_lives_until_it_is_copied() -> None:
 
 
 class LazyStream:
-    """A stream of copies that does nothing before somebody waits for it, and then finds what is still there."""
+    """A stream of copies that does nothing before it is waited for, and then finds what is still there."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[Any, Any]] = []

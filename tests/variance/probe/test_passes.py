@@ -1,4 +1,4 @@
-"""GradientProbe looks at the passes it is told to, and under activation checkpointing at the same X and Y."""
+"""GradientProbe measures the passes that it is told to, and the same X and Y under activation checkpointing."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_checkpointing_gives_the_same_numbers(reentrant, converted):
 
 @checkpoints
 def test_layers_that_are_recomputed_exactly_have_no_noise(reentrant):
-    """The layer outside of the checkpoint has; and all have where stand-ins are made in the recomputation."""
+    """The layer outside of the checkpoint has; and all have where sketches are made in the recomputation."""
     found = {}
     for mode in ("exact", "packed"):
         model = checkpointed(use_reentrant=reentrant, dropout=0.0)
@@ -132,7 +132,7 @@ def test_several_calls_under_checkpointing(reentrant, within):
 @pytest.mark.parametrize("joint", [True, False], ids=["one backward", "two backwards"])
 @pytest.mark.parametrize("looked_at", [1, 2])
 def test_several_passes_wait_for_their_backward(reentrant, joint, looked_at):
-    """Only one of them is looked at, and recomputations of the other are told from its own."""
+    """Only one of them is measured, and recomputations of the other are told from its own."""
     inputs, found = [six_features(), (3 * six_features().flip(0)).detach().requires_grad_()], []
     for mode in (None, reentrant):
         model = checkpointed(use_reentrant=mode, dropout=0.0)

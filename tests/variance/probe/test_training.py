@@ -75,7 +75,7 @@ def test_between_measurements_a_model_holds_what_it_holds_without_a_probe():
 
 @pytest.mark.parametrize("converted", [True, False], ids=["converted", "plain"])
 def test_x_lives_from_the_probe_steps_forward_to_its_backward(converted):
-    """In a sketched layer nobody else holds X; between probes the probe does not either."""
+    """In a sketched layer nothing else holds X; between measurements the probe does not either."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     if converted:
         convert(model, CONFIG)
@@ -131,7 +131,7 @@ def test_an_exception_inside_forward_is_passed_on():
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
 def test_an_input_that_is_not_the_same_again_is_reported_once(reentrant, preserve, caplog):
-    """Dropout draws anew in the recomputation, so nobody can tell whose X that is."""
+    """Dropout draws other numbers in the recomputation, so whose X that is cannot be told."""
 
     class Dropped(nn.Module):
         def __init__(self):
