@@ -8,6 +8,7 @@ from statistical import assert_moments
 
 from rmm_linear.ops.derivatives import apply_derivative, pack_derivative, stored_parts
 from rmm_linear.packing import derivatives as plain
+from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import views
 from rmm_linear.variance.standins.pointwise import element_variance, input_gradient_variance
 
@@ -102,3 +103,8 @@ def test_rows_and_columns_are_rounded_independently():
     correlation = errors.T.corrcoef()
     # Off the diagonal the sample's correlation has the standard error 1 / √draws.
     assert (correlation - torch.eye(4)).abs().max() < 4.5 / draws**0.5
+
+
+def test_the_variance_of_what_has_no_range_needs_the_stored_scales():
+    with pytest.raises(ValueError, match="follows from stored scales: give qparams and columns"):
+        element_variance(Pointwise("relu_squared"), 4)
