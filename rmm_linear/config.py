@@ -170,6 +170,9 @@ class RMMConfig(SavedSettings):
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", read_names("exclude_modules", self.exclude_modules))
         object.__setattr__(self, "overrides", self._checked_overrides())
+        numbers = {name: getattr(self, name) for name in ("ratio", "memory")}
+        texts = {name: repr(float(number)) for name, number in numbers.items() if number is not None}
+        object.__setattr__(self, "_texts", texts)
 
     def _checked_overrides(self) -> dict[str, dict[str, Any]]:
         if not isinstance(self.overrides, Mapping):
@@ -212,10 +215,10 @@ class RMMConfig(SavedSettings):
         if width == "auto":
             width = None if self.ratio is not None else (bits or _AUTO_BITS)
         if self.ratio is not None:
-            rows = round(self.ratio * tokens)
+            rows = round(self._constant("ratio") * tokens)
         else:
             row_bytes = features * itemsize if width is None else packed_bytes(1, features, int(width))
-            budget = (self.memory or 0) * tokens * features * itemsize
+            budget = self._constant("memory") * tokens * features * itemsize
             rows = int(budget / row_bytes)
             if self.kind in SAMPLERS and rows < tokens:
                 rows = int(budget / (row_bytes + ROW_SAMPLE_BYTES))
@@ -224,6 +227,11 @@ class RMMConfig(SavedSettings):
             return None
         mix = self.uniform_mix if self.kind in SAMPLERS else 0.0
         return SaveSpec(self.kind, rows, self.block, None if width is None else int(width), mix)
+
+    def _constant(self, name: str) -> float:
+        """The number, which a compiler that traces numbers as variables takes for a constant, as it does texts."""
+        texts: dict[str, str] = vars(self).get("_texts", {})  # which pickled configurations may not have
+        return float(texts[name] if name in texts else getattr(self, name))
 
     def replace(self, **changes: Any) -> RMMConfig:
         """Return a copy with other values; a new ``ratio`` replaces ``memory`` and vice versa.

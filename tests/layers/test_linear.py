@@ -7,7 +7,7 @@ from module_cases import converted_model
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from rmm_linear import RMMLinear
+from rmm_linear import RMMLinear, convert
 from rmm_linear.memory import track_saved
 
 
@@ -142,3 +142,17 @@ def test_an_exact_layer_that_reads_part_of_a_tensor_keeps_that_part_alone(autoca
     found, stated = (torch.autograd.grad(y.float().square().sum(), exact.weight)[0] for y in (output, expected))
     near = 8 * 2**-8 if autocast else 8 * 2**-23  # sums of 8 terms
     torch.testing.assert_close(found, stated, rtol=0, atol=near * float(stated.abs().max()))
+
+
+@pytest.mark.parametrize("amount", [{"ratio": 0.25}, {"memory": 0.1}], ids=str)
+def test_compilers_may_trace_numbers_as_variables(amount):
+    """As dynamic=True does with every number that they find, a configuration's too."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 4)).train()
+    convert(model, min_rows=1, operations="linear", target_modules=["0"], **amount)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (40, 30):
+        x = torch.randn(3, count, 64)
+        compiled(x).sum().backward()
+        assert model[0].weight.grad.isfinite().all()
+    torch._dynamo.reset()
