@@ -12,7 +12,6 @@ BLUE, RED, GREEN, PINK, LIGHT, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc79a
 
 
 def figure_of(down: int, across: int, width: float = 4.6, height: float = 3.9) -> tuple[Any, list[Any]]:
-    """Return a figure and its axes, row after row."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -22,7 +21,6 @@ def figure_of(down: int, across: int, width: float = 4.6, height: float = 3.9) -
 
 
 def distinct(count: int) -> list[Any]:
-    """Return as many colours, no two of them alike."""
     from matplotlib import colormaps
 
     every = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors, *colormaps["Pastel1"].colors]  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,11 +12,9 @@ import torch
 
 # What a server imports before it is forked; modules that are not there are left out.
 _PRELOAD = [
-    "benchmarks.suites",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
+    "benchmarks.suites", "torch._dynamo", "transformers.models.llama.modeling_llama",
     "transformers.models.roberta.modeling_roberta",
-]
+]  # fmt: skip
 
 
 class ProcessError(RuntimeError):
@@ -24,7 +22,6 @@ class ProcessError(RuntimeError):
 
 
 def call(function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> Any:
-    """Call a function in a fresh process."""
     # A server that has imported everything is forked: a process then takes no seconds. Not with CUDA: an import that so
     # much as counts the devices forbids their use in what is forked later.
     forked, fresh = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")

@@ -48,8 +48,6 @@ class Origin:
 
 @dataclass(frozen=True)
 class Row(Origin):
-    """One provider on one case."""
-
     suite: str  # "linear", "model", "kernels", "growth", "host", "operators" or "blocks"
     case: str  # title of the case
     provider: str  # title of the provider
@@ -72,8 +70,6 @@ class Row(Origin):
 
 @dataclass(frozen=True)
 class Parity(Origin):
-    """One check of a kernel against its reference."""
-
     comparison: str  # title of the comparison
     what: str = ""  # what was compared
     error: float = float("nan")  # relative RMS error, or share of elements that differ
@@ -155,7 +151,6 @@ def read_rows(path: Path, kind: type[Record]) -> list[Record]:
 
 
 def known_rows(path: Path, kind: type[Record]) -> list[Record]:
-    """Read what :func:`write_rows` wrote."""
     return read_rows(path, kind) if path.is_file() else []
 
 

@@ -23,7 +23,6 @@ def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: i
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile, interpolated within the values."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")

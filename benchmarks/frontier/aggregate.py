@@ -11,7 +11,6 @@ from benchmarks.frontier.rows import Cost, Epoch
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the mean of values and its standard error."""
     if not values:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -37,7 +36,6 @@ def text_of(found: tuple[float, float] | None, digits: int, *, factor: float = 1
 
 
 def mean_text(values: Sequence[float], digits: int, *, factor: float = 1, sign: bool = False) -> str:
-    """Write the mean of values, with its standard error where there are several."""
     return text_of(mean_and_error(values), digits, factor=factor, sign=sign)
 
 
@@ -67,7 +65,6 @@ def comparable(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[Epoch]:
 
 
 def _common(epochs: Sequence[Epoch], costs: Sequence[Cost], task: str) -> set[int]:
-    """The seeds that all methods were trained with."""
     methods = {EXACT if METHODS[row.method].is_exact else row.method for row in costs if row.task == task}
     last = [row for row in epochs if row.task == task and row.epoch == row.epochs]
     found = [{row.seed for row in last if row.method == method} for method in methods]
@@ -95,7 +92,6 @@ def _pairs(epochs: Sequence[Epoch], task: str, method: str) -> list[tuple[Epoch,
 
 
 def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
-    """Return what a method reaches after the last epoch."""
     return [row.score for row in epochs if (row.task, row.method, row.epoch) == (task, method, row.epochs)]
 
 
@@ -127,7 +123,6 @@ def loss_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str
 
 
 def share_text(share: float | None, field: str) -> str:
-    """Write a share."""
     if share is None:
         return ""
     return f"{share:.2f}" if field.endswith("time") else f"{100 * share:.0f} %"

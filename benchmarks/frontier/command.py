@@ -63,7 +63,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def draw(out: Path) -> Iterator[str]:
-    """Draw what was measured, from the csv files."""
     from benchmarks.frontier import plots
     from benchmarks.frontier.rows import Cost, Epoch, Point
     from benchmarks.frontier.study import BATCHES, LONG

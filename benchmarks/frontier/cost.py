@@ -81,7 +81,6 @@ def _timed(asked: Asked, task: str, methods: Sequence[str], about: Mapping[str, 
 
 
 def _is_as_wanted(row: Cost | None, asked: Asked) -> bool:
-    """Whether a method was measured as it would be now."""
     return row is not None and row.status == "ok" and row.settings == _settings(asked, row.task, row.method)
 
 
@@ -91,7 +90,6 @@ def _settings(asked: Asked, task: str, method: str) -> str:
 
 
 def _measured(asked: Asked, task: str, method: str) -> dict[str, Any]:
-    """The bytes of a method, or why there are none."""
     settings = {"settings": _settings(asked, task, method)}
     try:
         found = call(_bytes, asked, task, method)
@@ -101,7 +99,6 @@ def _measured(asked: Asked, task: str, method: str) -> dict[str, Any]:
 
 
 def _times(method: str, whole: Mapping[str, list[float]], trained: Mapping[str, list[float]]) -> dict[str, float]:
-    """The columns of times, of the seconds of every round."""
     found = dict[str, float]()
     for seconds, prefix in ((whole, ""), (trained, "trained_")):
         lower, median, upper = quartiles(seconds[method])

@@ -58,7 +58,6 @@ class FewBitGELU(nn.Module):
     levels: Tensor
 
     def __init__(self, bits: int) -> None:
-        """Find the pieces."""
         super().__init__()
         self.bits = bits
         for name, tensor in zip(("borders", "levels"), gelu_steps(bits), strict=True):
@@ -96,7 +95,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
-    """Read what :func:`pack_codes` stored."""
     lanes = torch.zeros(stored.shape[1], 8, dtype=torch.uint8, device=stored.device)
     for bit, row in enumerate(stored):
         for lane in range(8):
@@ -105,7 +103,6 @@ def unpack_codes(stored: Tensor, bits: int, count: int) -> Tensor:
 
 
 def use_few_bits(model: nn.Module, bits: int) -> None:
-    """Replace every GELU of a model, transformers' own among them."""
     found = [name for name, module in model.named_modules() if _is_gelu(module)]
     if not found:
         raise ValueError("A derivative of few bits needs a GELU, and the model has none as a module.")

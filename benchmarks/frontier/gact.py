@@ -26,7 +26,6 @@ class PackedSaves:
     """The hooks that pack what autograd saves, and what they have packed already."""
 
     def __init__(self, model: nn.Module, bits: int) -> None:
-        """Remember which tensors stay."""
         self._model, self._bits = model, bits
         self._own = set[Any]()
         self._packed = dict[Any, Any]()

@@ -26,8 +26,6 @@ _RANK = 16
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train."""
-
     title: str  # as tables show it
     group: str  # "exact", "published", "fewer parameters" or "ours"
     change: Callable[..., nn.Module | None]  # changes a model in place, or wraps it and returns what trains
@@ -40,7 +38,6 @@ class Method:
     budget: float | None = None  # of a plan: the share of what the exact step's peak has above the least of any plan
 
     def prepare(self, model: nn.Module, plan: Path | None = None) -> nn.Module:
-        """Prepare a model for this method."""
         if self.budget is None:
             return self.change(model, **self.fields) or model
         load_plan(self._there(plan)).apply(model)
@@ -67,7 +64,6 @@ class _OwnSketches(SketchCache):
     """Shares nothing: published layers that read the same input keep a sketch each."""
 
     def entry(self, source: Tensor, key: Any, index: int) -> CacheEntry:
-        """Return a new entry."""
         return CacheEntry(weakref.ref(source), source._version, [index])
 
 

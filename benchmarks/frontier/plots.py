@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.figures import distinct, figure_of
+from benchmarks.figures import BLUE, GREEN, RED, distinct, figure_of, legend_of
 from benchmarks.frontier import aggregate as compared
 from benchmarks.frontier.aggregate import mean_and_error, mean_over_groups
 from benchmarks.frontier.methods import EXACT, METHODS
@@ -15,12 +15,7 @@ from benchmarks.frontier.rows import Cost, Epoch, Point
 from benchmarks.frontier.study import TITLES
 
 _TITLES = {"sst2": "SST-2, accuracy", "cola": "CoLA, Matthews", "stsb": "STS-B, Pearson", "rte": "RTE, accuracy"}
-_GROUPS = {
-    "exact": ("s", "black"),
-    "published": ("^", "#d55e00"),
-    "fewer parameters": ("D", "#0072b2"),
-    "ours": ("o", "#009e73"),
-}
+_GROUPS = {"exact": ("s", "black"), "published": ("^", RED), "fewer parameters": ("D", BLUE), "ours": ("o", GREEN)}
 _SIZE = 6  # of names, in points
 _PLACES = ((4, 3), (4, -8), (-4, 3), (-4, -8), (4, 10), (4, -15), (-4, 10), (-4, -15))  # of names, by their point
 
@@ -41,16 +36,14 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
                 _mark(axis, method, 100 * kept, 100 * apart[0], 100 * apart[1])
         if kept is not None and time is not None:
             _mark(axes[2], method, 100 * kept, time)
-    of = f"mean of {', '.join(compared.TITLES[task] for task in together)}"
-    all_of = f"mean of {', '.join(compared.TITLES[task] for task in tasks)}"
-    axes[0].set(title=f"score less exact's × 100, {of}", ylabel="± standard error")
-    axes[1].set(title=f"training loss above exact's, %, {of}", ylabel="± standard error")
-    axes[2].set(title=f"time of a step by exact's, {all_of}", xlabel="kept for the backward pass, % of exact")
+    of, all_of = (f"mean of {', '.join(compared.TITLES[task] for task in some)}" for some in (together, tasks))
+    axes[0].set(title=f"score × 100, difference to exact, {of}", ylabel="± standard error")
+    axes[1].set(title=f"training loss relative to exact, %, {of}", ylabel="± standard error")
+    axes[2].set(title=f"step time relative to exact, {all_of}", xlabel="activation memory relative to exact, %")
     return _named(figure, axes)
 
 
 def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot the scores of every task against the bytes that live between the two passes."""
     tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None
@@ -58,20 +51,18 @@ def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     figure, axes = figure_of(len(tasks), 1, width=9.0, height=3.6)
     for task, axis in zip(tasks, axes, strict=True):
         for row in (row for row in costs if row.task == task and row.kept is not None):
-            found = mean_and_error(
-                compared.scores_of(epochs, task, EXACT if METHODS[row.method].is_exact else row.method)
-            )
+            scored = EXACT if METHODS[row.method].is_exact else row.method
+            found = mean_and_error(compared.scores_of(epochs, task, scored))
             if found is not None:
                 _mark(axis, row.method, (row.kept or 0) / 1e6, 100 * found[0], 100 * found[1])
         axis.set(title=_TITLES[task], ylabel="× 100, ± standard error")
-    axes[-1].set(xlabel="kept for the backward pass, MB")
+    axes[-1].set(xlabel="activation memory, MB")
     return _named(figure, axes)
 
 
 def _named(figure: Any, axes: Sequence[Any]) -> Any:
     """Add the legend, and put names where they hide nothing."""
-    labels = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=9)
+    legend_of(figure, axes, ncols=4)
     for axis in axes:
         axis.margins(x=0.12, y=0.08)  # for names
     figure.draw_without_rendering()  # places are known from now on
@@ -110,75 +101,60 @@ def _at(name: Any, place: tuple[int, int]) -> Any:
 
 
 def plot_curves(points: Sequence[Point], batches: dict[str, int]) -> Any:
-    """Plot the held-out loss of every study: means over seeds, with bands from the least to the greatest."""
+    """Plot the held-out loss of every study; exact runs with other batches are dashed, without bands."""
     studies = [study for study in batches if any(row.study == study for row in points)]
     figure, axes = figure_of(1, len(studies))
     every = [EXACT, *dict.fromkeys(row.method for row in points if row.method != EXACT)]
-    colors = ["black", *distinct(len(every) - 1)]
+    colors = dict(zip(every, ["black", *distinct(len(every) - 1)], strict=True))
     for study, axis in zip(studies, axes, strict=False):
-        here = [row for row in points if row.study == study and row.batch == batches[study]]
-        for method in dict.fromkeys(row.method for row in here):
-            color = colors[every.index(method)]
-            by_step: dict[int, list[float]] = {}
-            for row in here:
-                if row.method == method:
-                    by_step.setdefault(row.step, []).append(row.dev_loss)
-            _banded(axis, by_step, color, METHODS[method].title)
-        for size in sorted({row.batch for row in points if row.study == study} - {batches[study]}):
-            by_step = {}
-            for row in (row for row in points if (row.study, row.batch) == (study, size)):
-                by_step.setdefault(row.step, []).append(row.dev_loss)
-            steps = sorted(by_step)
-            means = [statistics.mean(by_step[step]) for step in steps]
+        by_run: dict[tuple[str, int], dict[int, list[float]]] = {}
+        for row in (row for row in points if row.study == study):
+            by_run.setdefault((row.method, row.batch), {}).setdefault(row.step, []).append(row.dev_loss)
+        for (method, size), losses in by_run.items():
+            if size == batches[study]:
+                _banded(axis, losses, colors[method], METHODS[method].title)
+                continue
+            steps = sorted(losses)
+            means = [statistics.mean(losses[step]) for step in steps]
             axis.plot(steps, means, color="0.5", linewidth=0.8, linestyle="--")
-            axis.annotate(
-                f"exact, batch of {size}",
-                (steps[-1], means[-1]),
-                (0, 4),
-                textcoords="offset points",
-                ha="right",
-                fontsize=6,
-                color="0.4",
-            )
-        axis.set(
-            title=f"{TITLES[study]}; bands: least to most of seeds", xlabel="step", ylabel="held-out loss", yscale="log"
-        )
+            how = {"textcoords": "offset points", "ha": "right", "fontsize": 6, "color": "0.4"}
+            axis.annotate(f"exact, batch of {size}", (steps[-1], means[-1]), (0, 4), **how)
+        axis.set(title=f"{TITLES[study]}; bands: least to most of seeds", ylabel="held-out loss", yscale="log")
         low, high = axis.get_ylim()
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")  # no power of ten may lie between them
-        axis.grid(color="0.9", linewidth=0.6)
-        axis.legend(fontsize=7)
-    return figure
+    return _finished(figure, axes, "step")
 
 
 def plot_long(epochs: Sequence[Epoch]) -> Any:
-    """Plot losses and the score by epoch: means over seeds, with bands."""
     figure, axes = figure_of(1, 3)
     exact = {(row.seed, row.epoch): row.train_loss for row in epochs if row.method == EXACT}
     every = [method for method in METHODS if any(row.method == method for row in epochs)]
     for method, color in zip(every, ["black", *distinct(len(every))], strict=False):
         apart, losses, scores = {}, {}, {}
         for row in (row for row in epochs if row.method == method):
-            if (row.seed, row.epoch) in exact:
-                by_exact = row.train_loss / exact[row.seed, row.epoch]
-                apart.setdefault(row.epoch, []).append(100 * (by_exact - 1))
+            if (base := exact.get((row.seed, row.epoch))) is not None:
+                apart.setdefault(row.epoch, []).append(100 * (row.train_loss / base - 1))
             losses.setdefault(row.epoch, []).append(row.fitted_loss or 0.0)
             scores.setdefault(row.epoch, []).append(100 * row.score)
         for axis, values in zip(axes, (apart, losses, scores), strict=True):
             _banded(axis, values, color, METHODS[method].title)
-    axes[0].set(title="bands: least to most of seeds", ylabel="losses of the epoch's batches above exact's, %")
+    axes[0].set(title="bands: least to most of seeds", ylabel="training loss, difference to exact, %")
     axes[1].set(title="without dropout", ylabel="loss on the training set", yscale="log")
     axes[2].set(title="dev set", ylabel="Matthews' correlation × 100")
-    for axis in axes:
-        axis.set(xlabel="epoch")
-        axis.grid(color="0.9", linewidth=0.6)
-        axis.legend(fontsize=7)
-    return figure
+    return _finished(figure, axes, "epoch")
 
 
 def _banded(axis: Any, values: Mapping[int, Sequence[float]], color: Any, label: str) -> None:
-    """Draw the means over seeds, and a band from the least to the most."""
     places = sorted(values)
     axis.plot(places, [statistics.mean(values[place]) for place in places], color=color, label=label)
     least, most = ([choose(values[place]) for place in places] for choose in (min, max))
     axis.fill_between(places, least, most, color=color, alpha=0.15, linewidth=0)
+
+
+def _finished(figure: Any, axes: Sequence[Any], xlabel: str) -> Any:
+    for axis in axes:
+        axis.set(xlabel=xlabel)
+        axis.grid(color="0.9", linewidth=0.6)
+        axis.legend(fontsize=7)
+    return figure

@@ -41,7 +41,6 @@ class Asked:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def plan(self, task: str, method: str) -> Path:
-        """Return where the plan of a method with a budget is saved."""
         return self.out / "frontier-plans" / f"{task}-{method}.json"
 
 

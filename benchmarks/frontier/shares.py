@@ -52,8 +52,6 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Origin):
-    """One operator in the steps of one case."""
-
     case: str  # title
     phase: str  # "forward" or "backward"; empty for the rest
     # name, of this package or of the published layer; "the rest" is PyTorch's operators, and the Python around
@@ -69,8 +67,6 @@ class Share(Origin):
 
 @dataclass
 class Spent:
-    """What an operator took in one step."""
-
     seconds: float = 0.0  # with all that it calls
     calls: int = 0  # how often it was called
     products: float = 0.0  # seconds of the matrix products in it, but for those with S
@@ -99,19 +95,16 @@ def shares(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
         torch.manual_seed(0)
         model = make()
         change(model)
-        found = [dataclasses.replace(row, **about) for row in _profiled(title, model, inputs(model, *batch), tiny)]
+        example = inputs(model, *batch)
+        for _ in range(STEPS + 1):
+            model(**example).loss.backward()
+        rounds = [_one_step(model, example) for _ in range(1 if tiny else _ROUNDS)]
+        found = [dataclasses.replace(row, **about) for row in shares_of(title, rounds)]
         rows += found
         yield show(found)
     write_rows(path, rows)
     plot_shares(rows).savefig(out / "frontier-shares.png", dpi=150)
     yield str(out / "frontier-shares.png")
-
-
-def _profiled(title: str, model: nn.Module, batch: dict[str, Any], tiny: bool) -> list[Share]:
-    for _ in range(STEPS + 1):
-        model(**batch).loss.backward()
-    rounds = [_one_step(model, batch) for _ in range(1 if tiny else _ROUNDS)]
-    return shares_of(title, rounds)
 
 
 def shares_of(title: str, rounds: Sequence[Mapping[tuple[str, str], Spent]]) -> list[Share]:
@@ -121,13 +114,8 @@ def shares_of(title: str, rounds: Sequence[Mapping[tuple[str, str], Spent]]) -> 
     for phase, name in dict.fromkeys(key for one in rounds for key in one if key[1] != REST):
         here = [one.get((phase, name), Spent()) for one in rounds]
         seconds, products = (statistics.median(getattr(one, what) for one in here) for what in ("seconds", "products"))
-        calls = max(one.calls for one in here)
-        found.append(
-            Share(
-                case=title, phase=phase, operator=name, calls=calls, seconds=seconds, share=seconds / whole,
-                products=products / whole,
-            )
-        )  # fmt: skip
+        spent = {"calls": max(one.calls for one in here), "seconds": seconds, "share": seconds / whole}
+        found.append(Share(case=title, phase=phase, operator=name, **spent, products=products / whole))
     rest = whole - sum(row.seconds for row in found)
     found.sort(key=lambda row: -row.seconds)
     return [*found, Share(case=title, phase="", operator=REST, calls=1, seconds=rest, share=rest / whole)]
@@ -148,10 +136,7 @@ def _one_step(model: nn.Module, batch: dict[str, Any]) -> dict[tuple[str, str], 
         outer = _ours(event)
         if outer is None or (outer is not event and event.name not in _PRODUCTS):
             continue
-        phase, name = (
-            FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD,
-            outer.name.partition("::")[2],
-        )
+        phase, name = FORWARD if outer.time_range.start < phases[FORWARD].end else BACKWARD, outer.name.split("::")[1]
         spent = found.setdefault((phase, name), Spent())
         if outer is event:
             spent.seconds += event.cpu_time_total / 1e6

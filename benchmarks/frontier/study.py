@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.suites.models import build
+
 Batch = dict[str, Tensor]
 TITLES = {"language": "LLaMA on glosses", "images": "ViT on digits"}  # as tables and pictures show studies
 BATCHES = {"language": 8, "images": 64}
@@ -22,14 +24,11 @@ LONG = "cola-long"  # the task of ten epochs
 
 @dataclass(frozen=True)
 class Study:
-    """A data set and a model."""
-
     title: str  # as pictures show it
     train: Batch  # arguments of the model, one row per example
     dev: Batch  # the same, held out
     model: Callable[[int], nn.Module]  # makes the model of a seed
-    # of the logits and the labels of held-out rows, a mean over them: what is reported, besides the loss
-    score: Callable[[Tensor, Tensor], float]
+    score: Callable[[Tensor, Tensor], float]  # of the logits and the labels of held-out rows, a mean over them
     metric: str  # its name
     batch: int  # rows per step
     steps: int  # of a run
@@ -39,7 +38,6 @@ class Study:
 
     @property
     def rows(self) -> int:
-        """Rows of the training set."""
         return len(self.train["labels"])
 
     def batches(self, seed: int, size: int) -> Iterator[Batch]:
@@ -51,7 +49,6 @@ class Study:
                 yield {name: rows[order[begin : begin + size]] for name, rows in self.train.items()}
 
     def evaluate(self, model: Any) -> tuple[float, float]:
-        """Return the loss and the score on the held-out rows."""
         was_training = model.training
         model.eval()
         loss, score, count = 0.0, 0.0, len(self.dev["labels"])
@@ -65,40 +62,31 @@ class Study:
         return loss, score
 
 
-_HELD_OUT = 360  # of 1797
-
-
 def images(*, tiny: bool = False) -> Study:
-    """Read the digits, 8 × 8 pixels each."""
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    held_out, rest = order[:_HELD_OUT], order[_HELD_OUT:]
-    if tiny:
-        held_out, rest = held_out[:40], rest[:160]
+    held_out, rest = (order[:40], order[360:520]) if tiny else (order[:360], order[360:])  # of 1797
     train, dev = ({"pixel_values": pixels[rows], "labels": labels[rows]} for rows in (rest, held_out))
 
-    def model(seed: int) -> nn.Module:
-        from transformers import ViTConfig, ViTForImageClassification
+    def error(logits: Tensor, labels: Tensor) -> float:
+        return float((logits.argmax(-1) != labels).double().mean())
 
+    def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         width, layers = (32, 2) if tiny else (128, 4)
         sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
         sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
-        return ViTForImageClassification(ViTConfig(**sizes))
+        return build("ViT", "ForImageClassification", **sizes)
 
     methods = ("exact", "dense-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
     return Study(
-        title="ViT on digits", train=train, dev=dev, model=model, score=_error, metric="error rate", batch=64,
+        title="ViT on digits", train=train, dev=dev, model=model, score=error, metric="error rate", batch=64,
         steps=12 if tiny else 1500, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
     )  # fmt: skip
-
-
-def _error(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(-1) != labels).double().mean())
 
 
 GLOSSES = "/usr/share/wordnet"  # where Debian's wordnet-base has them
@@ -108,7 +96,6 @@ _PARTS = ("data.noun", "data.verb", "data.adj", "data.adv")
 
 
 def check_glosses(folder: Path) -> None:
-    """Look for the files of WordNet."""
     for part in _PARTS:
         if not (folder / part).is_file():
             raise ValueError(
@@ -118,7 +105,6 @@ def check_glosses(folder: Path) -> None:
 
 
 def read_glosses(folder: Path) -> list[str]:
-    """Read the definitions and examples of WordNet 3."""
     check_glosses(folder)
     texts = list[str]()
     for part in _PARTS:
@@ -129,25 +115,29 @@ def read_glosses(folder: Path) -> list[str]:
 
 
 def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
-    """Cut the glosses into tokens."""
     words, width, layers, steps = (300, 32, 2, 12) if tiny else (4096, 256, 4, 3000)
     texts = read_glosses(Path(folder))
     count = int(_HELD_OUT * len(texts)) + 1
     ids = _tokens(texts, texts[count:], words)
     held_out, rest = ([token for text in part for token in text] for part in (ids[:count], ids[count:]))
-    train, dev = ({"input_ids": rows, "labels": rows} for rows in map(_rows, (rest, held_out)))
+
+    def cut(tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens[: len(tokens) // _LENGTH * _LENGTH]).view(-1, _LENGTH)
+
+    train, dev = ({"input_ids": rows, "labels": rows} for rows in map(cut, (rest, held_out)))
+
+    def accuracy(logits: Tensor, labels: Tensor) -> float:
+        return float((logits[:, :-1].argmax(-1) == labels[:, 1:]).double().mean())
 
     def model(seed: int) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         torch.manual_seed(seed)
         sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width + width // 4 * 3}
         sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": words}
-        return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=_LENGTH, use_cache=False))
+        return build("Llama", "ForCausalLM", **sizes, max_position_embeddings=_LENGTH, use_cache=False)
 
     methods = ("exact", "dense-20", "dense-10", "wide", "tenth", "narrow")
     return Study(
-        title="LLaMA on glosses", train=train, dev=dev, model=model, score=_accuracy, metric="next-token accuracy",
+        title="LLaMA on glosses", train=train, dev=dev, model=model, score=accuracy, metric="next-token accuracy",
         batch=8, steps=steps, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
     )  # fmt: skip
 
@@ -165,11 +155,3 @@ def _tokens(texts: list[str], known: list[str], words: int) -> list[list[int]]:
     tokenizer.train_from_iterator(known, trainer)
     end = tokenizer.token_to_id(_END)
     return [[*encoded.ids, end] for encoded in tokenizer.encode_batch(texts)]
-
-
-def _rows(tokens: list[int]) -> Tensor:
-    return torch.tensor(tokens[: len(tokens) // _LENGTH * _LENGTH]).view(-1, _LENGTH)
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits[:, :-1].argmax(-1) == labels[:, 1:]).double().mean())

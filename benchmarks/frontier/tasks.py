@@ -34,8 +34,6 @@ BATCH, _TOKENS, _MAX_LENGTH, _TINY_ROWS = 32, 2048, 128, 96
 
 @dataclass(frozen=True)
 class Training:
-    """How much of a task is trained on."""
-
     task: str  # name of the GLUE task
     epochs: int  # times that the training set is seen
     rows: int | None = None  # only the first rows of the training set
@@ -63,8 +61,6 @@ TRAININGS: dict[str, Training] = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task, cut into tokens."""
-
     name: str
     training: Training
     task: Task
@@ -75,12 +71,10 @@ class Prepared:
     folder: str  # of the model
 
     def model(self, seed: int) -> PreTrainedModel:
-        """Load the model; its classifier is drawn anew."""
         set_seed(seed)
         return load_model(self.folder, self.config).train()
 
     def collator(self, *, indexed: bool) -> Any:
-        """Return what makes a batch of rows."""
         collator: Any = DataCollatorWithPadding(self.tokenizer)
         return with_sample_index(collator) if indexed else collator
 
@@ -105,7 +99,6 @@ class Prepared:
 
 @functools.lru_cache(maxsize=2)
 def prepare(name: str, data_dir: str, folder: str, *, tiny: bool = False) -> Prepared:
-    """Read a task and cut it into tokens."""
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -142,7 +135,6 @@ class SameDropout(TrainerCallback):
     """
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        """Seed the step."""
         torch.manual_seed(mix(args.seed, state.global_step))
 
 

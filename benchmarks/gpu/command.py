@@ -17,22 +17,63 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import rmm_kernels_parity
 import torch
+from rmm_kernels_checks import poisoned_outputs
 
 from benchmarks.gpu.largest import Largest, has_failed, run_largest
-from benchmarks.gpu.parity import run_parity
 from benchmarks.library import write_text
-from benchmarks.processes import call
-from benchmarks.records import RATIO, Parity, Row, add_choices, add_output, read_rows, show
+from benchmarks.processes import ProcessError, call
+from benchmarks.records import RATIO, Parity, Row, add_choices, add_output, origin, read_rows, show, write_rows
 from benchmarks.suites import SUITES
 from benchmarks.suites.case import Case
 from benchmarks.suites.runner import has_memory, run_suite
+
+logger = logging.getLogger("benchmarks")
+_WORKERS = 12  # compiling kernels takes the time of the comparisons
+_SHARE = 12  # comparisons that one process makes
+
+
+def run_parity(path: Path, device: str, *, tiny: bool, timeout: float, commit: str) -> list[Parity]:
+    end = time.monotonic() + timeout
+    titles = list(rmm_kernels_parity.comparisons())[:: 16 if tiny else 1]
+    parts = [titles[start : start + _SHARE] for start in range(0, len(titles), _SHARE)]
+    parts += [] if tiny else [[title] for title in rmm_kernels_parity.real_sizes()]
+
+    def part(chosen: list[str]) -> list[Parity]:
+        try:
+            return call(compare, device, chosen, timeout=max(1.0, end - time.monotonic()))
+        except ProcessError as error:
+            logger.error("parity: %s", error)
+            return [Parity(title, status=str(error).strip().splitlines()[-1]) for title in chosen]
+
+    with ThreadPoolExecutor(_WORKERS if device == "cuda" else 2) as pool:
+        rows = [row for found in pool.map(part, parts) for row in found]
+    about = origin(device, commit)
+    write_rows(path, [dataclasses.replace(row, **about) for row in rows])
+    return rows
+
+
+def compare(device: str, titles: Sequence[str]) -> list[Parity]:
+    known = rmm_kernels_parity.comparisons() | rmm_kernels_parity.real_sizes()
+    rows = []
+    for title in titles:
+        try:
+            with poisoned_outputs():
+                checks = known[title](device)
+            rows += [Parity(title, c.what, c.error, c.limit, "ok" if c.ok else "failed") for c in checks]
+        except Exception as error:
+            rows.append(Parity(title, status=f"{type(error).__name__}: {error}".splitlines()[0]))
+    return rows
+
 
 SECONDS = 500.0  # and what the last processes need to end: under nine minutes
 SHARES = {
@@ -50,7 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run sections; return 1 if one failed, or a provider in it."""
     out, device, tiny, commit = arguments.out, arguments.device, arguments.tiny, arguments.commit
     out.mkdir(parents=True, exist_ok=True)
     if device == "cpu":
@@ -88,7 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -> list[str]:
-    """Run a suite's cases on the kernels; meant for a process of its own."""
     cases = [dataclasses.replace(case, backend="triton") for case in SUITES[name].cases(device, tiny=tiny)]
     cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
     cases.sort(key=lambda case: _MAIN not in case.name)
@@ -104,7 +143,6 @@ def measures_memory(case: Case) -> bool:
 
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:
-    """A short table of all sections; those without a csv are among the failures."""
     parity, rows, batches = [], [], []
     for name in SHARES:
         path = out / f"{name}-{device}.csv"

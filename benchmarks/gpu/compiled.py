@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Compile everything, and sum it up in a line."""
     rows = compile_all(arguments.out, commit=arguments.commit)
     spilled = [row for row in rows if row.spilled_bytes or row.spilled_registers]
     names = ", ".join(f"{row.kernel} {row.variant} ({row.target})" for row in spilled) or "none"
@@ -56,7 +55,6 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def compile_all(out: Path, *, commit: str = "") -> list[CompiledRow]:
-    """Compile all variants for all targets, and write what the compilers say."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", str(PROGRAM)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -78,6 +76,5 @@ def _row(said: dict, about: dict) -> CompiledRow:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split the name of a compiled case."""
     kernel, _, variant = name.partition(" ")
     return kernel, variant.replace("*", "")

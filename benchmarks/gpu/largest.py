@@ -34,7 +34,6 @@ _PRECISION, _MOST = 16, 64  # the least batch that does not fit is at most a 16t
 
 
 def largest(peak: Callable[[int], int | None], memory: int, first: int, end: float) -> tuple[int, str]:
-    """Search for the largest batch that fits."""
     known, high, failures, size, pace = [(0, 0)], None, 0, first, 0.0
     while high is None or high - known[-1][0] > max(1, known[-1][0] // _PRECISION):
         begin, low = time.time(), known[-1][0]
@@ -68,7 +67,6 @@ def _next(known: Sequence[tuple[int, int]], high: int | None, failures: int, mem
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -118,10 +116,7 @@ CASES: dict[str, _Model] = {
 
 
 class Trial:
-    """A model that trains with one method, and whatever batch."""
-
     def __init__(self, model: _Model, provider: str, device: str, tiny: bool) -> None:
-        """Make a model and train it until its optimizer has its states."""
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free fits any size
         torch.manual_seed(0)
         self.device, self.is_half = device, model.is_half
@@ -159,7 +154,6 @@ class Trial:
         return None if full else torch.cuda.max_memory_allocated()
 
     def measured(self, batch: int, end: float) -> dict[str, Any]:
-        """Measure up to three steps."""
         if not batch:
             return {}
         if self.device == "cuda":
@@ -204,8 +198,6 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Largest(Origin):
-    """One method that trains one model."""
-
     case: str  # title of the model
     provider: str  # the method
     what: str = "largest"  # "largest", or "exact's largest": the batch that is measured
@@ -222,7 +214,6 @@ class Largest(Origin):
 
 
 def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: str) -> list[Largest]:
-    """Find the largest batches."""
     about: dict[str, Any] = origin(device, commit)
     rows, end = list[Largest](), time.monotonic() + timeout
     waiting = [(case, provider) for case, model in CASES.items() for provider in model.providers]

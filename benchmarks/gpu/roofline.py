@@ -40,7 +40,6 @@ def _padded(*parts: int) -> int:
 
 
 def product(n: int, inner: int, outer: int, *, is_forward: bool) -> Work:
-    """A product of n × inner and inner × outer elements."""
     moved = SIZE * (n * inner + inner * outer + n * outer)
     return Work("products of linear layers", is_forward, moved, 2.0 * n * inner * outer)
 
@@ -54,19 +53,16 @@ def sketch(n: int, columns: int, rows: int, bits: int | None, *, is_forward: boo
 
 
 def pack(n: int, columns: int, bits: int, *, is_forward: bool = True) -> Work:
-    """Packing of a matrix."""
     return Work(
         f"pack, {bits} bits", is_forward, SIZE * n * columns + packed(n, columns, bits), 0, _ROTATION * n * columns
     )
 
 
 def unpack(n: int, columns: int, bits: int) -> Work:
-    """Unpacking of a matrix, its groups left rotated."""
     return Work(f"unpack, {bits} bits", False, SIZE * n * columns + packed(n, columns, bits), 2 * n * columns)
 
 
 def unrotate(n: int, columns: int) -> Work:
-    """Undoing the rotation of a matrix."""
     return Work("unrotate", False, 2 * SIZE * n * columns, 0, _ROTATION * n * columns)
 
 
@@ -158,7 +154,6 @@ def attention(n: int, length: int, width: int, bits: int | None, *, is_causal: b
 
 
 def addition(n: int, columns: int) -> list[Work]:
-    """A residual addition, and that of the two gradients."""
     return [Work("residual", is_forward, 3 * SIZE * n * columns) for is_forward in (True, False)]
 
 
@@ -172,8 +167,6 @@ RATIO = 0.1  # K/N of 16-bit sketches, and bytes kept of packed ones
 
 @dataclass(frozen=True)
 class Machine:
-    """An accelerator's data sheet."""
-
     name: str  # its name
     bandwidth: float  # bytes per second of its memory
     flops: float  # dense FLOPs per second in bfloat16
@@ -182,22 +175,17 @@ class Machine:
     precise: float
 
     def seconds(self, one: Work) -> float:
-        """Return the least time of an operation."""
         return max(one.bytes / self.bandwidth, one.flops / self.flops + one.precise / self.precise)
 
 
 MACHINES = (
-    Machine("A100 80 GB SXM", 2.04e12, 312e12, 156e12 / 3),
-    Machine("H100 SXM", 3.35e12, 989e12, 494.5e12 / 3),
-    Machine("H200 SXM", 4.8e12, 989e12, 494.5e12 / 3),
-    Machine("MI300X", 5.3e12, 1307e12, 163.4e12),
-)
+    Machine("A100 80 GB SXM", 2.04e12, 312e12, 156e12 / 3), Machine("H100 SXM", 3.35e12, 989e12, 494.5e12 / 3),
+    Machine("H200 SXM", 4.8e12, 989e12, 494.5e12 / 3), Machine("MI300X", 5.3e12, 1307e12, 163.4e12),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Block:
-    """The shape of a transformer block in bfloat16."""
-
     name: str  # title
     batch: int  # sequences
     length: int  # tokens of each
@@ -209,7 +197,6 @@ class Block:
 
     @property
     def tokens(self) -> int:
-        """N."""
         return self.batch * self.length
 
 
@@ -221,8 +208,6 @@ BLOCKS = (
 
 @dataclass(frozen=True)
 class Way:
-    """What of a block has stand-ins."""
-
     name: str  # title
     is_sketched: bool = False  # the linear layers' inputs
     bits: int | None = None  # of the sketches; None is the dtype
@@ -235,13 +220,9 @@ EXACT = Way("exact")
 ALL = Way("all operations", is_sketched=True, is_packed=True)
 FUSED = Way("all operations, fused", is_sketched=True, is_packed=True, is_fused=True)
 WAYS = (
-    EXACT,
-    Way("linears sketched", is_sketched=True),
-    ALL,
-    FUSED,
-    Way("all operations, linears in 4 bits", is_sketched=True, bits=4, is_packed=True),
-    Way("checkpointing", is_checkpointed=True),
-)
+    EXACT, Way("linears sketched", is_sketched=True), ALL, FUSED, Way("all operations, linears in 4 bits",
+    is_sketched=True, bits=4, is_packed=True), Way("checkpointing", is_checkpointed=True),
+)  # fmt: skip
 
 
 def rows_kept(tokens: int, bits: int | None) -> int:
@@ -251,7 +232,6 @@ def rows_kept(tokens: int, bits: int | None) -> int:
 
 
 def works(block: Block, way: Way) -> list[Work]:
-    """List the operations of a block's forward and backward pass."""
     n, h, c = block.tokens, block.width, block.inner
     inputs = [(h, [h, h, h]), (h, [h]), (h, [c, c] if block.is_gated else [c]), (c, [h])]
     found: list[Work] = []

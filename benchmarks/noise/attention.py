@@ -27,8 +27,6 @@ GROUPS = 10  # of draws of the whole model, between which the bias is estimated
 
 @dataclass
 class AttentionCall:
-    """One call of attention, and the gradient of its output."""
-
     query: Tensor  # shape (B, h, Tq, d)
     key: Tensor  # shape (B, h, Tk, d)
     value: Tensor  # shape (B, h, Tk, d)
@@ -74,7 +72,6 @@ def record(model: nn.Module, batch: Mapping[str, Any]) -> list[AttentionCall]:
 
 
 def by_layer(calls: list[AttentionCall], draws: int) -> Iterator[tuple[str, ...]]:
-    """Noise and bias of dQ and dK of every layer, as cells of a table."""
     for layer, call in enumerate(calls):
         assert call.grad_output is not None  # noqa: S101
         for bits, value_bits in WIDTHS:
@@ -128,7 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Measure every task, by layer and by gradient."""
     shape = {"batch": arguments.batch, "steps": arguments.steps, "max_length": arguments.max_seq_length}
     for task in arguments.tasks:
         model, batches = load_glue(task, arguments.data_dir, arguments.model_name_or_path, **shape, seed=0)

@@ -106,7 +106,6 @@ def inputs(model: nn.Module, batch: int, length: int, seed: int = 0) -> dict[str
 
 
 def saved(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Bytes that autograd saves of one forward pass."""
     with track_saved(model) as ledger:
         loss = model(**batch).loss
     count = ledger.total
@@ -147,7 +146,6 @@ def measure_left(tiny: bool) -> Iterator[LeftRow]:
 
 
 def families(width: int, batch: int, length: int) -> dict[str, Family]:
-    """Make two-layer models of ten families, and a batch for each."""
     heads = width // 32
     sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": heads}
     encoder = {**sizes, "intermediate_size": 4 * width, "max_position_embeddings": length + 2}
@@ -228,7 +226,6 @@ def measure_peaks(tiny: bool) -> Iterator[PeakRow]:
 
 
 def _live(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[int, int]:
-    """Bytes saved, and the peak of live bytes."""
     model, batch = _ready(tiny, index, setting)
     count = saved(model, batch)
     with peak("cpu") as found:
@@ -362,7 +359,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Measure one thing, and write its csv file at the end."""
     about, rows = origin("cpu", arguments.commit), list[Origin]()
     for row in _MEASURES[arguments.what](arguments):
         rows.append(replace(row, **about))

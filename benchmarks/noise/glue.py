@@ -19,7 +19,6 @@ from glue_finetune.tasks import get_task, load_task
 
 
 def add_glue(parser: argparse.ArgumentParser, tasks: Sequence[str], *, batch: int) -> None:
-    """Add the arguments that say what is trained on."""
     parser.add_argument("--data_dir", type=Path, required=True, help="folder with the official GLUE files")
     parser.add_argument("--tasks", nargs="+", default=list(tasks), help="GLUE tasks")
     parser.add_argument("--batch", type=int, default=batch, help="sentences per batch")
@@ -47,7 +46,6 @@ def load_glue(
 
 
 def train(model: nn.Module, batches: Iterable[Mapping[str, Any]], learning_rate: float = 1e-4) -> None:
-    """Train exactly, one step per batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     for batch in batches:
         optimizer.zero_grad()

@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Time the three kinds of steps."""
     how = {"batch": arguments.batch, "steps": arguments.rounds, "max_length": 128, "seed": 0}
     with tempfile.TemporaryDirectory() as folder:
         data = arguments.data_dir or write_corpus(Path(folder))

@@ -52,10 +52,7 @@ class _Oracle(NormEstimator):
 
 
 class Watchers:
-    """The estimators of one name for all layers, fed with recorded gradients as layers feed them."""
-
     def __init__(self, name: str) -> None:
-        """Make estimators of this name as layers need them."""
         self.make: Callable[[], NormEstimator | None] = _Oracle if name == ORACLE else lambda: make_norm_estimator(name)
         self.context = ModelContext()
 
@@ -135,7 +132,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Measure every task with every seed."""
     about = {**origin("cpu"), "seed": " ".join(map(str, arguments.seeds))}
     how = {"batch": arguments.batch, "steps": arguments.steps, "max_length": 128}
     rows: list[Sampled] = []

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Measure every task with every seed."""
     arguments.plot.mkdir(parents=True, exist_ok=True)
     about = {**origin("cpu"), "seed": " ".join(map(str, arguments.seeds))}
     how = {"batch": arguments.batch, "steps": arguments.steps, "max_length": arguments.max_seq_length}

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fill the pages; return 1 if one is out of date."""
     if update(check=arguments.check):
         return 0
     print("A page is out of date. Run: python -m benchmarks table", file=sys.stderr)

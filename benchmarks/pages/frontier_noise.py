@@ -29,68 +29,56 @@ def _by_epoch(task: str, raised: str = "") -> Callable[[list[Epoch]], str]:
     """
 
     def make(epochs: list[Epoch]) -> str:
-        here = {(row.method, row.seed, row.epoch): row for row in epochs if row.task == task}
-        if raised:
-            exact = {key: row for key, row in here.items() if key[0] == EXACT}
-            here = exact | {(row.method, row.seed, row.epoch): row for row in epochs if row.task == raised}
-        methods = [method for method in METHODS if any(key[0] == method for key in here)]
+        exact = {(row.seed, row.epoch): row for row in epochs if (row.task, row.method) == (task, EXACT)}
+        here = [*exact.values(), *(row for row in epochs if row.task == (raised or task) and row.method != EXACT)]
 
         def cell(method: str, field: str, digits: int, factor: float) -> Cell:
             def values(number: int) -> str:
-                found = [(seed, row) for (name, seed, epoch), row in here.items() if (name, epoch) == (method, number)]
-                base = {seed: here.get((EXACT, seed, number)) for seed, _ in found}
-                if method == EXACT:
-                    return mean_text([getattr(row, field) or 0.0 for _, row in found], digits, factor=factor)
-                apart = [
-                    (getattr(row, field) or 0.0) - (getattr(exact, field) or 0.0)
-                    for seed, row in found
-                    if (exact := base[seed]) is not None
-                ]
-                return mean_text(apart, digits, factor=factor, sign=True)
+                found = [row for row in here if (row.method, row.epoch) == (method, number)]
+                if method != EXACT:
+                    found = [row for row in found if (row.seed, number) in exact]
+                bases = [0.0 if method == EXACT else getattr(exact[row.seed, number], field) or 0.0 for row in found]
+                apart = [(getattr(row, field) or 0.0) - base for row, base in zip(found, bases, strict=True)]
+                return mean_text(apart, digits, factor=factor, sign=method != EXACT)
 
             return values
 
         fields = {"batches": ("train_loss", 4, 1), "training set": ("fitted_loss", 4, 1), "score": ("score", 1, 100)}
         spec: dict[str, Cell] = {"epoch": str}
-        for method in methods:
+        for method in (method for method in METHODS if any(row.method == method for row in here)):
             for title, how in fields.items():
                 spec[f"{METHODS[method].title}: {title}"] = cell(method, *how)
-        return columns(sorted({epoch for _, _, epoch in here}), spec)
+        return columns(sorted({row.epoch for row in here}), spec)
 
     return make
 
 
 def _reached(points: Sequence[Point]) -> str:
     """Lay out what models reach, a line per study and method."""
+    last: dict[tuple[str, str], dict[int, Point]] = {}
+    for row in points:
+        if row.step == row.steps and row.batch == BATCHES[row.study]:
+            last.setdefault((row.study, row.method), {})[row.seed] = row
 
-    def last(study: str, method: str) -> dict[int, Point]:
-        here = (study, method, BATCHES[study])
-        found = (row for row in points if (row.study, row.method, row.batch) == here and row.step == row.steps)
-        return {row.seed: row for row in found}
-
-    def losses(name: str) -> Cell:
-        return lambda key: mean_text([getattr(row, name) for row in last(*key).values()], 4)
+    def mean_of(value: Callable[[Point], float], digits: int, study: str = "") -> Cell:
+        return lambda key: mean_text(list(map(value, last[key].values())), digits) if study in ("", key[0]) else ""
 
     def difference(key: tuple[str, str]) -> str:
-        exact = last(key[0], EXACT)
-        apart = [row.dev_loss - exact[seed].dev_loss for seed, row in last(*key).items() if seed in exact]
+        exact = last.get((key[0], EXACT), {})
+        apart = [row.dev_loss - exact[seed].dev_loss for seed, row in last[key].items() if seed in exact]
         return "" if key[1] == EXACT else mean_text(apart, 4, sign=True)
-
-    def score(study: str) -> Cell:
-        return lambda key: mean_text([100 * row.score for row in last(*key).values()], 2) if key[0] == study else ""
 
     spec: dict[str, Cell] = {
         "study": lambda key: TITLES[key[0]],
         "method": lambda key: METHODS[key[1]].title,
-        "training loss": losses("train_loss"),
-        "held-out loss": losses("dev_loss"),
+        "training loss": mean_of(lambda row: row.train_loss, 4),
+        "held-out loss": mean_of(lambda row: row.dev_loss, 4),
         "difference to exact": difference,
-        "tokens right, %": score("language"),
-        "images wrong, %": score("images"),
-        "seeds": lambda key: str(len(last(*key))),
+        "tokens right, %": mean_of(lambda row: 100 * row.score, 2, "language"),
+        "images wrong, %": mean_of(lambda row: 100 * row.score, 2, "images"),
+        "seeds": lambda key: str(len(last[key])),
     }
-    keys = [key for key in dict.fromkeys((row.study, row.method) for row in points) if last(*key)]
-    return columns(sorted(keys, key=lambda key: [*TITLES].index(key[0])), spec)
+    return columns(sorted(last, key=lambda key: [*TITLES].index(key[0])), spec)
 
 
 def _through_training(noises: Sequence[Noisy]) -> str:
@@ -126,11 +114,9 @@ def _through_training(noises: Sequence[Noisy]) -> str:
 def _ratio(sums: Sequence[tuple[float, float]]) -> str:
     """Write the median over seeds, and where they differ by more than half of it, the least and the most."""
     ratios = sorted(noise / sgd for noise, sgd in sums if sgd)
-    if not ratios:
-        return ""
-    middle = statistics.median(ratios)
-    far = ratios[-1] - ratios[0] > middle / 2
-    return f"{middle:.2g}" + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
+    middle = statistics.median(ratios) if ratios else 0.0
+    far = bool(ratios) and ratios[-1] - ratios[0] > middle / 2
+    return (f"{middle:.2g}" if ratios else "") + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
 
 
 def _by_seed(rows: Iterator[Noisy]) -> list[tuple[float, float]]:

@@ -104,10 +104,8 @@ TABLES: dict[str, Table] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing."""
+def add_arguments(parser: argparse.ArgumentParser) -> None: ...
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Return the tables of the bounds, which are computed."""
     yield from (f"{make(RESULTS)}\n" for name, make in TABLES.items() if name.startswith("roofline"))

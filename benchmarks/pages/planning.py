@@ -9,10 +9,10 @@ from itertools import groupby
 from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
 from benchmarks.planning.chains import Run
+from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_neighbours import Neighbour
 from benchmarks.planning.fit_paper import METHODS, Paper
-from benchmarks.planning.fit_solvers import Solved
 from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import METHODS as GRAPH_METHODS
 from benchmarks.planning.graphs import Planned
@@ -97,7 +97,7 @@ def _plans(rows: Sequence[Fitted]) -> str:
     """Lay out a line per budget; † marks rivals with more noise than plans may have."""
 
     def rival(row: Fitted) -> str:
-        mark = "" if _limit(row, rows) == "yes" else " †"
+        mark = " †" * (_limit(row, rows) != "yes")
         return f"{row.rival}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
 
     spec: dict[str, Cell] = {
@@ -199,13 +199,8 @@ def _solvers(rows: Sequence[Solved]) -> str:
     def cell(row: Solved) -> str:
         return "nothing fits" if row.cost is None else f"{row.cost:.4f} ({row.seconds:.3g})"
 
-    return pivot(
-        rows,
-        lambda row: f"{row.blocks} blocks, {row.budget:g}",
-        lambda row: f"{row.solver}: cost (seconds)",
-        cell,
-        corner="budget",
-    )
+    title: Cell = lambda row: f"{row.blocks} blocks, {row.budget:g}"  # noqa: E731
+    return pivot(rows, title, lambda row: f"{row.solver}: cost (seconds)", cell, corner="budget")
 
 
 def _cases(rows: Sequence[Paper]) -> list[dict[str, Paper]]:
@@ -222,14 +217,8 @@ _CASE: dict[str, Cell] = {
 
 
 def _needed(cases: Sequence[Mapping[str, Paper]]) -> str:
-    fields = {
-        "parameters": "parameters",
-        "gradients": "gradients",
-        "optimizer": "optimizer",
-        "gathered": "gathered",
-        "together": "needed",
-        "without `fused=True`, more": "transient",
-    }
+    fields = {name: name for name in ("parameters", "gradients", "optimizer", "gathered")}
+    fields |= {"together": "needed", "without `fused=True`, more": "transient"}
 
     def size(name: str) -> Cell:
         return lambda case: number(getattr(case["exact"], name) or None, ".1f", 1e-9)

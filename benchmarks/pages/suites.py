@@ -22,12 +22,9 @@ def digits(noise: float) -> str:
 def _survey(rows: Sequence[Surveyed]) -> str:
     """Lay out settings down, tasks and memory across."""
     return pivot(
-        rows,
-        lambda row: row.setting,
-        lambda row: f"{row.task}: {100 * row.memory:g} %",
-        lambda row: digits(row.noise),
-        corner="bytes relative to the input",
-    )
+        rows, lambda row: row.setting, lambda row: f"{row.task}: {100 * row.memory:g} %", lambda row:
+        digits(row.noise), corner="bytes relative to the input",
+    )  # fmt: skip
 
 
 def _sampling(rows: Sequence[Sampled]) -> str:
@@ -129,12 +126,9 @@ def _operators(rows: Sequence[Row]) -> str:
 def _growth(rows: Sequence[Row]) -> str:
     found = growth.per_token(rows)
     return pivot(
-        rows,
-        lambda row: f"{growth.tokens_of(row):,}",
-        lambda row: row.provider,
-        lambda row: _or_failed(row, f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}"),
-        corner="tokens",
-    )
+        rows, lambda row: f"{growth.tokens_of(row):,}", lambda row: row.provider, lambda row: _or_failed(row,
+        f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}"), corner="tokens",
+    )  # fmt: skip
 
 
 def _host(rows: Sequence[Row]) -> str:

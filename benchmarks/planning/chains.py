@@ -81,7 +81,6 @@ class Quiet(nn.Module):
 
 
 def all_runs(about: dict[str, Any], tiny: bool) -> Iterator[Run]:
-    """Run three cells."""
     steps, batch, hidden = (60, 2, 8) if tiny else (1000, 16, 64)
     cells: dict[str, Callable[[], nn.Module]] = {
         "LSTM": lambda: nn.LSTMCell(hidden, hidden),
@@ -167,7 +166,6 @@ class _Living:
 
 @contextmanager
 def generator_bytes() -> Iterator[_Living]:
-    """Count the CPU generator's states, which are made outside of what ``peak`` sees."""
     found, read = _Living(), torch.get_rng_state
 
     def seen() -> Tensor:
@@ -279,7 +277,6 @@ class Cost(Origin):
 
 
 def costs(steps: int, about: dict[str, Any]) -> list[Cost]:
-    """Return the costs of all policies for T steps."""
     rows = []
     for share in SHARES:
         states, graphs = int(share * INTERNAL_COST * steps + 1e-9), int(share * steps + 1e-9)
@@ -309,7 +306,6 @@ def _row(policy: str, steps: int, share: float, slots: int, forward: int, about:
 
 
 def plot(rows: Sequence[Cost]) -> Any:
-    """Plot the time against the memory, a panel for each T."""
     counts = list(dict.fromkeys(row.steps for row in rows))
     figure, panels = figure_of(1, len(counts), width=3.6, height=3.0)
     for steps, axis in zip(counts, panels, strict=True):
@@ -328,7 +324,6 @@ def plot(rows: Sequence[Cost]) -> Any:
 
 
 def all_costs(about: dict[str, Any], tiny: bool) -> list[Cost]:
-    """Return the costs of all policies for chains of three lengths."""
     return [row for steps in ((30, 100) if tiny else (100, 1000, 10_000)) for row in costs(steps, about)]
 
 

@@ -1,19 +1,94 @@
 """Plans of fit, compared with single methods and with PyTorch's own means.
 
-Peaks are live bytes, to which the machine does not matter; times are ratios within one run. Rows of models that do not
-run now stay in the csv files.
+Part "solvers" compares solvers on the same synthetic blocks: the integer program is the yardstick. Peaks are live
+bytes, to which the machine does not matter; times are ratios within one run. Rows of models that do not run now stay in
+the csv files.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.planning import fit_frontier, fit_neighbours, fit_paper, fit_solvers
+from benchmarks.library import Option, choose, peak_of
+from benchmarks.planning import fit_frontier, fit_neighbours, fit_paper
 from benchmarks.planning.fit_paper import LARGE, PLACES
 from benchmarks.planning.fit_steps import MODELS, SEED
-from benchmarks.records import add_choices, add_output, known_rows, origin, show, write_rows
+from benchmarks.records import Origin, add_choices, add_output, known_rows, origin, show, write_rows
+
+SIZES = (12, 24, 48, 96, 200)
+SHARES = (0.6, 0.3)
+SOLVERS = ("milp", "rounded")
+WEIGHT = 1e-3  # seconds that are given for a noise of 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved(Origin):
+    """One solver on synthetic blocks with one budget."""
+
+    blocks: int  # number of blocks
+    budget: float  # as a share of the peak of keeping all
+    solver: str  # "milp" or "rounded"
+    seconds: float = 0.0  # time to solve
+    cost: float | None = None  # what the plan adds, by the least that any solver adds; empty if nothing fits
+    peak: float | None = None  # of the plan, by the budget
+    seed: int = 0  # of the blocks
+
+
+def compare(seed: int = 0, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    choose(chain(2, draw), 10**9, solver="milp")  # imports scipy before the clock runs
+    rows = list[dict[str, Any]]()
+    for count in sizes:
+        options = chain(count, draw)
+        for share in SHARES:
+            rows += _solved(options, share)
+    return rows
+
+
+def chain(count: int, draw: random.Random) -> list[list[Option]]:
+    """Make blocks like a transformer's, with some spread of bytes, times and noise."""
+    return [_block(draw) for _ in range(count)]
+
+
+def cost(option: Option) -> float:
+    return option.seconds + WEIGHT * option.noise
+
+
+def _block(draw: random.Random) -> list[Option]:
+    whole = int(draw.uniform(6, 12) * 2**20)  # bytes saved
+    inputs, passing, forward = int(0.08 * whole), int(0.2 * whole), whole / 2e9  # of the block; lost after it; seconds
+    options = [Option("keep", whole, whole + passing, 0.0)]
+    for ratio, bits in ((1.0, 8), (0.2, 16), (0.1, 8), (0.1, 4)):
+        kept = int(whole * (1 - 0.36 * (1 - ratio * bits / 32)))  # 36 % of the bytes are inputs of linear layers
+        noise = draw.uniform(0.5, 1.5) * (0.1 / ratio) * (16 / bits) ** 0.5 if ratio < 1 else 0.0
+        seconds = (-0.05 if ratio < 1 else 0.02) * forward
+        options.append(Option(f"sketch {ratio} {bits}", kept, kept + passing, seconds, noise))
+    options.append(Option("selective", int(0.5 * whole), whole + passing, draw.uniform(0.2, 0.4) * forward))
+    options.append(Option("recompute", inputs, whole + passing + inputs, forward))
+    return options
+
+
+def _solved(options: list[list[Option]], share: float) -> list[dict[str, Any]]:
+    budget = int(share * peak_of(options, [0] * len(options)))
+    rows = list[dict[str, Any]]()
+    for solver in SOLVERS:
+        begin = time.perf_counter()
+        chosen = choose(options, budget, cost, solver=solver)
+        seconds = time.perf_counter() - begin
+        row: dict[str, Any] = {"blocks": len(options), "budget": share, "solver": solver, "seconds": seconds}
+        found = dict[str, float | None](cost=None, peak=None)
+        if chosen is not None:
+            total = sum(cost(block[index]) for block, index in zip(options, chosen, strict=True))
+            found = {"cost": total, "peak": peak_of(options, chosen) / budget}
+        rows.append(row | found)
+    best = min((row["cost"] for row in rows if row["cost"] is not None), default=None)
+    return [row | {"cost": row["cost"] and row["cost"] / best} for row in rows]
+
 
 PARTS = ("frontier", "neighbours", "solvers", "paper")
 _COMPARED_WITH_NEIGHBOURS = ("roberta", "llama")
@@ -64,8 +139,8 @@ def _neighbours(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool
 
 
 def _solvers(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> Rows:
-    found = fit_solvers.compare(SEED, fit_solvers.SIZES[:1] if tiny else fit_solvers.SIZES)
-    yield [fit_solvers.Solved(**row, seed=SEED, **about) for row in found]
+    found = compare(SEED, SIZES[:1] if tiny else SIZES)
+    yield [Solved(**row, seed=SEED, **about) for row in found]
 
 
 def _paper(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> Rows:

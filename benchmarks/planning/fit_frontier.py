@@ -117,7 +117,6 @@ def frontier(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = F
 
 
 def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]:
-    """Single methods, each on a twin of the model."""
     for (name, option), (part, step) in itertools.product(SINGLE.items(), EVERY.items()):
         every = _blocks(fitting, option)
         able = [place for place, block in enumerate(every) if block.choice != KEEP]
@@ -132,13 +131,10 @@ def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]
         # What is left out for its noise was neither timed for the plan nor is its noise kept.
         is_known = all(block.kept or block.worst for block in blocks)
         row = dataclasses.replace(
-            base,
-            method=f"{name} {part}",
-            predicted_time=1 + plan.seconds / fitting.candidates.seconds if is_known else None,
-            noise=sum(block.noise for block in blocks) if is_known else None,
-            within="yes" if is_known else "no",
-            plan=counts(blocks),
-        )
+            base, method=f"{name} {part}", predicted_time=1 + plan.seconds / fitting.candidates.seconds if is_known
+            else None, noise=sum(block.noise for block in blocks) if is_known else None, within="yes" if is_known else
+            "no", plan=counts(blocks),
+        )  # fmt: skip
         yield row.method, row, step_of(model, fitting.example)
     segments: nn.Module = twin(fitting.model)
     recompute_segments(segments)
@@ -173,17 +169,11 @@ def _does(fitting: Fitting, block: str, setting: Setting) -> dict[str, Any]:
 def _reported(row: Fitted, report: FitReport) -> Fitted:
     measured = report.peak
     return dataclasses.replace(
-        row,
-        predicted=report.predicted_peak,
-        simulated=report.simulated_peak,
-        measured=measured,
-        predicted_error=100 * (report.predicted_peak / measured - 1),
-        simulated_error=100 * (report.simulated_peak / measured - 1),
-        predicted_time=report.time,
-        noise=report.noise,
-        status="fits" if report.fits else "exceeds",
+        row, predicted=report.predicted_peak, simulated=report.simulated_peak, measured=measured, predicted_error=100
+        * (report.predicted_peak / measured - 1), simulated_error=100 * (report.simulated_peak / measured - 1),
+        predicted_time=report.time, noise=report.noise, status="fits" if report.fits else "exceeds",
         plan=counts(report.plan.blocks),
-    )
+    )  # fmt: skip
 
 
 def _timed(row: Fitted, seconds: float | None, exact: float) -> Fitted:
@@ -212,7 +202,6 @@ _STYLES = {
 
 
 def plot(rows: Sequence[Fitted]) -> Any:
-    """Plot the time of a step against the peak above the floor."""
     models = list(dict.fromkeys(row.model for row in rows))
     across = min(3, len(models))
     figure, axes = figure_of(-(-len(models) // across), across)

@@ -60,7 +60,6 @@ PLACES: dict[str, tuple[str, Shards | None]] = {
 
 
 def llama(shape: Shape) -> nn.Module:
-    """Make a LLaMA without weights, in bfloat16."""
     from transformers import AutoModelForCausalLM, LlamaConfig  # not installed where only other parts run
 
     with torch.device("meta"):
@@ -81,7 +80,6 @@ def with_adapters(shape: Shape) -> nn.Module:
 
 
 def texts(batch: int, sequence: int, device: str = "meta") -> dict[str, torch.Tensor]:
-    """Make a batch of texts without padding."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device=device)
     return {"input_ids": ids, "labels": ids}
 
@@ -137,7 +135,6 @@ def place(model: str, device: str) -> Iterator[dict[str, Any]]:
 
 
 def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[str, Any]]:
-    """Find the largest sizes of a model by every method."""
     static = static_memory(model, ADAMW, shards)
     needed = static.before_step + static.gradients
     common = {
@@ -159,7 +156,6 @@ def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[
 
 
 def by_method(work: Fitting) -> Iterator[dict[str, Any]]:
-    """Find the largest sizes by every method."""
     found: list[dict[str, Any]] = []
     for method, plan in plans(work).items():
         found.append(_Sizes(work, plan).row())
@@ -170,7 +166,6 @@ def by_method(work: Fitting) -> Iterator[dict[str, Any]]:
 
 
 def plans(work: Fitting) -> dict[str, BlockPlan]:
-    """Make the plan of every method."""
     blocks, conversions = work.costs.blocks, work.candidates.conversions
     known = {setting.name: setting for setting in SETTINGS}
 
@@ -193,14 +188,11 @@ def plans(work: Fitting) -> dict[str, BlockPlan]:
 
 
 class _Sizes:
-    """The largest sizes of a model with one plan."""
-
     def __init__(self, work: Fitting, plan: BlockPlan) -> None:
         self.work, self.plan = work, plan
         self.known: dict[tuple[int, int], int] = {}  # batch and sequence to bytes
 
     def peak(self, batch: int, sequence: int) -> int:
-        """Bytes of the training process."""
         if (batch, sequence) not in self.known:
             with self.plan.applied() as planned:
                 step = watch(planned, texts(batch, sequence), held=self.work.proposals.held)[0]

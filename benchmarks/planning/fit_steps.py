@@ -105,7 +105,6 @@ class Segment(nn.Module):
     """Successive blocks that are recomputed as one: of what they make, only their input is kept."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
-        """Take blocks together."""
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
@@ -139,13 +138,11 @@ Run = Callable[[], None]
 
 
 def step_of(model: nn.Module, batch: Any) -> Run:
-    """Return a training step, whose gradients are left in the parameters."""
     there = copied(batch)
     return lambda: run_step(model, there)
 
 
 def clear(model: nn.Module) -> None:
-    """Free the gradients of a model."""
     model.zero_grad(set_to_none=True)
 
 
@@ -159,7 +156,6 @@ def live_peak(model: nn.Module, run: Run) -> int:
 
 
 def medians(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> dict[str, float]:
-    """Time steps in turns."""
     return {title: statistics.median(seconds) for title, seconds in timed(model, runs, rounds).items()}
 
 
@@ -186,7 +182,6 @@ def options_of(model: nn.Module, batch: Any, folder: str | None = None) -> Fitti
 
 
 def fitted(fitting: Fitting, memory: int) -> FitReport | str:
-    """Fit a model to a budget, and revert it."""
     fitting.total = memory
     fitting.proposals = replace(fitting.proposals, budget=memory - fitting.static.before_step)
     with quiet():
@@ -202,6 +197,5 @@ def fitted(fitting: Fitting, memory: int) -> FitReport | str:
 
 
 def counts(rows: Iterable[PlannedBlock]) -> str:
-    """Return how many blocks have each option."""
     found = Counter(row.option for row in rows)
     return ", ".join(f"{count} {option}" for option, count in found.most_common())

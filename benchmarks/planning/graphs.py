@@ -49,7 +49,6 @@ class Planned(Origin):
 
 
 def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
-    """Run a network plain, and with the least plan of every method."""
     model, batch = make()
     beyond = workspace(model, batch)
     expected, live, allocated = _step(model, None, batch)
@@ -74,7 +73,6 @@ def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) 
 
 
 def paper(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
-    """Simulate a network plain, and with the least plan of every method."""
     del out
     model, batch = make()
     for method in METHODS:

@@ -17,7 +17,6 @@ class UNet(nn.Module):
     """Halves the image four times and doubles it again, with a skip on every level."""
 
     def __init__(self, width: int = 32, levels: int = 4) -> None:
-        """Make the network."""
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
         self.first = _two_convolutions(3, width)
@@ -28,7 +27,6 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Label every pixel."""
         skips = [self.first(x)]
         for block in self.down:
             skips.append(block(self.pool(skips[-1])))
@@ -62,7 +60,6 @@ def torchvision_models() -> Any:
 
 
 def image_network(name: str, batch: int, side: int, **options: Any) -> tuple[nn.Module, Tensor]:
-    """Make a network for images, with random weights."""
     torch.manual_seed(0)
     if name == "unet":
         model: nn.Module = UNet(**options)
@@ -73,7 +70,6 @@ def image_network(name: str, batch: int, side: int, **options: Any) -> tuple[nn.
 
 
 def transformer(name: str, batch: int, length: int, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Make a transformer with random weights."""
     if importlib.util.find_spec("torchvision") is not None:
         torchvision_models()  # transformers imports it, too
     from transformers import LlamaConfig, RobertaConfig
@@ -126,10 +122,8 @@ _TINY: dict[str, Callable[[], Made]] = {"U-Net, 1 × 32²": lambda: image_networ
 
 
 def small(tiny: bool) -> dict[str, Callable[[], Made]]:
-    """Return the networks that run: title to a function that makes one and its batch."""
     return _TINY if tiny else _SMALL
 
 
 def large(tiny: bool) -> dict[str, Callable[[], Made]]:
-    """Return the networks that are simulated, of the paper's sizes."""
     return {"U-Net, 8 × 512²": _TINY["U-Net, 1 × 32²"]} if tiny else _PAPER

@@ -41,7 +41,6 @@ class Steps(Origin):
 
 
 def counts(about: dict[str, Any], tiny: bool) -> Iterator[Steps]:
-    """Count all that the tables show."""
     about = about | _package()
     yield from (replace(row, **about) for row in (*flat(), *all_schedules(tiny=tiny), *against_revolve()))
 
@@ -60,7 +59,6 @@ def _row(name: str, title: str, steps: int, slots: int, counts: schedules.Counts
 
 
 def flat() -> list[Steps]:
-    """Count two levels and Revolve for chains of growing length."""
     rows = []
     for steps in (200, 1000, 5000):
         two = schedules.count(schedules.two_level(INTERVAL, SLOTS), steps)
@@ -261,7 +259,6 @@ def filesystem_of(folder: Path) -> str:
 
 
 def plot(rows: Sequence[Waits]) -> Any:
-    """Plot the share of the time that was waited, and the time relative to Revolve's, against a step's time."""
     figure, (left, right) = figure_of(1, 2)
     x = [row.milliseconds for row in rows]
     how = {"marker": "s", "ls": "--", "color": RED}

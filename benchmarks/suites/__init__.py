@@ -29,5 +29,4 @@ SUITES: dict[str, ModuleType] = {
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make one of the providers of a case's suite ready to run on it."""
     return SUITES[case.suite].setup(case, provider)

@@ -44,29 +44,21 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     else:
         runs = [((tokens, 4096), "bfloat16") for tokens in (1024, 4096, 16384, 65536)]
         runs += [((16384, 768), "bfloat16"), ((16384, 4096), "float32")]
+    backend = "torch" if device == "cpu" else "triton"
     return [
         Case(
-            "kernels",
-            f"{tokens} x {columns}",
-            device,
-            dtype,
-            (tokens, columns),
-            check=min(tokens, 1024) if device == "cpu" else tokens,
-            rounds=1 if tiny else 3,
-            tiny=tiny,
-            backend="torch" if device == "cpu" else "triton",
+            "kernels", f"{tokens} x {columns}", device, dtype, (tokens, columns), rounds=1 if tiny else 3, tiny=tiny,
+            check=min(tokens, 1024) if device == "cpu" else tokens, backend=backend,
         )
         for (tokens, columns), dtype in runs
-    ]
+    ]  # fmt: skip
 
 
 def providers(case: Case) -> list[str]:
-    """Return the titles of the kernels, the copy first."""
     return [REFERENCE, *SKETCHES, PACKED, PACK, UNPACK, NORMS]
 
 
 def setup(case: Case, provider: str) -> Setup:
-    """Make a kernel ready."""
     makers = {REFERENCE: _copy, PACKED: _packed_sketch, PACK: _pack, UNPACK: _unpack, NORMS: _row_norms}
     if provider in SKETCHES:
         return _sketch(case, SKETCHES[provider])

@@ -100,7 +100,6 @@ def _tolerance(case: Case, provider: str) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _base(case: Case) -> Any:
-    """The model that all providers are copies of."""
     import transformers
 
     torch.manual_seed(0)
@@ -143,7 +142,6 @@ def _input(case: Case) -> Tensor:
 
 
 def _loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the output it is made of."""
     hidden = model(inputs_embeds=x).last_hidden_state
     # Half of the features: of all, the last norm makes the mean square 1 and the gradient 0.
     return hidden[..., ::2].float().square().mean(), hidden

@@ -32,7 +32,6 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
         return getattr(torch, self.dtype)
 
     @contextlib.contextmanager
@@ -50,8 +49,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run made."""
-
     exact: dict[str, Tensor]  # what every provider must make alike
     random: list[Tensor]  # what sketches make a random, unbiased estimate of: gradients with respect to the weights
 

@@ -42,7 +42,6 @@ def entered(run: Callable[[], object]) -> tuple[list[str], int]:
 
 
 def lines_of(modules: list[str]) -> int:
-    """Return how many lines the files of modules have."""
     return sum(len(inspect.getsource(sys.modules[name]).splitlines()) for name in modules)
 
 
@@ -94,10 +93,9 @@ def counts() -> list[tuple[str, list[str], int]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing."""
+    pass
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
-    """Count, and return the table."""
     lines = [(what, str(len(names)), f"{lines_of(names):,}", str(moves)) for what, names, moves in counts()]
     yield table(("", "modules", "lines", "moves"), lines)

@@ -50,7 +50,6 @@ def projection(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def t_score(values: Sequence[float], slack: float) -> tuple[float, float]:
-    """Compare the mean of values with 1."""
     error = statistics.fmean(values) - 1
     if not math.isfinite(error):
         return error, math.inf

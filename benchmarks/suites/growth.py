@@ -17,17 +17,11 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     width = 16 if tiny else 768
     return [
         Case(
-            "growth",
-            f"{tokens} x {width} -> {width}",
-            device,
-            "float32",
-            (tokens, width, width),
-            check=min(tokens, 256),
-            rounds=2 if tiny else max(5, min(60, (1 << 17) // tokens)),
-            tiny=tiny,
+            "growth", f"{tokens} x {width} -> {width}", device, "float32", (tokens, width, width), tiny=tiny,
+            check=min(tokens, 256), rounds=2 if tiny else max(5, min(60, (1 << 17) // tokens)),
         )
         for tokens in ((128, BASE) if tiny else [1 << power for power in range(8, 17)])
-    ]
+    ]  # fmt: skip
 
 
 def providers(case: Case) -> list[str]:

@@ -43,8 +43,6 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP as LLaMA has it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
@@ -62,8 +60,6 @@ def _linear() -> nn.Module:
 
 @dataclass(frozen=True)
 class Module:
-    """What is measured, and how it is converted."""
-
     make: Callable[..., nn.Module]  # makes one module, or with ``is_model`` a model of some layers
     configs: dict[str, dict[str, Any]]  # by the title of a provider
     is_model: bool = False  # whether it is a whole model of transformers
@@ -91,7 +87,6 @@ MODULES = {
 
 
 def cases(device: str, *, tiny: bool) -> list[Case]:
-    """Return a case for every module, and for the blocks of models."""
     layers = 2 if tiny else LAYERS
     return [
         Case(
@@ -130,8 +125,6 @@ def setup(case: Case, provider: str) -> Setup:
 
 
 class _Model(nn.Module):
-    """A model of which the last hidden state is asked."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

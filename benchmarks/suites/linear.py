@@ -25,32 +25,22 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
         runs[:0] = [((16384, 4096, 4096), "bfloat16"), ((16384, 2048, 5632), "bfloat16")]
     if tiny:
         runs = [((512, 64, 48), "float32")]
+
+    def rounds(shape: tuple[int, ...], dtype: str, ratio: float) -> int:  # more where a run is short: machines drift
+        if tiny or ratio != 0.1:
+            return 2 if tiny else 3
+        return (13 if dtype == "float32" else 5) * (3 if shape[1] == shape[2] else 1)
+
     return [
         Case(
-            "linear",
-            f"{shape[0]} x {shape[1]} -> {shape[2]}",
-            device,
-            dtype,
-            shape,
+            "linear", f"{shape[0]} x {shape[1]} -> {shape[2]}", device, dtype, shape, ratio=ratio, tiny=tiny,
             # On a CPU, a part of the tokens makes the gate cheaper than one run instead of as dear as six.
-            check=min(shape[0], 256) if device == "cpu" else shape[0],
-            ratio=ratio,
-            rounds=_rounds(shape, dtype, ratio, tiny=tiny),
-            tiny=tiny,
+            check=min(shape[0], 256) if device == "cpu" else shape[0], rounds=rounds(shape, dtype, ratio),
         )
         for shape, dtype in runs
         # A CPU is slow in half types: there one shape is plotted.
         for ratio in (RATIOS if not tiny and (device == "cuda" or dtype == "float32" or shape == shapes[0]) else [0.1])
-    ]
-
-
-def _rounds(shape: tuple[int, ...], dtype: str, ratio: float, *, tiny: bool) -> int:
-    """More where a run is short, which the machine's drift disturbs most."""
-    if tiny:
-        return 2
-    if ratio != 0.1:
-        return 3
-    return (13 if dtype == "float32" else 5) * (3 if shape[1] == shape[2] else 1)
+    ]  # fmt: skip
 
 
 def configs(case: Case) -> dict[str, RMMConfig]:
@@ -115,7 +105,6 @@ def _layer(case: Case, provider: str) -> nn.Linear:
 
 
 def _inputs(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
-    """X, which wants its gradient, and Y."""
     _, inputs, outputs = case.sizes
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(tokens, inputs, generator=generator).to(case.device, case.torch_dtype).requires_grad_()

@@ -43,14 +43,12 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
 
 
 def build(kind: str, head: str, **sizes: Any) -> Any:
-    """Make a model of transformers with random weights."""
     import transformers
 
     return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**sizes))
 
 
 def check_transformers(suite: str) -> None:
-    """Refuse a suite without transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"The suite {suite} needs transformers: pip install transformers. Choose others by --suite.")
 
@@ -102,7 +100,6 @@ def _is_llama(case: Case) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model that all providers are copies of, with its optimizer."""
     torch.manual_seed(0)
     with torch.device(case.device):
         model = _llama(case) if _is_llama(case) else _roberta(case.tiny)
@@ -146,7 +143,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint(model: Any, count: int) -> None:
-    """Recompute the first layers in the backward pass."""
     # Older versions of transformers know it by the second name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -167,7 +163,6 @@ def _batch(case: Case, sequences: int) -> dict[str, Tensor]:
 
 
 def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the output it is made of."""
     if _is_llama(case):
         hidden = model(**batch).last_hidden_state
         # Half of the features: of all, the last norm makes the mean square 1 and the gradient 0.

@@ -50,8 +50,6 @@ Passes = tuple[Tensor | None, Sequence[Tensor]]  # what both passes made: the ou
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation with its stand-in."""
-
     inputs: Sequence[Tensor]  # what gets gradients
     y: Tensor  # gradient with respect to the output
     exact: Callable[..., Tensor]  # pyTorch's own function of the inputs
@@ -67,7 +65,6 @@ class Operation:
     fused: Callable[[int | None], tuple[Tensor, Tensor]] | None = None
 
     def packed(self, seed: int | None) -> Passes:
-        """Run both passes with the stand-in."""
         output, stored = (self.exact(*self.inputs), self.pack(seed)) if self.forward is None else self.forward()
         return output, self.apply(stored)
 
@@ -89,24 +86,17 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     else:
         rows = {"layer norm": (16384, 4096), "gelu": (16384, 3072), "swiglu": (16384, 11008), "dropout": (16384, 4096)}
         heads = {"attention": (32, 12, 512, 64), "causal attention": (4, 32, 4096, 128)}
+    dtype, backend = ("bfloat16", "triton") if device == "cuda" else ("float32", "torch")
     return [
         Case(
-            "operators",
-            f"{name} {' x '.join(map(str, sizes))}",
-            device,
-            "bfloat16" if device == "cuda" else "float32",
-            sizes,
-            rounds=1 if tiny else 5,
-            tiny=tiny,
-            backend="torch" if device == "cpu" else "triton",
-            draws=3 if tiny else 6,
+            "operators", f"{name} {' x '.join(map(str, sizes))}", device, dtype, sizes, rounds=1 if tiny else 5,
+            tiny=tiny, backend=backend, draws=3 if tiny else 6,
         )
         for name, sizes in (rows | heads).items()
-    ]
+    ]  # fmt: skip
 
 
 def providers(case: Case) -> list[str]:
-    """Return the titles of what is timed, PyTorch's own operation first."""
     fused = [FUSED] if case.backend == "triton" and case.name.startswith(HAS_FUSED) else []
     return [REFERENCE, PACKED, *fused, PACK, APPLY, COPY]
 
@@ -151,7 +141,6 @@ def setup(case: Case, provider: str) -> Setup:
 
 @functools.lru_cache(maxsize=1)
 def _operation(case: Case) -> Operation:
-    """The case's operation, one for all of its providers."""
     name = case.name.rstrip("0123456789 x")
     makers = {"layer norm": _norm, "gelu": _gelu, "swiglu": _swiglu, "dropout": _dropout}
     return makers[name](case) if name in makers else _attention(case, is_causal=name.startswith("causal"))
@@ -188,7 +177,6 @@ def _copy(one: Operation) -> Setup:
 
 
 def _tensors(case: Case, count: int) -> list[Tensor]:
-    """Normal numbers in the case's sizes."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(case.sizes, generator=generator).to(case.device, case.torch_dtype) for _ in range(count)]
 
@@ -212,13 +200,9 @@ def _norm(case: Case) -> Operation:
 def _gelu(case: Case) -> Operation:
     (x, y), how = _tensors(case, 2), ("gelu", (), BITS["gelu"])
     return Operation(
-        [x.requires_grad_()],
-        y,
-        F.gelu,
-        lambda seed: pack_derivative(x.detach(), None, seed, *how),
-        lambda stored: [apply_derivative(y, stored, None, *how)],
-        fused=lambda seed: activate_and_pack(x.detach(), None, seed, *how),
-    )
+        [x.requires_grad_()], y, F.gelu, lambda seed: pack_derivative(x.detach(), None, seed, *how), lambda stored:
+        [apply_derivative(y, stored, None, *how)], fused=lambda seed: activate_and_pack(x.detach(), None, seed, *how),
+    )  # fmt: skip
 
 
 def _swiglu(case: Case) -> Operation:
@@ -228,13 +212,10 @@ def _swiglu(case: Case) -> Operation:
         return [one for one in apply_gated(y, stored, bits, None, True, True) if one is not None]
 
     return Operation(
-        [a.requires_grad_(), b.requires_grad_()],
-        y,
-        lambda a, b: F.silu(a) * b,
-        lambda seed: keep_gated(a.detach(), b.detach(), "silu", bits, seed, None, True, True),
-        apply,
-        fused=lambda seed: gate_and_pack(a.detach(), b.detach(), "silu", bits, seed, None, True, True),
-    )
+        [a.requires_grad_(), b.requires_grad_()], y, lambda a, b: F.silu(a) * b, lambda seed: keep_gated(a.detach(),
+        b.detach(), "silu", bits, seed, None, True, True), apply, fused=lambda seed: gate_and_pack(a.detach(),
+        b.detach(), "silu", bits, seed, None, True, True),
+    )  # fmt: skip
 
 
 def _dropout(case: Case) -> Operation:
@@ -255,15 +236,9 @@ def _dropout(case: Case) -> Operation:
         return output, [gradient]
 
     return Operation(
-        [x.requires_grad_()],
-        y,
-        lambda x: F.dropout(x, DROPOUT),
-        lambda seed: pack_mask(mask, None),
-        lambda stored: [apply_mask(y, stored, 1 / (1 - DROPOUT), None)],
-        forward,
-        right,
-        mask.nbytes,
-    )
+        [x.requires_grad_()], y, lambda x: F.dropout(x, DROPOUT), lambda seed: pack_mask(mask, None), lambda stored:
+        [apply_mask(y, stored, 1 / (1 - DROPOUT), None)], forward, right, mask.nbytes,
+    )  # fmt: skip
 
 
 def _attention(case: Case, *, is_causal: bool) -> Operation:
@@ -277,9 +252,7 @@ def _attention(case: Case, *, is_causal: bool) -> Operation:
         return [gradient.transpose(1, 2) for gradient in found[:3]]
 
     return Operation(
-        [tensor.requires_grad_() for tensor in (query, key, value)],
-        y,
-        lambda query, key, value: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal),
-        lambda seed: pack_attention(query.detach(), key.detach(), value.detach(), None, None, seed, *bits),
-        apply,
-    )
+        [tensor.requires_grad_() for tensor in (query, key, value)], y, lambda query, key, value:
+        F.scaled_dot_product_attention(query, key, value, is_causal=is_causal), lambda seed:
+        pack_attention(query.detach(), key.detach(), value.detach(), None, None, seed, *bits), apply,
+    )  # fmt: skip

@@ -24,7 +24,6 @@ class PaperLinear(nn.Linear):
     """``nn.Linear`` that keeps Z = SᵀX and the seed to draw S again."""
 
     def __init__(self, inputs: int, outputs: int, ratio: float, **options: Any) -> None:
-        """Make the layer; ``ratio`` is K/N, and ``options`` are device and dtype."""
         super().__init__(inputs, outputs, **options)
         self.ratio = ratio
         # Seeds of its own, new in every call: drawn on the way, they would shift the masks of dropout behind the layer.
@@ -75,7 +74,6 @@ class _PaperFunction(torch.autograd.Function):
 
 
 def _matrix(seed: int, rows: int, like: Tensor) -> Tensor:
-    """Sᵀ, shape (K, N), of variance 1/K."""
     with record_function("paper::draw_s"):
         generator = torch.Generator(like.device).manual_seed(seed)
         s = torch.randn(rows, len(like), generator=generator, device=like.device, dtype=like.dtype)

@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure suites; a run replaces each suite's csv file."""
     torch.set_num_threads(arguments.threads)
     failed = False
     chosen = {suite: SUITES[suite].cases(arguments.device, tiny=arguments.tiny) for suite in arguments.suite}
@@ -49,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def has_memory(case: Case) -> bool:
-    """Say whether memory is measured: of models, and of layers at the ratio that the tables show."""
     return case.suite in ("model", "blocks") or (case.suite == "linear" and case.ratio == RATIO)
 
 
@@ -79,7 +77,6 @@ def run_cases(
     make: Callable[[Case, str], Setup] = setup,
     memory: Callable[[Case], bool] = has_memory,
 ) -> Iterator[list[Row]]:
-    """Measure all providers on every case."""
     for case in cases:
         ready: dict[str, Setup] = {}
         status: dict[str, str] = {}
@@ -101,23 +98,22 @@ def run_cases(
         except Exception as error:
             logger.exception("%s: timing, %s", case.name, case.dtype)
             times, status = {}, dict.fromkeys(titles, _first_line(error))
-        rows = [
-            Row(case.suite, case.name, title, case.dtype, case.ratio, status[title] or "ok", seed=seed)
-            for title in titles
-        ]
-        rows = [
-            _with_times(row, times[row.provider], ready[row.provider].moved) if row.provider in times else row
-            for row in rows
-        ]
+        rows = []
+        for title in titles:
+            row = Row(case.suite, case.name, title, case.dtype, case.ratio, status[title] or "ok", seed=seed)
+            if title in times:
+                lower, median, upper = quartiles(times[title])
+                found = {"lower": lower, "median": median, "upper": upper, "samples": len(times[title])}
+                row = dataclasses.replace(row, **found, moved_bytes=ready[title].moved or None)
+            rows.append(row)
         del ready  # the memory that other processes need
-        rows = _with_memory(case, rows) if memory(case) else rows
+        rows = list(_with_memory(case, rows)) if memory(case) else rows
         (base,) = [row for row in rows if row.provider == SUITES[case.suite].REFERENCE]
         copy = next((row for row in rows if row.provider == COPY), None)
         yield [_with_ratios(row, base, copy) for row in rows]
 
 
 def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, int] | str]:
-    """Measure what providers keep; meant for a process of its own."""
     found: dict[str, tuple[int, int] | str] = {}
     for title in providers:
         try:
@@ -128,7 +124,6 @@ def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, in
 
 
 def memory_of(case: Case, provider: str) -> tuple[int, int]:
-    """Measure what one provider keeps."""
     candidate = setup(case, provider)
     if candidate.module is None or candidate.forward is None:
         raise ValueError(f"memory_of measures layers and models, got a case of the suite {case.suite}.")
@@ -147,12 +142,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _with_times(row: Row, times: list[float], moved: int) -> Row:
-    lower, median, upper = quartiles(times)
-    found = {"lower": lower, "median": median, "upper": upper, "samples": len(times), "moved_bytes": moved or None}
-    return dataclasses.replace(row, **found)
-
-
 def _with_ratios(row: Row, base: Row, copy: Row | None) -> Row:
     """Add the ratio of times to the reference's, but to a copy's; and of bytes per second to those of the copy."""
     if row.median is None:
@@ -165,18 +154,15 @@ def _with_ratios(row: Row, base: Row, copy: Row | None) -> Row:
     return dataclasses.replace(row, relative=(row.median or 0.0) / base.median)
 
 
-def _with_memory(case: Case, rows: list[Row]) -> list[Row]:
-    """Add kept and peak bytes to the rows that have times."""
+def _with_memory(case: Case, rows: list[Row]) -> Iterator[Row]:
     titles = [row.provider for row in rows if row.status == "ok"]
     try:
         found = call(memories_of, case, titles)
     except ProcessError as error:
         found = dict.fromkeys(titles, str(error).splitlines()[-1])
-    return [_with_bytes(row, found[row.provider]) if row.provider in found else row for row in rows]
-
-
-def _with_bytes(row: Row, found: tuple[int, int] | str) -> Row:
-    if isinstance(found, str):
-        logger.error("%s: memory of %s: %s", row.case, row.provider, found)
-        return dataclasses.replace(row, status=f"memory: {found}")
-    return dataclasses.replace(row, kept_bytes=found[0], peak_bytes=found[1])
+    for row in rows:
+        memory = found.get(row.provider)
+        if isinstance(memory, str):
+            logger.error("%s: memory of %s: %s", row.case, row.provider, memory)
+            row = dataclasses.replace(row, status=f"memory: {memory}")
+        yield dataclasses.replace(row, kept_bytes=memory[0], peak_bytes=memory[1]) if isinstance(memory, tuple) else row

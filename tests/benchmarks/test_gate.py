@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from benchmarks.suites import SUITES, bandwidth, gate, host, linear, models, ope
 from benchmarks.suites import blocks as block_steps
 from benchmarks.suites.case import Case, Outcome, Setup
 from benchmarks.suites.runner import run_cases
-from rmm_linear.backends.triton import kernels
 
 LINEAR = linear.cases("cpu", tiny=True)[0]
 OPERATORS = operators.cases("cpu", tiny=True)
@@ -79,42 +77,6 @@ def test_the_gate_runs_what_is_timed(case: Case, provider: str, monkeypatch: pyt
     judged = len(calls)
     found.run()
     assert begin < judged < len(calls)
-
-
-def fused(module: ModuleType) -> list[Case]:
-    """The cases that have a fused provider, where it has one: on Triton's kernels."""
-    cases = [dataclasses.replace(case, backend="triton") for case in module.cases("cpu", tiny=True)]
-    assert not any(module.FUSED in module.providers(case) for case in module.cases("cpu", tiny=True))
-    return [case for case in cases if module.FUSED in module.providers(case)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("case", "provider"),
-    [(case, module.FUSED) for module in (operators, block_steps) for case in fused(module)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_fused_providers_make_outputs_in_kernels_and_pass_the_gate(case: Case, provider: str, monkeypatch) -> None:
-    made = set()
-    for name in ("activate_and_pack", "gate_and_pack", "normalize_and_pack"):
-        kernel = getattr(kernels(), name)
-        monkeypatch.setattr(
-            kernels(), name, lambda *args, _name=name, _kernel=kernel: (made.add(_name), _kernel(*args))[1]
-        )
-    right = setup(case, provider)
-    assert gate.failure(right, case.torch_dtype, case.draws) == ""
-    made.clear()
-    right.run()
-    expected = {
-        "layer": {"normalize_and_pack"},
-        "gelu": {"activate_and_pack"},
-        "swiglu": {"gate_and_pack"},
-        "roberta": {"normalize_and_pack", "activate_and_pack"},
-        "llama": {"normalize_and_pack", "gate_and_pack"},
-    }
-    assert made == expected[case.name.split()[0]]
-    wrong = changed(case, provider, exact_off("output"))
-    assert "output is off by" in gate.failure(wrong, case.torch_dtype, case.draws)
 
 
 def test_a_known_bias_is_let_through_as_far_as_it_is_known() -> None:

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import rmm_kernels_moved
-import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import command, compiled, largest, parity
+from benchmarks.gpu import command, compiled, largest
 from benchmarks.gpu.compiled import CompiledRow
-from benchmarks.gpu.largest import EXACT, is_full, search_in
+from benchmarks.gpu.largest import EXACT, search_in
 from benchmarks.processes import ProcessError
 from benchmarks.records import RESULTS, Parity, read_rows
-from benchmarks.suites import SUITES
 
 NEVER = float("inf")
 NAMES = """
@@ -33,12 +31,6 @@ for name, _, dtype, constants in cases():
 
 def gpu(out: Path, *sections: str) -> int:
     return main(["gpu", "--device", "cpu", "--tiny", "--commit", "abc", "--out", str(out), "--sections", *sections])
-
-
-def test_memory_is_that_of_what_keeps_something() -> None:
-    found = {case for s in SUITES.values() for case in s.cases("cuda", tiny=False) if command.measures_memory(case)}
-    assert {case.suite for case in found} == {"linear", "model", "blocks"}
-    assert {case.name for case in found if case.suite == "linear"} == {"16384 x 4096 -> 4096"}
 
 
 def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -65,11 +57,11 @@ def test_comparisons_that_fail_raise_or_end_are_rows(tmp_path: Path, monkeypatch
     def crash(function, *arguments, timeout):
         raise ProcessError("compare ended its process with status -6")
 
-    wrong = {"wrong": lambda device: [parity.rmm_kernels_parity.Check("SᵀX", float("nan"), 1.0)], "broken": broken}
-    monkeypatch.setattr(parity.rmm_kernels_parity, "comparisons", lambda: wrong)
-    found = parity.compare("cpu", ["wrong", "broken"])
+    wrong = {"wrong": lambda device: [command.rmm_kernels_parity.Check("SᵀX", float("nan"), 1.0)], "broken": broken}
+    monkeypatch.setattr(command.rmm_kernels_parity, "comparisons", lambda: wrong)
+    found = command.compare("cpu", ["wrong", "broken"])
     assert [row.status for row in found] == ["failed", "RuntimeError: device-side assert"]
-    monkeypatch.setattr(parity, "call", crash)
+    monkeypatch.setattr(command, "call", crash)
     assert gpu(tmp_path, "parity") == 1
     rows = read_rows(tmp_path / "parity-cpu.csv", Parity)
     assert [row.status for row in rows] == ["compare ended its process with status -6"]
@@ -93,7 +85,7 @@ def test_what_is_found_fits_and_a_16th_more_does_not(limit: int, grain: int) -> 
         assert len(tried) == len({*tried}) <= 25
 
 
-def test_a_search_ends_with_its_time_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_ends_with_its_time_or_an_error() -> None:
     assert largest.largest(lambda size: 1, 2, 4, time.time() - 1) == (0, "no more time: at least 0")
 
     def peak(size: int) -> int:
@@ -102,21 +94,6 @@ def test_a_search_ends_with_its_time_or_an_error(monkeypatch: pytest.MonkeyPatch
         return size
 
     assert largest.largest(peak, 1000, 4, NEVER) == (16, "with 1000: an illegal memory access")
-    now = [0.0]
-    monkeypatch.setattr(largest.time, "time", lambda: now[0])
-
-    def slow(size: int) -> int:
-        now[0] += size
-        return size
-
-    # 4 and 16 took 20 seconds; 1000 would end at 1020.
-    assert largest.largest(slow, 1000, 4, 1019.0) == (16, "no more time: at least 16")
-
-
-def test_memory_that_is_too_small_has_many_words() -> None:
-    assert is_full(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    assert is_full(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
-    assert not is_full(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 @pytest.mark.thorough

@@ -7,7 +7,6 @@ import math
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import gradients, tiny_model, token_ids
@@ -15,22 +14,12 @@ from statistical import assert_unbiased
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.frontier.few_bits import FewBitGELU, best_steps, gelu_steps, pack_codes, unpack_codes, use_few_bits
+from benchmarks.frontier.few_bits import FewBitGELU, gelu_steps, pack_codes, unpack_codes, use_few_bits
 from benchmarks.frontier.gact import use_gact
 from benchmarks.frontier.methods import METHODS, TUNED
 from benchmarks.suites.paper import PaperLinear, use_paper
-from rmm_linear import RMMLinear
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.packing.pack import packed_bytes
-
-
-def test_no_other_cuts_of_a_derivative_are_closer() -> None:
-    def spread(cuts) -> float:
-        return sum(float(((part - part.mean()) ** 2).sum()) for part in np.split(values, cuts))
-
-    values = np.random.default_rng(0).normal(size=12).cumsum()
-    every = map(spread, itertools.combinations(range(1, 12), 3))
-    assert spread(best_steps(values, 4)) == pytest.approx(min(every))
 
 
 def test_a_derivative_of_few_bits_is_the_value_of_its_piece() -> None:
@@ -160,18 +149,6 @@ def test_all_methods_have_the_masks_of_dropout_that_the_exact_model_has(method: 
     assert abs(exact[1] - exact[0]) > 1e-4
     # Outputs are the exact ones up to the order of sums: of eager attention, say.
     assert trained(method, dropout=0.1)[1] == pytest.approx(exact[0], abs=1e-5)
-
-
-def test_published_methods_are_in_all_layers_but_the_heads() -> None:
-    for method, kind in (("gaussian-20", PaperLinear), ("wta-30", RMMLinear)):
-        layers = {name: one for name, one in trained(method)[0].named_modules() if isinstance(one, kind)}
-        assert len(layers) == 12
-        assert not any("classifier" in name for name in layers)
-    configs = {(c.kind, c.ratio, c.bits, c.mask_padding, c.min_rows) for c in (x.rmm_config for x in layers.values())}
-    assert configs == {("wta", 0.3, None, False, 1)}
-    context = layers["roberta.encoder.layer.0.attention.self.query"].rmm_context
-    assert context is not None
-    assert not context.sketch_cache.groups  # query, key and value have a selection each
 
 
 def test_settings_tell_methods_and_plans_apart(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import command as gpu
-from benchmarks.gpu.parity import rmm_kernels_parity
+from benchmarks.gpu.command import rmm_kernels_parity
 from benchmarks.records import Parity, Row, read_rows
 from benchmarks.suites import SUITES
-from benchmarks.suites.plots import plot_all
 
 ALONE = """
 import sys
@@ -72,58 +70,34 @@ def test_every_provider_is_measured_in_every_case(results: Path, suite: str) -> 
     expected = [(case.name, provider) for case in cases for provider in SUITES[suite].providers(case)]
     assert [(row.case, row.provider) for row in rows] == expected
     for row in rows:
-        assert row.status == "ok"
-        assert row.median is not None
-        assert 0 < row.lower <= row.median <= row.upper
-        assert row.samples >= 1
-        assert row.commit == "abc"
-        assert row.torch == torch.__version__
-        assert row.machine
+        assert (row.status, row.commit, row.torch) == ("ok", "abc", torch.__version__)
+        assert 0 < (row.lower or 0) <= (row.median or 0) <= (row.upper or 0)
         assert row.threads == getattr(SUITES[suite], "THREADS", torch.get_num_threads())
 
 
-@pytest.mark.parametrize("suite", ["linear", "model"])
-def test_ratios_are_of_medians_of_the_same_case(results: Path, suite: str) -> None:
-    rows = rows_of(results, suite)
-    for row in rows:
-        (base,) = [r for r in rows if r.case == row.case and r.provider == SUITES[suite].REFERENCE]
-        assert row.relative == pytest.approx(row.median / base.median, rel=1e-4)
-
-
-def test_shares_of_bandwidth_are_of_the_copys(results: Path) -> None:
+def test_bytes_moved_and_shares_of_bandwidth_are_those_of_the_copy(results: Path) -> None:
     rows = rows_of(results, "kernels")
     copy = rows[0]
-    assert copy.moved_bytes == 2 * 96 * 64 * 4
     for row in rows:
         share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
         assert row.copy_share == pytest.approx(share, rel=1e-4)
     by_name = {row.provider: row.moved_bytes for row in rows}
+    assert by_name["copy"] == 2 * 96 * 64 * 4
     assert by_name["countsketch"] == (96 + 10) * 64 * 4
     assert by_name["rows"] == (10 + 10) * 64 * 4
     assert by_name["row norms"] == 96 * 64 * 4 + 96 * 4
     assert by_name["pack 4 bits"] == by_name["unpack 4 bits"] == 96 * 64 * 4 + 96 * (32 + 4)
     assert by_name["countsketch 4 bits"] == 96 * 64 * 4 + 10 * (32 + 4)
-
-
-def test_operators_stand_beside_what_they_replace_and_a_copy(results: Path) -> None:
-    rows = {(row.case.split()[0], row.provider): row for row in rows_of(results, "operators")}
+    moved = {(row.case.split()[0], row.provider): row.moved_bytes for row in rows_of(results, "operators")}
     half, single = 16 * 66, 4 * 16 * 66
     seed, groups = 16, 16 * 2 * 4  # bytes of a seed as it is padded, and of two groups' scales and offsets
     # The norm's 2-bit codes and rstd; γ, β, dγ and dβ of 66 elements each.
     norm = seed + 64 + -(-16 * 17 // 16) * 16 + groups
-    assert rows["layer", "pack"].moved_bytes == single + norm
-    assert rows["layer", "apply"].moved_bytes == norm + 2 * single + 2 * 4 * 66
-    assert rows["gelu", "pack"].moved_bytes == single + seed + half // 2
-    assert rows["swiglu", "apply"].moved_bytes == 3 * single + seed + 2 * (half // 2 + groups)
-    assert rows["dropout", "pack"].moved_bytes == half + 16 * 9
-    for (name, provider), row in rows.items():
-        exact, copy = rows[name, "exact"], rows[name, "copy"]
-        assert row.relative == pytest.approx(row.median / exact.median, rel=1e-4)
-        if provider in ("exact", "packed", "fused"):
-            assert row.copy_share is None
-        else:
-            share = (row.moved_bytes / row.median) / (copy.moved_bytes / copy.median)
-            assert row.copy_share == pytest.approx(share, rel=1e-4)
+    assert moved["layer", "pack"] == single + norm
+    assert moved["layer", "apply"] == norm + 2 * single + 2 * 4 * 66
+    assert moved["gelu", "pack"] == single + seed + half // 2
+    assert moved["swiglu", "apply"] == 3 * single + seed + 2 * (half // 2 + groups)
+    assert moved["dropout", "pack"] == half + 16 * 9
 
 
 def test_blocks_have_times_by_the_exact_ones_and_memory(results: Path) -> None:
@@ -140,28 +114,14 @@ def test_blocks_have_times_by_the_exact_ones_and_memory(results: Path) -> None:
 
 
 def test_kept_bytes_of_a_layer_are_those_of_the_formula(results: Path) -> None:
-    kept = {row.provider: row.kept_bytes for row in run_rows(results)}
+    kept = {row.provider: row.kept_bytes for row in rows_of(results, "linear")}
     assert kept["nn.Linear"] == 512 * 64 * 4
     assert kept["paper"] == 51 * 64 * 4
     assert kept["countsketch"] == kept["rows"] == 64 * 64 * 4 + 8  # min_rows
     assert kept["countsketch 4 bits"] == 364 * (32 + 4) + 8
 
 
-def run_rows(results: Path) -> list[Row]:
-    return rows_of(results, "linear")
-
-
-def test_pictures_are_drawn_for_every_csv(results: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pictures = plot_all(results)
-    assert [path.name for path in pictures] == ["linear-cpu.png", "model-cpu.png", "kernels-cpu.png", "growth-cpu.png"]
-    for path in pictures:
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert path.stat().st_size > 20_000
-
-
-def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_sections_of_gpu_leave_their_csv(results: Path) -> None:
     names = {f"{name}-cpu.csv" for name in gpu.SHARES}
     assert set(gpu.SHARES) == {"parity", "largest", *SUITES}
     assert {path.name for path in results.glob("*.csv")} == names
@@ -169,9 +129,4 @@ def test_all_sections_of_gpu_leave_their_csv(results: Path, capsys: pytest.Captu
     parity_rows = read_rows(results / "parity-cpu.csv", Parity)
     assert len({row.comparison for row in parity_rows}) == len(list(rmm_kernels_parity.comparisons())[::16])
     assert {row.status for row in parity_rows} == {"ok"}
-    assert {row.commit for row in parity_rows} == {"abc"}
-    print(gpu._summary(results, "cpu", []))
-    out = capsys.readouterr().out
-    assert f"{len(parity_rows)} of {len(parity_rows)} within their limits" in out
-    assert all(provider in out for provider in ("countsketch 4 bits", "nn.Linear", "torch checkpoint 4 of 4", "copy"))
-    assert out.rstrip().endswith("nothing failed")
+    assert gpu._summary(results, "cpu", []).endswith("nothing failed")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import roofline, work
-from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, WAYS, works
+from benchmarks.gpu.roofline import BLOCKS, EXACT, WAYS, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
@@ -164,7 +164,7 @@ def test_a_bound_is_the_larger_of_bytes_and_flops() -> None:
     assert machine.seconds(work.Work("a", True, bytes=2e12, flops=1e14, precise=2e13)) == 3
 
 
-def test_blocks_differ_by_what_has_stand_ins() -> None:
+def test_blocks_differ_by_what_is_compressed() -> None:
     llama = BLOCKS[1]
     totals = {way.name: flops(*works(llama, way)) for way in WAYS}
     exact, parameters = totals["exact"], 4 * llama.width**2 + 3 * llama.width * llama.inner
@@ -174,16 +174,6 @@ def test_blocks_differ_by_what_has_stand_ins() -> None:
     assert totals["checkpointing"] - exact == pytest.approx(forward, rel=1e-3)
     saved = 0.9 * 2 * llama.tokens * parameters  # nine tenths of a third of the products
     assert exact - totals["linears sketched"] == pytest.approx(saved, rel=1e-3)
-    stored = {way.name: sum(item.stored for item in works(llama, way)) for way in (EXACT, ALL)}
-    assert stored["all operations"] < stored["exact"] / 5
-    for block in BLOCKS:  # fused, the stand-ins and the gradients are the same, and inputs are read once
-        apart, fused = (works(block, way) for way in (ALL, FUSED))
-        assert sum(item.stored for item in fused) == sum(item.stored for item in apart)
-        assert [item for item in fused if not item.is_forward] == [item for item in apart if not item.is_forward]
-        # A norm, and GELU, are spared one reading; PyTorch's two kernels of a gated product move 5 where 1 is written.
-        elements = block.tokens * (2 * block.width + (4 if block.is_gated else 1) * block.inner)
-        assert sum(item.bytes for item in apart) - sum(item.bytes for item in fused) == work.SIZE * elements
     # RoBERTa's block saves 16 units without dropout and half of one for each of two masks, see docs/design.md.
     roberta = BLOCKS[0]
-    unit = work.SIZE * roberta.tokens * roberta.width
-    assert sum(item.stored for item in works(roberta, EXACT)) / unit == 17
+    assert sum(item.stored for item in works(roberta, EXACT)) == 17 * work.SIZE * roberta.tokens * roberta.width

@@ -11,7 +11,6 @@ import torch
 from helpers import tiny_model, token_ids
 
 from benchmarks.noise import sampling
-from benchmarks.noise.attention import AttentionCall
 from benchmarks.processes import ProcessError, call
 from benchmarks.suites import models, setup
 from benchmarks.timing import interleaved, quartiles
@@ -91,10 +90,3 @@ def test_who_knows_the_norms_has_the_least_noise_and_winners_help() -> None:
         assert middle["norm_rows", "oracle"] <= middle["norm_rows", name]
         assert all(w <= n * (1 + 1e-9) for w, n in zip(found["wta", name], found["norm_rows", name], strict=True))
     assert middle["wta", "position"] < middle["wta", "none"]
-
-
-def test_scores_of_attention_are_measured_over_what_a_query_sees() -> None:
-    query, key = torch.ones(1, 1, 1, 4), torch.tensor([1.0, 3.0, 100.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4)
-    mask = torch.tensor([True, True, False]).view(1, 1, 1, 3)
-    for seen in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
-        assert AttentionCall(query, key, key, seen).deviation() == pytest.approx(2.0)  # scores of 2 and 6
