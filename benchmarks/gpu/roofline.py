@@ -1,15 +1,13 @@
 """The least time that a block can take, from its bytes and FLOPs: not a measurement.
 
 An operation takes at least max(bytes / bandwidth, FLOPs / peak). Bytes and FLOPs follow from the shapes, see
-``benchmarks/gpu/work.py``; bandwidths and peaks are those of published data sheets.
+the functions below; bandwidths and peaks are those of published data sheets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from benchmarks.gpu import roofline as work
 
 SIZE = 2  # bytes of an element of bfloat16
 GROUP = 64
@@ -227,8 +225,8 @@ WAYS = (
 
 def rows_kept(tokens: int, bits: int | None) -> int:
     """Return K: a tenth of the rows, or as many as packed take a tenth of the bytes."""
-    per_element = work.SIZE if bits is None else bits / 8 + 4 / work.GROUP
-    return max(1, round(RATIO * tokens * work.SIZE / per_element))
+    per_element = SIZE if bits is None else bits / 8 + 4 / GROUP
+    return max(1, round(RATIO * tokens * SIZE / per_element))
 
 
 def works(block: Block, way: Way) -> list[Work]:
@@ -236,14 +234,14 @@ def works(block: Block, way: Way) -> list[Work]:
     inputs = [(h, [h, h, h]), (h, [h]), (h, [c, c] if block.is_gated else [c]), (c, [h])]
     found: list[Work] = []
     for place, (inner, outers) in enumerate(inputs):
-        stored = work.SIZE * n * inner if place != 1 else 0  # attention saves its output itself
+        stored = SIZE * n * inner if place != 1 else 0  # attention saves its output itself
         found += linears(n, inner, outers, way, stored=stored)
-    found += 2 * work.norm(n, h, 2 if way.is_packed else None, is_fused=way.is_fused)
-    found += work.attention(n, block.length, h, 4 if way.is_packed else None, is_causal=block.is_gated)
-    pointwise = work.gated if block.is_gated else work.activation
+    found += 2 * norm(n, h, 2 if way.is_packed else None, is_fused=way.is_fused)
+    found += attention(n, block.length, h, 4 if way.is_packed else None, is_causal=block.is_gated)
+    pointwise = gated if block.is_gated else activation
     found += pointwise(n, c, 4 if way.is_packed else None, is_fused=way.is_fused)
-    found += 2 * work.addition(n, h)
-    found += work.rotary(n, h) if block.is_gated else 2 * work.dropout(n, h, is_packed=way.is_packed)
+    found += 2 * addition(n, h)
+    found += rotary(n, h) if block.is_gated else 2 * dropout(n, h, is_packed=way.is_packed)
     if way.is_checkpointed:
         found += [one for one in found if one.is_forward]
     return found
@@ -252,21 +250,21 @@ def works(block: Block, way: Way) -> list[Work]:
 def linears(n: int, inner: int, outers: Sequence[int], way: Way, *, stored: int) -> list[Work]:
     """Linear layers that read the same input: one stand-in serves all of them."""
     rows = rows_kept(n, way.bits) if way.is_sketched else n
-    found = [work.product(n, inner, outer, is_forward=True) for outer in outers]
+    found = [product(n, inner, outer, is_forward=True) for outer in outers]
     if way.is_sketched:
-        found.append(work.sketch(n, inner, rows, way.bits, is_forward=True, is_stored=True))
+        found.append(sketch(n, inner, rows, way.bits, is_forward=True, is_stored=True))
     else:
         found.append(Work("products of linear layers", True, 0, stored=stored))
     for outer in outers:
-        found.append(work.product(n, outer, inner, is_forward=False))  # dX
+        found.append(product(n, outer, inner, is_forward=False))  # dX
         if way.is_sketched:
-            found.append(work.sketch(n, outer, rows, None, is_forward=False, is_stored=False))  # SᵀY
+            found.append(sketch(n, outer, rows, None, is_forward=False, is_stored=False))  # SᵀY
         if way.bits is not None:
-            found += [work.unpack(rows, inner, way.bits), work.unrotate(outer, inner)]
-        found.append(work.product(outer, rows, inner, is_forward=False))  # dW
+            found += [unpack(rows, inner, way.bits), unrotate(outer, inner)]
+        found.append(product(outer, rows, inner, is_forward=False))  # dW
     return found
 
 
 def saved(block: Block, way: Way) -> int:
     """Return the bytes saved for the backward pass; of a checkpointed block that is its input."""
-    return work.SIZE * block.tokens * block.width if way.is_checkpointed else sum(o.stored for o in works(block, way))
+    return SIZE * block.tokens * block.width if way.is_checkpointed else sum(o.stored for o in works(block, way))

@@ -19,16 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.library import (
-    SAMPLERS,
-    LayerRecord,
-    ModelContext,
-    RMMConfig,
-    TokenMask,
-    probabilities,
-    record_layers,
-    row_norms,
-)
+from benchmarks import library
 from benchmarks.noise.glue import add_glue, load_glue, padding_of, spread
 from benchmarks.records import RATIO, RESULTS, Sampled, origin, write_rows
 from rmm_linear.estimators import LayerCall, NormEstimator, make_norm_estimator, norm_estimators
@@ -54,18 +45,20 @@ class _Oracle(NormEstimator):
 class Watchers:
     def __init__(self, name: str) -> None:
         self.make: Callable[[], NormEstimator | None] = _Oracle if name == ORACLE else lambda: make_norm_estimator(name)
-        self.context = ModelContext()
+        self.context = library.ModelContext()
 
-    def observe(self, records: Sequence[LayerRecord], batch: Mapping[str, Tensor], index: Tensor | None) -> None:
+    def observe(
+        self, records: Sequence[library.LayerRecord], batch: Mapping[str, Tensor], index: Tensor | None
+    ) -> None:
         """Show the layers on one step, its batch, and the examples' numbers if they are known."""
         for number, record in enumerate(records):
             estimator = self.context.estimators.get(number) or self.make()
             if estimator is not None:
                 self.context.estimators[number] = estimator
-                estimator.observe(_call(record, batch, index), row_norms(record.grad_output).float())
+                estimator.observe(_call(record, batch, index), library.row_norms(record.grad_output).float())
 
     def expected(
-        self, number: int, records: Sequence[LayerRecord], batch: Mapping[str, Tensor], index: Tensor
+        self, number: int, records: Sequence[library.LayerRecord], batch: Mapping[str, Tensor], index: Tensor
     ) -> Tensor | None:
         """Return ŷ, (N,), of ``records[number]`` and of those that share its input; None where nothing is known."""
         places: dict[int, list[int]] = {}
@@ -75,8 +68,8 @@ class Watchers:
         return self.context.expected(number, _call(records[number], batch, index))
 
 
-def _call(record: LayerRecord, batch: Mapping[str, Tensor], index: Tensor | None) -> LayerCall:
-    mask = None if record.mask is None else TokenMask.of(record.mask)
+def _call(record: library.LayerRecord, batch: Mapping[str, Tensor], index: Tensor | None) -> LayerCall:
+    mask = None if record.mask is None else library.TokenMask.of(record.mask)
     return LayerCall(record.samples or (len(record.x),), record.x.device, batch["input_ids"].reshape(-1), index, mask)
 
 
@@ -89,9 +82,9 @@ def measure(
     numbers = torch.arange(len(last["input_ids"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
-    def look(batch: Mapping[str, Any]) -> list[LayerRecord]:
+    def look(batch: Mapping[str, Any]) -> list[library.LayerRecord]:
         optimizer.zero_grad()
-        return [record for record in record_layers(model, batch) if record.samples is not None]
+        return [record for record in library.record_layers(model, batch) if record.samples is not None]
 
     for step, batch in enumerate(steps):
         if step == len(steps) // 2:
@@ -109,15 +102,15 @@ def measure(
     for number, record in enumerate(records):
         x, y, mask = record.x, record.grad_output, record.mask
         sgd = sgd_variance(x, y, samples=record.samples)
-        rows = RMMConfig(ratio=RATIO).spec(*x.shape, itemsize=2)
+        rows = library.RMMConfig(ratio=RATIO).spec(*x.shape, itemsize=2)
         shape = {"rows": len(x) if rows is None else rows.rows, "mask": mask}
         for kind in ("rows", "countsketch"):
             found.setdefault((kind, ""), []).append(float(sketch_variance(x, y, kind=kind, **shape) / sgd))
-        ranks = None if mask is None else TokenMask.of(mask)
+        ranks = None if mask is None else library.TokenMask.of(mask)
         for name, watcher in watchers.items():
             expected = watcher.expected(number, records, last, numbers)
-            p = probabilities(row_norms(x), uniform_mix, expected, ranks)
-            for kind in SAMPLERS:
+            p = library.probabilities(library.row_norms(x), uniform_mix, expected, ranks)
+            for kind in library.SAMPLERS:
                 noise = sketch_variance(x, y, kind=kind, probabilities=p, **shape) / sgd
                 found.setdefault((kind, name), []).append(float(noise))
     return found

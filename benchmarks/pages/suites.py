@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.library import SAMPLERS, table
-from benchmarks.pages.render import Table, columns, from_csv, pivot
+from benchmarks.pages.render import Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, Row, Sampled, Surveyed, read_rows
 from benchmarks.suites import growth, host, linear, models, operators
 
@@ -21,10 +21,11 @@ def digits(noise: float) -> str:
 
 def _survey(rows: Sequence[Surveyed]) -> str:
     """Lay out settings down, tasks and memory across."""
-    return pivot(
-        rows, lambda row: row.setting, lambda row: f"{row.task}: {100 * row.memory:g} %", lambda row:
-        digits(row.noise), corner="bytes relative to the input",
-    )  # fmt: skip
+
+    def across(row: Surveyed) -> str:
+        return f"{row.task}: {100 * row.memory:g} %"
+
+    return pivot(rows, of("setting"), across, lambda row: digits(row.noise), "bytes relative to the input")
 
 
 def _sampling(rows: Sequence[Sampled]) -> str:
@@ -125,10 +126,11 @@ def _operators(rows: Sequence[Row]) -> str:
 
 def _growth(rows: Sequence[Row]) -> str:
     found = growth.per_token(rows)
-    return pivot(
-        rows, lambda row: f"{growth.tokens_of(row):,}", lambda row: row.provider, lambda row: _or_failed(row,
-        f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}"), corner="tokens",
-    )  # fmt: skip
+
+    def share(row: Row) -> str:
+        return _or_failed(row, f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}")
+
+    return pivot(rows, lambda row: f"{growth.tokens_of(row):,}", of("provider"), share, "tokens")
 
 
 def _host(rows: Sequence[Row]) -> str:

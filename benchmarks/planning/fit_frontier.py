@@ -15,48 +15,22 @@ from typing import Any
 
 from torch import nn
 
+from benchmarks import library
 from benchmarks.figures import BLUE, GREEN, LIGHT, ORANGE, PINK, RED, figure_of, headed, legend_of
-from benchmarks.library import (
-    CONVERT,
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    SELECTIVE,
-    SETTINGS,
-    FitReport,
-    Fitting,
-    PlannedBlock,
-    Setting,
-)
-from benchmarks.planning.fit_steps import (
-    EXACT,
-    FIT,
-    ROUNDS,
-    SEED,
-    Made,
-    Run,
-    counts,
-    fitted,
-    live_peak,
-    medians,
-    options_of,
-    recompute_segments,
-    step_of,
-    twin,
-)
+from benchmarks.planning import fit_steps
 from benchmarks.records import Origin
 
 CHEN = "Chen et al., √n"
 SHARES = (0.75, 0.5, 0.25, 0.12, 0.08)
 # Single methods to the option that blocks have which can: all of these, or every other one.
 SINGLE = {
-    "recompute": RECOMPUTE,
-    "selective": SELECTIVE,
+    "recompute": library.RECOMPUTE,
+    "selective": library.SELECTIVE,
     "sketch": "convert linears",
     "pack": "convert others",
     "convert tenth": "convert tenth",
     "convert narrow": "convert narrow",
-    "offload": OFFLOAD,
+    "offload": library.OFFLOAD,
 }
 EVERY = {"all": 1, "half": 2}
 
@@ -85,41 +59,48 @@ class Fitted(Origin):
     rival: str = ""  # for "fit": the fastest single method whose measured peak is within the budget
     rival_time: float | None = None  # its time by the exact step's
     plan: str = ""  # how many blocks have each option
-    seed: int = SEED  # of the weights and the batch
+    seed: int = fit_steps.SEED  # of the weights and the batch
 
 
-def frontier(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Fitted]:
+def frontier(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Fitted]:
     """Measure a model exact, with every single method, and with a plan for every budget, all in one run."""
     model, batch = made
     with tempfile.TemporaryDirectory() as folder:
-        fitting = options_of(model, batch, folder)
+        fitting = fit_steps.options_of(model, batch, folder)
         static = fitting.static
         floor, before = static.parameters + static.buffers + static.gradients, static.before_step
-        base = Fitted(model=title, method=EXACT, floor=floor, **about)
-        runs: dict[str, Run] = {EXACT: step_of(model, batch)}
-        rows = {EXACT: dataclasses.replace(base, plan=counts(blocks[0] for blocks in fitting.proposals.rows))}
+        base = Fitted(model=title, method=fit_steps.EXACT, floor=floor, **about)
+        runs: dict[str, fit_steps.Run] = {fit_steps.EXACT: fit_steps.step_of(model, batch)}
+        rows = {
+            fit_steps.EXACT: dataclasses.replace(
+                base, plan=fit_steps.counts(blocks[0] for blocks in fitting.proposals.rows)
+            )
+        }
         for method, row, run in _single(fitting, base):
             rows[method], runs[method] = row, run
         for method, run in runs.items():
-            rows[method] = dataclasses.replace(rows[method], measured=before + live_peak(model, run))
+            rows[method] = dataclasses.replace(rows[method], measured=before + fit_steps.live_peak(model, run))
         for share in SHARES[1::3] if tiny else SHARES:
-            key, memory = f"{FIT} {share}", floor + int(share * (fitting.exact_peak - floor))
-            here = dataclasses.replace(base, method=FIT, share=share, memory=memory)
-            found = fitted(fitting, memory)
+            key, memory = f"{fit_steps.FIT} {share}", floor + int(share * (fitting.exact_peak - floor))
+            here = dataclasses.replace(base, method=fit_steps.FIT, share=share, memory=memory)
+            found = fit_steps.fitted(fitting, memory)
             if isinstance(found, str):
                 rows[key] = dataclasses.replace(here, status=found)
             else:
-                rows[key], runs[key] = _reported(here, found), step_of(found.plan.apply(twin(model)), batch)
-        seconds = medians(model, runs, 1 if tiny else ROUNDS)
+                rows[key], runs[key] = (
+                    _reported(here, found),
+                    fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch),
+                )
+        seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
         del runs
-    timed = [_timed(row, seconds.get(key), seconds[EXACT]) for key, row in rows.items()]
+    timed = [_timed(row, seconds.get(key), seconds[fit_steps.EXACT]) for key, row in rows.items()]
     return [_with_rival(row, timed) for row in timed]
 
 
-def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]:
+def _single(fitting: library.Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, fit_steps.Run]]:
     for (name, option), (part, step) in itertools.product(SINGLE.items(), EVERY.items()):
         every = _blocks(fitting, option)
-        able = [place for place, block in enumerate(every) if block.choice != KEEP]
+        able = [place for place, block in enumerate(every) if block.choice != library.KEEP]
         if not able:
             continue
         blocks = [
@@ -127,52 +108,54 @@ def _single(fitting: Fitting, base: Fitted) -> Iterator[tuple[str, Fitted, Run]]
             for place, (block, rows) in enumerate(zip(every, fitting.proposals.rows, strict=True))
         ]
         plan = fitting.proposals.plan_of(blocks)
-        model = plan.apply(twin(fitting.model))
+        model = plan.apply(fit_steps.twin(fitting.model))
         # What is left out for its noise was neither timed for the plan nor is its noise kept.
         is_known = all(block.kept or block.worst for block in blocks)
         row = dataclasses.replace(
             base, method=f"{name} {part}", predicted_time=1 + plan.seconds / fitting.candidates.seconds if is_known
             else None, noise=sum(block.noise for block in blocks) if is_known else None, within="yes" if is_known else
-            "no", plan=counts(blocks),
+            "no", plan=fit_steps.counts(blocks),
         )  # fmt: skip
-        yield row.method, row, step_of(model, fitting.example)
-    segments: nn.Module = twin(fitting.model)
-    recompute_segments(segments)
-    yield CHEN, dataclasses.replace(base, method=CHEN, noise=0.0), step_of(segments, fitting.example)
+        yield row.method, row, fit_steps.step_of(model, fitting.example)
+    segments: nn.Module = fit_steps.twin(fitting.model)
+    fit_steps.recompute_segments(segments)
+    yield CHEN, dataclasses.replace(base, method=CHEN, noise=0.0), fit_steps.step_of(segments, fitting.example)
 
 
-def _blocks(fitting: Fitting, option: str) -> list[PlannedBlock]:
+def _blocks(fitting: library.Fitting, option: str) -> list[library.PlannedBlock]:
     """The blocks with one option, wherever they have it, with its noise and seconds where these are known."""
     choice, _, name = option.partition(" ")
-    if choice != CONVERT:
+    if choice != library.CONVERT:
         return [
             next((row for row in rows if row.option == option and row.choice == choice), rows[0])
             for rows in fitting.proposals.rows
         ]
-    setting = next(one for one in SETTINGS if one.name == name)
-    found = list[PlannedBlock]()
+    setting = next(one for one in library.SETTINGS if one.name == name)
+    found = list[library.PlannedBlock]()
     for rows in fitting.proposals.rows:
         block = rows[0].name
         does = _does(fitting, block, setting)
         # Of settings that do the same in a block, the first has the row.
-        same = next((one.name for one in SETTINGS if _does(fitting, block, one) == does), name)
-        known = next((row for row in rows if row.setting == same), PlannedBlock(block, CONVERT, setting=name))
+        same = next((one.name for one in library.SETTINGS if _does(fitting, block, one) == does), name)
+        known = next(
+            (row for row in rows if row.setting == same), library.PlannedBlock(block, library.CONVERT, setting=name)
+        )
         found.append(known if does else rows[0])
     return found
 
 
-def _does(fitting: Fitting, block: str, setting: Setting) -> dict[str, Any]:
+def _does(fitting: library.Fitting, block: str, setting: library.Setting) -> dict[str, Any]:
     chosen = fitting.candidates.conversions.chosen(block, setting)
     return {name: setting.fields[operation] for name, operation in chosen.items()}
 
 
-def _reported(row: Fitted, report: FitReport) -> Fitted:
+def _reported(row: Fitted, report: library.FitReport) -> Fitted:
     measured = report.peak
     return dataclasses.replace(
         row, predicted=report.predicted_peak, simulated=report.simulated_peak, measured=measured, predicted_error=100
         * (report.predicted_peak / measured - 1), simulated_error=100 * (report.simulated_peak / measured - 1),
         predicted_time=report.time, noise=report.noise, status="fits" if report.fits else "exceeds",
-        plan=counts(report.plan.blocks),
+        plan=fit_steps.counts(report.plan.blocks),
     )  # fmt: skip
 
 
@@ -184,7 +167,9 @@ def _with_rival(row: Fitted, rows: Sequence[Fitted]) -> Fitted:
     """Add the fastest single method within the budget."""
     if row.memory is None:
         return row
-    single = [one for one in rows if one.method not in (EXACT, FIT) and (one.measured or 0) <= row.memory]
+    single = [
+        one for one in rows if one.method not in (fit_steps.EXACT, fit_steps.FIT) and (one.measured or 0) <= row.memory
+    ]
     best = min(single, key=lambda one: one.time or 0.0, default=None)
     return row if best is None else dataclasses.replace(row, rival=best.method, rival_time=best.time)
 
@@ -219,9 +204,9 @@ def _panel(axis: Any, rows: Sequence[Fitted]) -> None:
         ordered = sorted(chosen, key=lambda row: row.measured or 0)
         return [((row.measured or 0) - row.floor) / 1e6 for row in ordered], [row.time or 0.0 for row in ordered]
 
-    ours = [row for row in rows if row.method in (EXACT, FIT)]
+    ours = [row for row in rows if row.method in (fit_steps.EXACT, fit_steps.FIT)]
     axis.plot(*points(ours), color="black", marker="o", markersize=5, label="fit")
-    exact = [row for row in rows if row.method == EXACT]
+    exact = [row for row in rows if row.method == fit_steps.EXACT]
     for method, (marker, color) in _STYLES.items():
         here = [row for row in rows if row.method in (method, f"{method} half", f"{method} all")]
         if here:

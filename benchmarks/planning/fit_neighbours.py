@@ -16,23 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.library import FitReport, allocator_peak
-from benchmarks.planning.fit_steps import (
-    EXACT,
-    FIT,
-    ROUNDS,
-    SEED,
-    Made,
-    Run,
-    clear,
-    counts,
-    fitted,
-    lists_of_blocks,
-    live_peak,
-    medians,
-    options_of,
-    step_of,
-    twin,
-)
+from benchmarks.planning import fit_steps
 from benchmarks.records import Origin
 
 BUDGETS = (1.0, 0.5, 0.25, 0.1)  # of torch.compile
@@ -54,19 +38,19 @@ class Neighbour(Origin):
     noise: float | None = None  # for "fit": variance that is added to the gradient, by the minibatch's own
     status: str = "ok"  # "ok", or why there is no measurement
     plan: str = ""  # for "fit": how many blocks have each option
-    seed: int = SEED  # of the weights and the batch
+    seed: int = fit_steps.SEED  # of the weights and the batch
 
 
-def neighbours(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Neighbour]:
+def neighbours(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, tiny: bool = False) -> list[Neighbour]:
     """Measure a model exact, with every method of PyTorch's, and fitted to the peak of each of them."""
     model, batch = made
-    base = Neighbour(model=title, method=EXACT, **about)
-    fitting = options_of(model, batch)  # before anything is compiled
+    base = Neighbour(model=title, method=fit_steps.EXACT, **about)
+    fitting = fit_steps.options_of(model, batch)  # before anything is compiled
     before = fitting.static.before_step
-    runs, rows = dict[str, Run](), dict[str, Neighbour]()
+    runs, rows = dict[str, fit_steps.Run](), dict[str, Neighbour]()
     for method, run in _eager(model, batch).items():
         runs[method] = run
-        live, allocated = before + live_peak(model, run), before + _allocated(model, run)
+        live, allocated = before + fit_steps.live_peak(model, run), before + _allocated(model, run)
         rows[method] = dataclasses.replace(base, method=method, live=live, allocated=allocated)
     for budget in BUDGETS[-1:] if tiny else BUDGETS:
         method, run, status = _compiled(model, batch, budget, tiny=tiny)
@@ -75,25 +59,27 @@ def neighbours(title: str, made: Made, about: Mapping[str, Any], *, tiny: bool =
             runs[method] = run
             rows[method] = dataclasses.replace(rows[method], allocated=before + _allocated(model, run))
     for method, row in [*rows.items()][1:]:
-        memory = _live(row, rows[EXACT])
-        if memory is None or memory >= (rows[EXACT].live or 0):
+        memory = _live(row, rows[fit_steps.EXACT])
+        if memory is None or memory >= (rows[fit_steps.EXACT].live or 0):
             continue  # nothing to fit
-        key = f"{FIT}, {method}"
-        here = dataclasses.replace(base, method=FIT, beside=method, memory=memory)
-        found = fitted(fitting, memory)
+        key = f"{fit_steps.FIT}, {method}"
+        here = dataclasses.replace(base, method=fit_steps.FIT, beside=method, memory=memory)
+        found = fit_steps.fitted(fitting, memory)
         if isinstance(found, FitReport):
-            run = runs[key] = step_of(found.plan.apply(twin(model)), batch)
+            run = runs[key] = fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch)
             here = dataclasses.replace(
                 here, live=found.peak, allocated=before + _allocated(model, run), noise=found.noise,
-                plan=counts(found.plan.blocks),
+                plan=fit_steps.counts(found.plan.blocks),
             )  # fmt: skip
         else:
             here = dataclasses.replace(here, status=found)
         rows[key] = here
-    seconds = medians(model, runs, 1 if tiny else ROUNDS)
+    seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
     torch._dynamo.reset()
     return [
-        dataclasses.replace(row, seconds=seconds[key], time=seconds[key] / seconds[EXACT]) if key in seconds else row
+        dataclasses.replace(row, seconds=seconds[key], time=seconds[key] / seconds[fit_steps.EXACT])
+        if key in seconds
+        else row
         for key, row in rows.items()
     ]
 
@@ -105,40 +91,40 @@ def _live(row: Neighbour, exact: Neighbour) -> int | None:
     return (exact.live or 0) - (exact.allocated or 0) + row.allocated
 
 
-def _allocated(model: nn.Module, run: Run) -> int:
-    clear(model)
+def _allocated(model: nn.Module, run: fit_steps.Run) -> int:
+    fit_steps.clear(model)
     found = allocator_peak(run)
-    clear(model)
+    fit_steps.clear(model)
     return found
 
 
-def _eager(model: nn.Module, batch: Any) -> dict[str, Run]:
+def _eager(model: nn.Module, batch: Any) -> dict[str, fit_steps.Run]:
     """The exact step, and steps that save less without compilation."""
-    whole, selective = twin(model), twin(model)
+    whole, selective = fit_steps.twin(model), fit_steps.twin(model)
     new = getattr(whole, "activation_checkpointing_enable", None)  # the newer name
     enable: Any = new or whole.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     aten = torch.ops.aten
     products = [packet.default for name in _PRODUCTS if (packet := getattr(aten, name, None)) is not None]
     contexts = functools.partial(create_selective_checkpoint_contexts, products)
-    for block in (block for blocks in lists_of_blocks(selective) for block in blocks):
+    for block in (block for blocks in fit_steps.lists_of_blocks(selective) for block in blocks):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    exact = step_of(model, batch)
+    exact = fit_steps.step_of(model, batch)
 
     def copied_out() -> None:
         with save_on_cpu(pin_memory=True):  # without it, a tensor of the CPU is its own copy
             exact()
 
-    count = sum(len(blocks) for blocks in lists_of_blocks(model))
+    count = sum(len(blocks) for blocks in fit_steps.lists_of_blocks(model))
     return {
-        EXACT: exact,
-        f"torch.utils.checkpoint, {count} of {count} blocks": step_of(whole, batch),
-        "selective checkpoint, products kept": step_of(selective, batch),
+        fit_steps.EXACT: exact,
+        f"torch.utils.checkpoint, {count} of {count} blocks": fit_steps.step_of(whole, batch),
+        "selective checkpoint, products kept": fit_steps.step_of(selective, batch),
         "save_on_cpu": copied_out,
     }
 
 
-def _compiled(model: nn.Module, batch: Any, budget: float, *, tiny: bool) -> tuple[str, Run | None, str]:
+def _compiled(model: nn.Module, batch: Any, budget: float, *, tiny: bool) -> tuple[str, fit_steps.Run | None, str]:
     """The name of a compiled step, the step once it is compiled, and "ok" or what went wrong."""
     name = "aot_eager" if tiny or shutil.which("g++") is None else "inductor"
     base: Any = lookup_backend(name)
@@ -150,9 +136,9 @@ def _compiled(model: nn.Module, batch: Any, budget: float, *, tiny: bool) -> tup
             return base(graph, inputs)
 
     title = f"torch.compile ({name}), budget {budget:g}"
-    run = step_of(torch.compile(twin(model), backend=backend), batch)  # pyright: ignore[reportArgumentType]
+    run = fit_steps.step_of(torch.compile(fit_steps.twin(model), backend=backend), batch)  # pyright: ignore[reportArgumentType]
     try:
-        clear(model)
+        fit_steps.clear(model)
         run()
     except Exception as error:
         return title, None, f"{type(error).__name__}: {error}".splitlines()[0]

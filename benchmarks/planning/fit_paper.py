@@ -17,22 +17,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from benchmarks.library import (
-    CONVERT,
-    KEEP,
-    RECOMPUTE,
-    SETTINGS,
-    BlockPlan,
-    Fitting,
-    PlannedBlock,
-    Shards,
-    choose,
-    least,
-    quiet,
-    read_bytes,
-    static_memory,
-    watch,
-)
+from benchmarks import library
 from benchmarks.planning.fit_steps import counts
 from benchmarks.records import Origin
 
@@ -51,11 +36,11 @@ MODELS: dict[str, Shape] = {
         "num_key_value_heads": 2, "vocab_size": 512,
     },
 }  # fmt: skip
-PLACES: dict[str, tuple[str, Shards | None]] = {
+PLACES: dict[str, tuple[str, library.Shards | None]] = {
     "1 x 24 GB": ("24GB", None),
     "1 x 80 GB": ("80GB", None),
-    "8 x 80 GB": ("80GB", Shards(8)),
-    "8 x 80 GB, offloaded": ("80GB", Shards(8, cpu_offload=True)),
+    "8 x 80 GB": ("80GB", library.Shards(8)),
+    "8 x 80 GB, offloaded": ("80GB", library.Shards(8, cpu_offload=True)),
 }
 
 
@@ -130,32 +115,32 @@ def place(model: str, device: str) -> Iterator[dict[str, Any]]:
     for trained, make in (("all", llama), ("LoRA", with_adapters)):
         if trained == "LoRA" and shards is not None and shards.cpu_offload:
             continue
-        for row in rows(make(MODELS[model]), read_bytes("memory", memory), shards):
+        for row in rows(make(MODELS[model]), library.read_bytes("memory", memory), shards):
             yield {"model": model, "trained": trained, "place": device, **row}
 
 
-def rows(model: nn.Module, memory: int, shards: Shards | None) -> Iterator[dict[str, Any]]:
-    static = static_memory(model, ADAMW, shards)
+def rows(model: nn.Module, memory: int, shards: library.Shards | None) -> Iterator[dict[str, Any]]:
+    static = library.static_memory(model, ADAMW, shards)
     needed = static.before_step + static.gradients
     common = {
         "memory": memory,
         "needed": needed,
         **{name: getattr(static, name) for name in ("parameters", "gradients", "optimizer", "gathered")},
-        "transient": static_memory(model, AdamW, shards).optimizer_transient,
+        "transient": library.static_memory(model, AdamW, shards).optimizer_transient,
     }
     if needed >= memory:
         yield from ({"method": method, "status": "does not fit", **common} for method in METHODS)
         return
-    with quiet():
+    with library.quiet():
         begin = time.perf_counter()
-        work = Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
+        work = library.Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
         work.add_options(MAX_NOISE)
         for row in by_method(work):
             yield {**common, **row, "seconds": time.perf_counter() - begin}
             begin = time.perf_counter()
 
 
-def by_method(work: Fitting) -> Iterator[dict[str, Any]]:
+def by_method(work: library.Fitting) -> Iterator[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for method, plan in plans(work).items():
         found.append(_Sizes(work, plan).row())
@@ -165,37 +150,41 @@ def by_method(work: Fitting) -> Iterator[dict[str, Any]]:
         yield {"method": method, **found[-1]}
 
 
-def plans(work: Fitting) -> dict[str, BlockPlan]:
+def plans(work: library.Fitting) -> dict[str, library.BlockPlan]:
     blocks, conversions = work.costs.blocks, work.candidates.conversions
-    known = {setting.name: setting for setting in SETTINGS}
+    known = {setting.name: setting for setting in library.SETTINGS}
 
-    def converted(name: str, setting: str) -> PlannedBlock:
+    def converted(name: str, setting: str) -> library.PlannedBlock:
         is_there = conversions.chosen(name, known[setting])
-        return PlannedBlock(name, CONVERT, setting=setting) if is_there else PlannedBlock(name, KEEP)
+        return (
+            library.PlannedBlock(name, library.CONVERT, setting=setting)
+            if is_there
+            else library.PlannedBlock(name, library.KEEP)
+        )
 
-    again = [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in blocks]
+    again = [library.PlannedBlock(one.name, library.KEEP if one.writes_input else library.RECOMPUTE) for one in blocks]
     heads = {one.name for one in blocks if "logits" in conversions.operations[one.name].values()}
     chosen = {
-        "exact": [PlannedBlock(one.name, KEEP) for one in blocks],
+        "exact": [library.PlannedBlock(one.name, library.KEEP) for one in blocks],
         "checkpointed": again,
         "chunked": [converted(row.name, "others") if row.name in heads else row for row in again],
         "packed": [converted(one.name, "tenth") for one in blocks],
     }
     options = work.proposals.options
-    indices = choose(options, least(options), work.cost, solver="rounded") or []
+    indices = library.choose(options, library.least(options), work.cost, solver="rounded") or []
     chosen["fitted"] = [rows[index] for rows, index in zip(work.proposals.rows, indices, strict=True)]
     return {method: work.proposals.plan_of(rows) for method, rows in chosen.items()}
 
 
 class _Sizes:
-    def __init__(self, work: Fitting, plan: BlockPlan) -> None:
+    def __init__(self, work: library.Fitting, plan: library.BlockPlan) -> None:
         self.work, self.plan = work, plan
         self.known: dict[tuple[int, int], int] = {}  # batch and sequence to bytes
 
     def peak(self, batch: int, sequence: int) -> int:
         if (batch, sequence) not in self.known:
             with self.plan.applied() as planned:
-                step = watch(planned, texts(batch, sequence), held=self.work.proposals.held)[0]
+                step = library.watch(planned, texts(batch, sequence), held=self.work.proposals.held)[0]
             self.known[batch, sequence] = self.work.before + step.bytes
         return self.known[batch, sequence]
 

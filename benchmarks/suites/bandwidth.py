@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.library import PACK as PACK_ROWS
+from benchmarks import library
 from benchmarks.library import (
     PACKED_SKETCH,
     SKETCH,
@@ -71,7 +71,7 @@ def _calls(case: Case) -> Any:
     if case.backend == "torch":
         return SimpleNamespace(
             packed_sketch=lambda x, seed, rows: PACKED_SKETCH(x, seed, SaveSpec("countsketch", rows, bits=BITS), None),
-            pack=PACK_ROWS,
+            pack=library.PACK,
             unpack=lambda codes, qparams, seed: UNPACK_ROWS(codes, qparams, seed, BITS, columns, dtype, rotated=True),
             row_norms=row_norms,
         )

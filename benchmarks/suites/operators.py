@@ -20,22 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.library import (
-    AttentionSpec,
-    activate_and_pack,
-    apply_derivative,
-    apply_gated,
-    apply_mask,
-    attention_backward,
-    gate_and_pack,
-    keep_gated,
-    norm_backward,
-    normalize_and_pack,
-    pack_attention,
-    pack_derivative,
-    pack_mask,
-    pack_norm,
-)
+from benchmarks import library as ops
 from benchmarks.suites.case import Case, Outcome, Setup
 
 REFERENCE, PACKED, FUSED, PACK, APPLY, COPY = "exact", "packed", "fused", "pack", "apply", "copy"
@@ -188,10 +173,10 @@ def _norm(case: Case) -> Operation:
         [tensor.requires_grad_() for tensor in (x, gamma, beta)],
         y,
         lambda x, gamma, beta: F.layer_norm(x, columns, gamma, beta, EPS),
-        lambda seed: pack_norm(x.detach(), None, seed, bits, EPS, True),
-        lambda stored: norm_backward(y, stored, gamma.detach(), None, bits, True, x.dtype, True),
+        lambda seed: ops.pack_norm(x.detach(), None, seed, bits, EPS, True),
+        lambda stored: ops.norm_backward(y, stored, gamma.detach(), None, bits, True, x.dtype, True),
         read=x.nbytes,
-        fused=lambda seed: normalize_and_pack(
+        fused=lambda seed: ops.normalize_and_pack(
             x.detach(), gamma.detach(), beta.detach(), None, seed, bits, EPS, True, torch.float32, x.dtype
         ),
     )
@@ -200,22 +185,29 @@ def _norm(case: Case) -> Operation:
 def _gelu(case: Case) -> Operation:
     (x, y), how = _tensors(case, 2), ("gelu", (), BITS["gelu"])
     return Operation(
-        [x.requires_grad_()], y, F.gelu, lambda seed: pack_derivative(x.detach(), None, seed, *how), lambda stored:
-        [apply_derivative(y, stored, None, *how)], fused=lambda seed: activate_and_pack(x.detach(), None, seed, *how),
-    )  # fmt: skip
+        [x.requires_grad_()],
+        y,
+        F.gelu,
+        lambda seed: ops.pack_derivative(x.detach(), None, seed, *how),
+        lambda stored: [ops.apply_derivative(y, stored, None, *how)],
+        fused=lambda seed: ops.activate_and_pack(x.detach(), None, seed, *how),
+    )
 
 
 def _swiglu(case: Case) -> Operation:
     (a, b, y), bits = _tensors(case, 3), BITS["swiglu"]
 
     def apply(stored: Tensor) -> list[Tensor]:
-        return [one for one in apply_gated(y, stored, bits, None, True, True) if one is not None]
+        return [one for one in ops.apply_gated(y, stored, bits, None, True, True) if one is not None]
 
     return Operation(
-        [a.requires_grad_(), b.requires_grad_()], y, lambda a, b: F.silu(a) * b, lambda seed: keep_gated(a.detach(),
-        b.detach(), "silu", bits, seed, None, True, True), apply, fused=lambda seed: gate_and_pack(a.detach(),
-        b.detach(), "silu", bits, seed, None, True, True),
-    )  # fmt: skip
+        [a.requires_grad_(), b.requires_grad_()],
+        y,
+        lambda a, b: F.silu(a) * b,
+        lambda seed: ops.keep_gated(a.detach(), b.detach(), "silu", bits, seed, None, True, True),
+        apply,
+        fused=lambda seed: ops.gate_and_pack(a.detach(), b.detach(), "silu", bits, seed, None, True, True),
+    )
 
 
 def _dropout(case: Case) -> Operation:
@@ -225,7 +217,7 @@ def _dropout(case: Case) -> Operation:
 
     def forward() -> tuple[Tensor, Tensor]:
         output, drawn = torch.native_dropout(x, DROPOUT, True)
-        return output, pack_mask(drawn, None)
+        return output, ops.pack_mask(drawn, None)
 
     def right(seed: int | None) -> tuple[Tensor, Sequence[Tensor]]:
         drawn = mask
@@ -236,23 +228,31 @@ def _dropout(case: Case) -> Operation:
         return output, [gradient]
 
     return Operation(
-        [x.requires_grad_()], y, lambda x: F.dropout(x, DROPOUT), lambda seed: pack_mask(mask, None), lambda stored:
-        [apply_mask(y, stored, 1 / (1 - DROPOUT), None)], forward, right, mask.nbytes,
-    )  # fmt: skip
+        [x.requires_grad_()],
+        y,
+        lambda x: F.dropout(x, DROPOUT),
+        lambda seed: ops.pack_mask(mask, None),
+        lambda stored: [ops.apply_mask(y, stored, 1 / (1 - DROPOUT), None)],
+        forward,
+        right,
+        mask.nbytes,
+    )
 
 
 def _attention(case: Case, *, is_causal: bool) -> Operation:
     (query, key, value, y), bits = _tensors(case, 4), (BITS["attention"],) * 3
     y = y.transpose(1, 2).contiguous().transpose(1, 2)  # as it comes from the layer after
     _, heads, length, width = case.sizes
-    spec = AttentionSpec(length, heads, width, width**-0.5, is_causal)
+    spec = ops.AttentionSpec(length, heads, width, width**-0.5, is_causal)
 
     def apply(stored: Tensor) -> list[Tensor]:
-        found = attention_backward(y.transpose(1, 2), stored, None, None, None, None, spec, bits)
+        found = ops.attention_backward(y.transpose(1, 2), stored, None, None, None, None, spec, bits)
         return [gradient.transpose(1, 2) for gradient in found[:3]]
 
     return Operation(
-        [tensor.requires_grad_() for tensor in (query, key, value)], y, lambda query, key, value:
-        F.scaled_dot_product_attention(query, key, value, is_causal=is_causal), lambda seed:
-        pack_attention(query.detach(), key.detach(), value.detach(), None, None, seed, *bits), apply,
-    )  # fmt: skip
+        [tensor.requires_grad_() for tensor in (query, key, value)],
+        y,
+        lambda query, key, value: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal),
+        lambda seed: ops.pack_attention(query.detach(), key.detach(), value.detach(), None, None, seed, *bits),
+        apply,
+    )

@@ -10,7 +10,8 @@ import rmm_kernels_moved
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu import roofline, work
+from benchmarks.gpu import roofline
+from benchmarks.gpu import roofline as work
 from benchmarks.gpu.roofline import BLOCKS, EXACT, WAYS, works
 from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
