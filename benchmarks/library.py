@@ -30,7 +30,16 @@ from rmm_linear.ops.sketches import PACK, PACKED_SKETCH, SKETCH, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing.attention import AttentionSpec
 from rmm_linear.planning.blocks.find import find_blocks
-from rmm_linear.planning.blocks.plan import CONVERT, KEEP, OFFLOAD, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.plan import (
+    CONVERT,
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    SELECTIVE,
+    BlockPlan,
+    PlannedBlock,
+    label_of,
+)
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.chains import schedules
 from rmm_linear.planning.chains.cells import adapted

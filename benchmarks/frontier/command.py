@@ -72,6 +72,7 @@ def draw(out: Path) -> Iterator[str]:
     long = [row for row in epochs if row.task == LONG]
     figures = {
         "frontier": plots.plot_frontier(epochs, costs),
+        "readme": plots.plot_readme(epochs, costs),
         "frontier-tasks": plots.plot_tasks(epochs, costs),
         "frontier-curves": plots.plot_curves(points, BATCHES) if points else None,
         "frontier-long": plots.plot_long(long) if long else None,

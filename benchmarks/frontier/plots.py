@@ -43,6 +43,49 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     return _named(figure, axes)
 
 
+# Of the picture in README.
+_NAMES = {
+    EXACT: "exact",
+    "checkpoint": "checkpointing",
+    "tenth": "rmm_linear",
+    "fit-25": "rmm_linear, fit",
+    "lora": "LoRA",
+    "gaussian-50": "Gaussian sketch",
+}
+_LOSSES = 10  # %, from which on a training loss has the last colour
+
+
+def plot_readme(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
+    """Plot step time against activation memory, with the training loss as colour and the names of six methods."""
+    tasks = compared.tasks_of(epochs, costs)
+    if not tasks:
+        return None
+    epochs, (together, _) = compared.comparable(epochs, costs), compared.together_and_apart(tasks)
+    figure, (axis,) = figure_of(1, 1, width=7.0, height=3.2)
+    points = None
+    for method, how in METHODS.items():
+        kept, time = (compared.share_of(costs, tasks, method, field) for field in ("kept", "time"))
+        losses = [[0.0] if how.is_exact else compared.losses_apart_of(epochs, task, method) for task in together]
+        loss, name = mean_over_groups(losses), _NAMES.get(method)
+        if kept is None or time is None or loss is None:
+            continue
+        look = {"marker": _GROUPS[how.group][0], "s": 70 if name else 25, "edgecolors": "0.3", "linewidths": 0.6}
+        colors = {"c": [100 * loss[0]], "cmap": "viridis_r", "vmin": 0, "vmax": _LOSSES}
+        points = axis.scatter([100 * kept], [time], **look, **colors)
+        if name:
+            at, weight = ((9, -4), "bold") if how.group == "ours" else ((7, 5), "normal")
+            axis.annotate(name, (100 * kept, time), at, textcoords="offset points", fontsize=9, fontweight=weight)
+    axis.set(xlabel="activation memory relative to exact, %", ylabel="step time relative to exact", xlim=(0, 120))
+    axis.set(yscale="log", ylim=(0.8, 2.7))
+    axis.set_yticks((0.8, 1, 1.25, 1.5, 2, 2.5), ("0.8", "1", "1.25", "1.5", "2", "2.5"))
+    axis.set_yticks([], minor=True)
+    axis.grid(color="0.9", linewidth=0.6)
+    axis.set_axisbelow(True)
+    if points is not None:
+        figure.colorbar(points, ax=axis, extend="max", label="training loss above exact, %")
+    return figure
+
+
 def plot_tasks(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
     tasks = compared.tasks_of(epochs, costs)
     if not tasks:

@@ -98,7 +98,8 @@ def origin(paths: list[Path]) -> str:
 
     if every("machine"):
         threads = max(int(row["threads"]) for row in rows)
-        where = f"Measured on {every('machine')}, {threads} thread{'s' * (threads != 1)}"
+        made = "Simulated" if paths[0].stem == "fit-paper" else "Measured"
+        where = f"{made} on {every('machine')}, {threads} thread{'s' * (threads != 1)}"
     else:
         where = f"{every('device').capitalize()}: Triton {every('triton')}"
     return f"{where}, PyTorch {every('torch')}, {max(row['date'] for row in rows)[:10]}."

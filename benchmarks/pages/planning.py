@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from benchmarks.library import table
+from benchmarks.library import CONVERT, SETTINGS, label_of, table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
 from benchmarks.planning.chains import Run
 from benchmarks.planning.fit import Solved
@@ -98,7 +98,7 @@ def _plans(rows: Sequence[Fitted]) -> str:
 
     def rival(row: Fitted) -> str:
         mark = " †" * (_limit(row, rows) != "yes")
-        return f"{row.rival}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
+        return f"{_worded(row.rival)}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
 
     spec: dict[str, Cell] = {
         "model": of("model"),
@@ -113,9 +113,18 @@ def _plans(rows: Sequence[Fitted]) -> str:
         "predicted time": of("predicted_time", ".3f"),
         "variance ratio": of("noise", ".2g"),
         "best single method": rival,
-        "plan": lambda row: row.plan or _least(row.status),
+        "plan": lambda row: _worded(row.plan) or _least(row.status),
     }
     return columns((row for row in rows if row.method == FIT), spec)
+
+
+def _worded(text: str) -> str:
+    """Write settings as reports do: csv files have their keys."""
+    for setting in SETTINGS:
+        key = f"{CONVERT} {setting.name}"
+        first, _, rest = label_of(key).partition(", ")
+        text = text.replace(key, f"{first} ({rest})" if rest else first)
+    return text
 
 
 def _least(status: str) -> str:
@@ -127,7 +136,7 @@ def _least(status: str) -> str:
 def _methods(rows: Sequence[Fitted]) -> str:
     spec: dict[str, Cell] = {
         "model": of("model"),
-        "method": of("method"),
+        "method": lambda row: _worded(row.method),
         "measured, MB": megabytes("measured"),
         "time": of("time", ".3f"),
         "variance ratio": of("noise", ".2g"),
@@ -190,7 +199,7 @@ def _neighbours(rows: Sequence[Neighbour]) -> str:
         "fit: allocated": plan(megabytes("allocated")),
         "fit: time": plan(of("time", ".3f")),
         "fit: variance ratio": plan(of("noise", ".2g")),
-        "fit: plan": plan(lambda row: row.plan if row.live else row.status),
+        "fit: plan": plan(lambda row: _worded(row.plan) if row.live else row.status),
     }
     return columns((row for row in rows if row.method != FIT), spec)
 
@@ -244,7 +253,9 @@ def _largest(what: str) -> Callable[[Sequence[Mapping[str, Paper]]], str]:
 
 
 def _paper_plans(cases: Sequence[Mapping[str, Paper]]) -> str:
-    return columns([case for case in cases if case["fitted"].plan], _CASE | {"blocks": lambda c: c["fitted"].plan})
+    return columns(
+        [case for case in cases if case["fitted"].plan], _CASE | {"blocks": lambda c: _worded(c["fitted"].plan)}
+    )
 
 
 def _paper_claims(rows: Sequence[Paper]) -> str:
