@@ -70,15 +70,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().err.count("needs a CUDA device, and there is none. Use --device cpu.") == 2
 
 
-def test_without_transformers_a_suite_says_so_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["run", "--tiny", "--suite", "linear", "model", "--out", str(tmp_path)]) == 2
-    assert "The suite model needs transformers: pip install transformers" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_suites_measure_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, set_to = torch.get_num_threads(), []
     set_threads = torch.set_num_threads
@@ -142,30 +133,6 @@ def test_solvers(tmp_path: Path) -> None:
     assert all(row.cost is None or row.cost >= 1 for row in rows)
 
 
-@pytest.mark.thorough
-def test_plans_within_a_budget_are_compared_with_single_methods(tmp_path: Path) -> None:
-    run(tmp_path, "fit", "--parts", "frontier", "--models", "roberta")
-    rows = {(row.method, row.share): row for row in read_rows(tmp_path / "fit-frontier.csv", Fitted)}
-    exact, met, other = rows["exact", None], rows[FIT, 0.5], rows[FIT, 0.08]
-    assert len(rows) == 1 + 14 + 1 + 2
-    assert other.status == "fits" or other.status.startswith("cannot fit: the least is")
-    assert met.memory == met.floor + int(0.5 * ((exact.measured or 0) - met.floor))
-    assert met.floor < (met.measured or 0) <= (met.memory or 0)
-    assert rows[met.rival, None].time == met.rival_time
-
-
-@pytest.mark.thorough
-def test_plans_are_compared_with_what_pytorch_has(tmp_path: Path) -> None:
-    run(tmp_path, "fit", "--parts", "neighbours", "--models", "roberta")
-    rows = read_rows(tmp_path / "fit-neighbours.csv", Neighbour)
-    theirs = {row.method: row for row in rows if row.method != FIT}
-    whole, selective = theirs["torch.utils.checkpoint, 3 of 3 blocks"], theirs["selective checkpoint, products kept"]
-    assert (whole.live or 0) < (selective.live or 0) < (theirs["exact"].live or 0) < (theirs["save_on_cpu"].live or 0)
-    ours = {row.beside: row for row in rows if row.method == FIT}
-    assert {whole.method, selective.method} < ours.keys()
-    assert all(row.live is None or row.live <= (row.memory or 0) for row in ours.values())
-
-
 def test_noise_on_glue(glue: list[str], tmp_path: Path) -> None:
     some = ["--tasks", "cola", "--batch", "16", "--steps", "1", "--max_seq_length", "16", "--memory", "0.2"]
     some += ["--plot", str(tmp_path), "--seeds", "0", "1", "--csv", str(tmp_path / "noise.csv")]
@@ -194,6 +161,23 @@ def test_what_blocks_save(tmp_path: Path) -> None:
         exact, *first, others = [row.value for row in rows if (row.case, row.dtype) == case]
         assert first == sorted(first, reverse=True)
         assert 0 < first[-1] < min(exact, others)
+
+
+@pytest.mark.thorough
+def test_plans_within_a_budget_and_what_they_are_compared_with(tmp_path: Path) -> None:
+    run(tmp_path, "fit", "--parts", "frontier", "neighbours", "--models", "roberta")
+    rows = {(row.method, row.share): row for row in read_rows(tmp_path / "fit-frontier.csv", Fitted)}
+    exact, met = rows["exact", None], rows[FIT, 0.5]
+    assert len(rows) == 1 + 14 + 1 + 2
+    assert met.memory == met.floor + int(0.5 * ((exact.measured or 0) - met.floor))
+    assert met.floor < (met.measured or 0) <= (met.memory or 0)
+    assert rows[met.rival, None].time == met.rival_time
+    for method in ("recompute", "pack", "convert narrow"):
+        half, every = (rows[f"{method} {part}", None].measured or 0 for part in ("half", "all"))
+        assert every < half < (exact.measured or 0)
+    plans = [row for row in read_rows(tmp_path / "fit-neighbours.csv", Neighbour) if row.method == FIT]
+    assert plans
+    assert all(row.live is None or row.live <= (row.memory or 0) for row in plans)
 
 
 @pytest.mark.thorough

@@ -17,10 +17,10 @@ from benchmarks.frontier import cost
 from benchmarks.frontier.methods import METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.runs import in_turn
-from benchmarks.frontier.shares import REST, Share, Spent, shares_of
+from benchmarks.frontier.shares import Share
 from benchmarks.frontier.tasks import TRAININGS, SameDropout, SameOrder, train
 from benchmarks.processes import ProcessError
-from benchmarks.records import put_rows, read_rows, write_rows
+from benchmarks.records import read_rows, write_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers"),
@@ -36,7 +36,6 @@ def test_cost_and_accuracy_go_on_with_every_kind_of_method(
     costs = {row.method: row for row in read_rows(tmp_path / "frontier-cost.csv", Cost)}
     exact = costs["exact"]
     assert (list(costs), exact.time) == (methods, 1)
-    # The loss and the logits live and are not saved; the batch is saved and was there before.
     assert exact.kept == pytest.approx(exact.saved, rel=0.05)
     assert {method for method, row in costs.items() if row.saved is None} == {"checkpoint"}
     for method in methods[1:]:
@@ -106,26 +105,13 @@ def test_costs_go_on_where_they_stopped(
     run(places, tmp_path, *some)
     assert {row.method: row.status for row in read_rows(path, Cost)} == {"exact": "ok", "narrow": "out of luck"}
     assert "1 methods timed; without narrow: the same command tries again" in capsys.readouterr().out
-    monkeypatch.setattr(cost, "call", fails_in("_seconds"))
-    run(places, tmp_path, *some)
-    assert "no times, out of luck" in capsys.readouterr().out
     monkeypatch.setattr(cost, "call", fails_in("nothing"))
     run(places, tmp_path, *some)
-    printed = capsys.readouterr().out
-    assert "2 methods timed" in printed
-    assert "kept" not in printed  # bytes are there
+    assert "2 methods timed" in capsys.readouterr().out
     # Another method at another commit: all rows are of that one, none is lost.
     run(places, tmp_path, "--parts", "cost", "--methods", "exact", "wide", "--commit", "abd")
     rows = read_rows(path, Cost)
     assert ({row.method for row in rows}, {row.commit for row in rows}) == ({"exact", "narrow", "wide"}, {"abd"})
-
-
-def test_rows_that_another_command_wrote_meanwhile_stay(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    put_rows(path, [Cost(task="cola", method="exact")], lambda row: False)
-    write_rows(path, [Cost(task="cola", method="exact"), Cost(task="sst2", method="exact")])  # the other
-    put_rows(path, [Cost(task="cola", method="exact", saved=1)], lambda row: row.task == "cola")
-    assert [(row.task, row.saved) for row in read_rows(path, Cost)] == [("sst2", None), ("cola", 1)]
 
 
 def test_runs_share_the_threads() -> None:
@@ -159,14 +145,6 @@ def test_shares_of_a_step_and_products_in_them(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "frontier-shares.csv", Share)
     assert all(0 <= row.products < row.share < 1 and row.calls > 0 for row in rows)
     assert {row.operator for row in rows if row.products} > {"weight_gradient", "unpacked_product"}
-
-
-def test_shares_are_medians_over_steps_by_the_median_step() -> None:
-    key, rest = ("forward", "keep"), ("", REST)
-    steps = [{key: Spent(2.0, 4, 1.0), rest: Spent(6.0)}, {key: Spent(3.0, 4, 1.0), rest: Spent(7.0)}]
-    keep, left = shares_of("case", [*steps, {rest: Spent(99.0)}])
-    assert (keep.operator, keep.calls, keep.seconds, keep.share, keep.products) == ("keep", 4, 2.0, 0.2, 0.1)
-    assert (left.operator, left.seconds, left.share) == (REST, 8.0, 0.8)
 
 
 @pytest.mark.thorough

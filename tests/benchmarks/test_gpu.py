@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -85,17 +84,6 @@ def test_what_is_found_fits_and_a_16th_more_does_not(limit: int, grain: int) -> 
         assert len(tried) == len({*tried}) <= 25
 
 
-def test_a_search_ends_with_its_time_or_an_error() -> None:
-    assert largest.largest(lambda size: 1, 2, 4, time.time() - 1) == (0, "no more time: at least 0")
-
-    def peak(size: int) -> int:
-        if size > 20:
-            raise RuntimeError("an illegal memory access\nand more")
-        return size
-
-    assert largest.largest(peak, 1000, 4, NEVER) == (16, "with 1000: an illegal memory access")
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", ["roberta-base", "llama, 1.1 billion"])
 def test_methods_that_keep_less_train_larger_batches(case: str) -> None:
@@ -127,17 +115,12 @@ def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
         assert row.moved_per_element == pytest.approx(rmm_kernels_moved.value(row.moved), abs=1e-6)
 
 
-def test_what_compilers_say_becomes_rows_or_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_compilers_say_becomes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variants whose integers are 1, which no layer has."""
     said = {"target": "sm_90", "moved": "2 + 4/8", "shared": 7, "registers": 9, "wide_loads": 1, "spilled_bytes": 0}
     lines = [json.dumps({"name": name, **said}) for name in ("pack 4", "pack 4 of ones")]
     program = tmp_path / "program.py"
     monkeypatch.setattr(compiled, "PROGRAM", program)
-    program.write_text("raise SystemExit('CompilationError: at 3:4')")
-    assert main(["compile", "--out", str(tmp_path)]) == 2
-    assert "Every kernel must compile, got: CompilationError: at 3:4" in capsys.readouterr().err
     program.write_text("".join(f"print({line!r})\n" for line in lines))
     assert main(["compile", "--out", str(tmp_path), "--commit", "abc"]) == 0
     (row,) = read_rows(tmp_path / compiled.NAME, CompiledRow)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from frontier_helpers import epoch, noisy, point
 
-from benchmarks.__main__ import main
 from benchmarks.frontier.aggregate import comparable, score_text, tasks_of
 from benchmarks.frontier.rows import Cost
 from benchmarks.pages import fill
@@ -39,7 +38,7 @@ def test_a_region_that_cannot_be_filled_names_its_page_and_the_rule(text: str, e
 
 
 def test_a_page_that_is_out_of_date_fails_the_check_and_is_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, old = tmp_path / "README.md", f"before\n{BEGIN}\nold\n{END}\nafter\n"
     page.write_text(old)
@@ -49,9 +48,6 @@ def test_a_page_that_is_out_of_date_fails_the_check_and_is_mended(
     assert fill.update(root=tmp_path)
     assert fill.update(root=tmp_path, check=True)
     assert page.read_text() == old.replace("old", "| new |")
-    monkeypatch.setattr(fill, "update", lambda check: False)
-    assert main(["table", "--check"]) == 1
-    assert "Run: python -m benchmarks table" in capsys.readouterr().err
 
 
 def test_means_are_of_seeds_and_tasks_that_all_methods_have() -> None:

@@ -39,11 +39,7 @@ sys.meta_path[:] = [Alone()]
 
 @pytest.fixture(scope="module", params=[pytest.param("gpu", marks=pytest.mark.thorough)])
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one `gpu` run on the CPU, kernels in Triton's interpreter, with `run`'s layers.
-
-    It runs as it must on a machine with torch, Triton and transformers alone: in a copy of the checkout that is not
-    installed, where no process finds any other of the extras.
-    """
+    """Run `gpu` on the CPU, kernels in Triton's interpreter, in a copy that is not installed and finds no extras."""
     out, checkout = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("checkout")
     root = Path(__file__).resolve().parents[2]
     for package in ("rmm_linear", "kernels", "benchmarks"):
@@ -100,23 +96,10 @@ def test_bytes_moved_and_shares_of_bandwidth_are_those_of_the_copy(results: Path
     assert moved["dropout", "pack"] == half + 16 * 9
 
 
-def test_blocks_have_times_by_the_exact_ones_and_memory(results: Path) -> None:
-    rows = rows_of(results, "blocks")
-    for name in {row.case for row in rows}:
-        found = {row.provider: row for row in rows if row.case == name}
-        exact, recomputed = found["exact"], found["torch checkpoint"]
-        linears, everything = found["countsketch"], found["countsketch, all operations"]
-        assert everything.kept_bytes < linears.kept_bytes < exact.kept_bytes
-        assert found["countsketch, all operations, fused"].kept_bytes == everything.kept_bytes
-        assert recomputed.kept_bytes < exact.kept_bytes / 4
-        assert all(row.peak_bytes > row.kept_bytes for row in found.values())
-        assert all(row.relative == pytest.approx(row.median / exact.median, rel=1e-4) for row in found.values())
-
-
 def test_kept_bytes_of_a_layer_are_those_of_the_formula(results: Path) -> None:
     kept = {row.provider: row.kept_bytes for row in rows_of(results, "linear")}
     assert kept["nn.Linear"] == 512 * 64 * 4
-    assert kept["paper"] == 51 * 64 * 4
+    assert kept["paper"] == 51 * 64 * 4 + 8  # and the seed
     assert kept["countsketch"] == kept["rows"] == 64 * 64 * 4 + 8  # min_rows
     assert kept["countsketch 4 bits"] == 364 * (32 + 4) + 8
 

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu import roofline
 from benchmarks.gpu import roofline as work
 from benchmarks.gpu.roofline import BLOCKS, EXACT, WAYS, works
-from rmm_linear import RMMConfig
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
@@ -120,13 +119,6 @@ def test_bytes_stored_are_those_that_the_library_stores() -> None:
             assert attention == stored_bytes(attention_parts(rows, rows, (columns,) * 3, (bits,) * 3))
         mask = one(work.dropout(rows, columns, is_packed=True), "mask, pack").stored
         assert mask == pack_mask(torch.ones(rows, columns), None).nbytes
-    for block in BLOCKS:
-        for bits in (None, 4):
-            config = RMMConfig(ratio=0.1, bits=None) if bits is None else RMMConfig(memory=0.1, bits=bits)
-            spec = config.spec(block.tokens, block.width, itemsize=2)
-            assert roofline.rows_kept(block.tokens, bits) == pytest.approx(spec.rows, abs=1)
-            sketch = work.sketch(block.tokens, block.width, spec.rows, bits, is_forward=True, is_stored=True)
-            assert sketch.stored == spec.bytes(block.tokens, block.width, 2)
 
 
 def test_bytes_moved_are_those_of_the_kernels_contracts() -> None:

@@ -44,10 +44,7 @@ def test_providers_take_turns() -> None:
 
 
 def test_kept_bytes_are_those_alive_between_forward_and_backward() -> None:
-    """The ledger of saved tensors against a count of live ones, which knows nothing of hooks or checkpoints.
-
-    Alive next to it are the results of the forward pass and scalars; checkpoints keep no more than they save.
-    """
+    """The ledger of saved tensors against a count of live ones, with the results of the forward pass and scalars."""
     case, kept = models.cases("cpu", tiny=True)[0], {}
     for provider in models.providers(case):
         candidate = setup(case, provider)
