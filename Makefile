@@ -19,7 +19,7 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # While you work: the linters, the contracts, and the tests of one folder.
-FOLDER ?= tests/contracts
+FOLDER ?=
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/test_architecture.py tests/contracts $(FOLDER)
 
@@ -53,7 +53,7 @@ docs: $(VENV)/.docs
 # Compiling all modules, most of which the demo never imports, would take as long as the rest of the installation.
 PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt $(wildcard rmm_linear/backends/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + ". Use make PYTHON=...") if sys.version_info < (3, 10) else None'
 	@echo "Installing PyTorch and what the demo needs into $(VENV), about 1.5 GB ..."
 	@$(PYTHON) -m venv $(VENV)
@@ -77,8 +77,8 @@ size:
 	@git ls-files '*.py' | xargs wc -l | awk '$$2 != "total" {n = split($$2, path, "/"); \
 		name = n == 1 ? "." : (path[1] == "rmm_linear" && n > 2 ? path[1] "/" path[2] : path[1]); \
 		lines[name] += $$1; files[name]++; all += $$1} \
-		END {for (name in lines) printf "%7d lines %4d files  %s\n", lines[name], files[name], name; \
-		printf "%7d lines in all\n", all}' | sort -k5
+		END {for (name in lines) printf "%7d lines %4d files  %s\n", lines[name], files[name], name | "sort -k5"; \
+		close("sort -k5"); printf "%7d lines in all\n", all}'
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .ruff_cache rmm_linear/backends/native/_library*

@@ -199,6 +199,7 @@ class Fitting:
         return (
             f"memory={self.total} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
             f"{best.moment} needs. These would help: {', '.join(helps)}."
+            f"{''.join(f' Note: {note}' for note in self.candidates.notes)}"
         )
 
 

@@ -79,6 +79,11 @@ def test_the_gate_runs_what_is_timed(case: Case, provider: str, monkeypatch: pyt
     assert begin < judged < len(calls)
 
 
+def test_a_projection_of_many_elements_is_not_off_by_rounding() -> None:
+    ones = torch.full((1 << 24,), 1.1)
+    assert gate.projection([ones], [ones]) == pytest.approx(1, abs=1e-6)
+
+
 def test_what_fails_is_recorded_and_not_timed() -> None:
     timed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Seeds of a converted model: fresh everywhere, reproducible, and different on every rank."""
+"""Seeds of a converted model: fresh everywhere and reproducible."""
 
 import pytest
 import torch

@@ -69,7 +69,7 @@ def test_a_model_that_fits_stays_as_it_is(caplog):
     assert report.noise == 0
     assert report.predicted_peak == report.simulated_peak == report.measured_peak == report.exact_peak
     assert {name: type(module) for name, module in model.named_modules()} == kinds
-    assert "nothing was changed, and nothing is saved" in str(report)
+    assert "The exact model fits the budget: no block is changed" in str(report)
     assert [record.getMessage() for record in caplog.records] == [report.summary()]
     rmm_linear.revert(model)
 

@@ -1,5 +1,6 @@
-"""All operations in a model that uses its modules twice, and over microbatches."""
+"""All operations in models that use modules twice, over microbatches, and overwrite what was compressed."""
 
+import pytest
 import torch
 from cases import WHOLE
 from helpers import gradients
@@ -51,3 +52,44 @@ def test_gradients_are_unbiased_in_one_pass_and_over_microbatches():
             return gradient
 
         assert_unbiased(draw, wanted, draws=25, widest=0.05)
+
+
+class Residual(nn.Module):
+    """Overwrites inputs of norm, activation and linear before the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.act, self.second = nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU(), nn.Linear(16, 16)
+
+    def forward(self, x, in_place=True):
+        hidden = self.first(x)
+        for part in (self.norm, self.act, self.second):
+            hidden = hidden.add_(part(hidden)) if in_place else hidden + part(hidden)
+        return hidden
+
+
+def test_what_was_compressed_may_be_overwritten():
+    """The exact model cannot be run backward: it needs what was overwritten."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = Residual().train()
+    x = torch.randn(4, 20, 16, generator=torch.Generator().manual_seed(1))
+
+    def step(in_place=True):
+        model.zero_grad()
+        output = model(x, in_place)
+        output.square().sum().backward()
+        return output.detach(), gradients(model)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+    output, exact = step(in_place=False)
+    report = convert(model, **{**WHOLE, "min_rows": 4})
+
+    def draw(number):
+        report.context.salt = number
+        found, gradient = step()
+        assert torch.equal(found, output)
+        return gradient
+
+    assert_unbiased(draw, exact, draws=25, widest=0.05)
