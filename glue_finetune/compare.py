@@ -336,8 +336,8 @@ def _saved(row: dict[str, float], name: str, ratio: str) -> str:
 COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
     "best score": lambda row: _score(row, "best"),
     "last score": lambda row: _score(row, "last"),
-    "saved by layers": lambda row: _saved(row, "bytes_kept_by_layers", "layers_ratio"),
-    "saved by model": lambda row: _saved(row, "bytes_kept", "bytes_ratio"),
+    "activations, layers": lambda row: _saved(row, "bytes_kept_by_layers", "layers_ratio"),
+    "activations, model": lambda row: _saved(row, "bytes_kept", "bytes_ratio"),
     "time": lambda row: _number(row["seconds_ratio"], ".2f"),
     "peak": lambda row: f"{_number(row['peak_bytes'] / MIB, '.0f')} MiB",
 }

@@ -26,7 +26,7 @@ TRAINING = {
     "per_device_eval_batch_size": "250",
     "max_seq_length": "48",
 }
-INTRODUCTION = """Demo: what does a model lose if it saves a tenth of what its backward pass needs?
+INTRODUCTION = """Demo: what does a model lose if it is trained in a tenth of its activation memory?
 
 1. Task: is a sentence grammatical? {train} training and {dev} test sentences, generated here, half of them right.
 2. Model: {model}.
@@ -39,9 +39,9 @@ INTRODUCTION = """Demo: what does a model lose if it saves a tenth of what its b
    Both leave padding out, which the published method does not.
 """
 _NOTES = """
-Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect). Saved is activation memory: the
-bytes saved for the backward pass of one training step by the linear layers and by the whole model, with the change
-relative to exact. Time is that of a training step, relative to exact.
+Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect). Activations is the memory of what
+the linear layers, and the whole model, save for the backward pass of a training step, with the change relative to exact.
+Time is that of a training step, relative to exact.
 """
 
 
@@ -91,5 +91,5 @@ def demo_argv(arguments: Arguments, data: Path, model: Path, output: Path) -> li
 
 
 def _describe(table: pd.DataFrame) -> str:
-    shown = {name: COLUMNS[name] for name in ("saved by layers", "saved by model", "time")}
+    shown = {name: COLUMNS[name] for name in ("activations, layers", "activations, model", "time")}
     return f"{format_table(table, {'score': COLUMNS['last score'], **shown})}\n{_NOTES}"
