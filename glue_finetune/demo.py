@@ -39,9 +39,9 @@ INTRODUCTION = """Demo: what does a model lose if it is trained in a tenth of it
    Both leave padding out, which the published method does not.
 """
 _NOTES = """
-Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect). Activations is the memory of what
-the linear layers, and the whole model, save for the backward pass of a training step, with the change relative to exact.
-Time is that of a training step, relative to exact.
+Score is Matthews' correlation on the test sentences (0 is guessing, 1 is perfect). Activations is what the linear
+layers, and the whole model, save for the backward pass of a training step, with the change relative to exact. Time is
+that of a training step, relative to exact.
 """
 
 
