@@ -88,7 +88,9 @@ class FitReport:
     def __str__(self) -> str:
         parts = [self.summary(), self._peaks(), self._blocks()]
         if self.is_exact:
-            parts.append("The exact model fits the budget: no block is changed, and no memory is won. revert() before another fit.")
+            parts.append(
+                "The exact model fits the budget: no block is changed, and no memory is won. revert() before another fit."
+            )
         if self.after.moment:
             parts.append(f"The peak is in the {self.after.moment}.")
         if self.noise:
