@@ -89,7 +89,7 @@ class FitReport:
         parts = [self.summary(), self._peaks(), self._blocks()]
         if self.is_exact:
             parts.append(
-                "The exact model fits the budget: no block is changed, and no memory is won. revert() before another fit."
+                "The exact model fits the budget: no block is changed, no memory is won. revert() before another fit."
             )
         if self.after.moment:
             parts.append(f"The peak is in the {self.after.moment}.")
