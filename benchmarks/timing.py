@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.utils.benchmark import Timer
 
 _SHORTEST = 0.01  # seconds of one CPU measurement: below, the clock and the caller's overhead would show
 _WARMUP_MS, _REPEAT_MS = 10, 60
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, list[float]]:

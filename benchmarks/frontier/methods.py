@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
 from benchmarks.library import CacheEntry, SketchCache
+from benchmarks.suites.models import checkpoint
 from benchmarks.suites.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.planning import load_plan
@@ -68,35 +69,20 @@ class _OwnSketches(SketchCache):
 
 
 def _wta(model: nn.Module, **fields: Any) -> nn.Module:
-    convert(model, RMMConfig(**fields))
-    context = next(one.rmm_context for one in model.modules() if isinstance(one, RMMLinear))
+    context = next(one.rmm_context for one in _converted(model, **fields).modules() if isinstance(one, RMMLinear))
     if context is not None:
         context.sketch_cache = _OwnSketches()
     return model
 
 
-def _checkpointed(model: nn.Module, *, every: int) -> nn.Module:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    enable: Any = newer or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    for place, block in enumerate(blocks):
-        block.gradient_checkpointing = place % every == 0
-    return model
-
-
 def _lora(model: nn.Module, *, rank: int, groups: int | None = None) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+    import peft
 
     settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     if groups is not None:
-        from peft import VeloraConfig
-
-        settings["velora_config"] = VeloraConfig(num_groups=groups)
+        settings["velora_config"] = peft.VeloraConfig(num_groups=groups)
     kind = "SEQ_CLS" if hasattr(model, HEAD) else None
-    return get_peft_model(model, LoraConfig(task_type=kind, **settings))  # pyright: ignore[reportArgumentType]
+    return peft.get_peft_model(model, peft.LoraConfig(task_type=kind, **settings))  # pyright: ignore[reportArgumentType]
 
 
 # All linear layers but those of the head, which see one row per sequence.
@@ -105,10 +91,6 @@ _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
 _WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
-
-
-def _published(share: int) -> Method:
-    return Method(f"Gaussian sketch, {share} %", "published", use_paper, {"ratio": share / 100})
 
 
 def _dense(share: int) -> Method:
@@ -121,15 +103,14 @@ def _adapters(title: str, change: Callable[..., nn.Module], **fields: Any) -> Me
     return Method(title, "fewer parameters", change, {"rank": _RANK, **fields}, LORA_LEARNING_RATE)
 
 
-def _fit(share: int) -> Method:
-    return Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
-
-
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
-    "checkpoint": Method("checkpointing, all blocks", "exact", _checkpointed, {"every": 1}, is_exact=True),
-    "checkpoint-half": Method("checkpointing, half", "exact", _checkpointed, {"every": 2}, is_exact=True),
-    **{f"gaussian-{share}": _published(share) for share in (50, 20, 10)},
+    "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, {"every": 1}, is_exact=True),
+    "checkpoint-half": Method("checkpointing, half", "exact", checkpoint, {"every": 2}, is_exact=True),
+    **{
+        f"gaussian-{share}": Method(f"Gaussian sketch, {share} %", "published", use_paper, {"ratio": share / 100})
+        for share in (50, 20, 10)
+    },
     **{f"dense-{share}": _dense(share) for share in (20, 10)},
     **{
         f"wta-{share}": Method(
@@ -146,6 +127,9 @@ METHODS: dict[str, Method] = {
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted),
     "narrow": Method("ours, narrow", "ours", _converted, _NARROW),
-    **{f"fit-{share}": _fit(share) for share in (50, 25, 10)},
+    **{
+        f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
+        for share in (50, 25, 10)
+    },
 }
 TUNED = tuple(name for name, method in METHODS.items() if method.is_tuned)

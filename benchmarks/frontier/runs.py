@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from benchmarks.processes import call
 from benchmarks.records import Record, put_rows
+from benchmarks.timing import threads
 
 _TIMEOUT = 6 * 3600.0
 Run = TypeVar("Run", bound=tuple)
@@ -78,7 +78,7 @@ def in_turn(
 ) -> Iterator[tuple[Run, Any]]:
     """Run a function of a module with its arguments for each; yield runs with their results, or with their errors."""
     waiting, running = list(pending), dict[Future[Any], Run]()
-    with _shared_threads(jobs), ThreadPoolExecutor(jobs) as pool:
+    with threads(max(torch.get_num_threads() // jobs, 1)), ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
             is_time_left = deadline is None or time.monotonic() < deadline
             while waiting and is_time_left and len(running) < jobs:
@@ -94,13 +94,3 @@ def in_turn(
 def last_line(error: BaseException) -> str:
     """Return what an error says in one line; of a process of its own, the traceback is in its text."""
     return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
-
-
-@contextmanager
-def _shared_threads(jobs: int) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads // jobs, 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

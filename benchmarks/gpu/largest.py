@@ -26,7 +26,7 @@ from benchmarks.library import STEPS, LiveTensors, Peak
 from benchmarks.planning.fit_paper import MODELS
 from benchmarks.processes import ProcessError, call
 from benchmarks.records import Origin, origin, write_rows
-from benchmarks.suites.models import checkpoint
+from benchmarks.suites.models import build, checkpoint
 from rmm_linear import RMMConfig, convert
 
 NO_TIME = "no more time"
@@ -91,13 +91,10 @@ class _Model:
 
 
 def _roberta(tiny: bool) -> nn.Module:
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
     small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 100}
     small |= {"intermediate_size": 128}
-    base: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514}
-    shape: Any = small if tiny else base
-    return RobertaForSequenceClassification(RobertaConfig(**shape, attention_probs_dropout_prob=0.0, use_cache=False))
+    shape = small if tiny else {"vocab_size": 50265, "max_position_embeddings": 514}
+    return build("Roberta", "ForSequenceClassification", **shape, attention_probs_dropout_prob=0.0, use_cache=False)
 
 
 def _llama(tiny: bool) -> nn.Module:

@@ -7,10 +7,11 @@ the functions below; bandwidths and peaks are those of published data sheets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from rmm_linear.packing import GROUP, packed_bytes
 
 SIZE = 2  # bytes of an element of bfloat16
-GROUP = 64
 TILE = 16  # rows whose share of dγ and dβ a program of norm_backward writes, and a sum reads
 _ROTATION = 2 * GROUP
 
@@ -27,14 +28,22 @@ class Work:
     stored: int = 0  # bytes it leaves for the backward pass
 
 
-def packed(rows: int, columns: int, bits: int) -> int:
-    """Return bytes of codes, scales and offsets, as :func:`rmm_linear.packing.packed_bytes` does."""
-    return rows * (-(-columns * bits // 8) + 4 * -(-columns // GROUP))
-
-
 def _padded(*parts: int) -> int:
     """Bytes of parts in one tensor, as :func:`rmm_linear.packing.stored.stored_bytes` adds them."""
     return sum(-(-part // 16) * 16 for part in parts)
+
+
+def _parts(n: int, columns: int, bits: int) -> list[int]:
+    """Bytes of the codes, and of scales and offsets."""
+    return [-(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP)]
+
+
+def _exact(
+    name: str, elements: int, moved: tuple[int, int], saved: int, flops: tuple[float, float] = (0, 0)
+) -> list[Work]:
+    """Both passes of PyTorch's own kernels, which move and save so many times all elements."""
+    forward = Work(name, True, SIZE * moved[0] * elements, flops[0], stored=SIZE * saved * elements)
+    return [forward, Work(name, False, SIZE * moved[1] * elements, flops[1])]
 
 
 def product(n: int, inner: int, outer: int, *, is_forward: bool) -> Work:
@@ -44,7 +53,7 @@ def product(n: int, inner: int, outer: int, *, is_forward: bool) -> Work:
 
 def sketch(n: int, columns: int, rows: int, bits: int | None, *, is_forward: bool, is_stored: bool) -> Work:
     """CountSketch of n rows to ``rows``, packed as it is made where bits are given."""
-    kept = SIZE * rows * columns if bits is None else packed(rows, columns, bits)
+    kept = SIZE * rows * columns if bits is None else packed_bytes(rows, columns, bits)
     rotation = 0 if bits is None else _ROTATION * rows * columns
     moved = SIZE * n * columns + kept
     return Work("sketch", is_forward, moved, n * columns, rotation, kept + 8 if is_stored else 0)
@@ -52,12 +61,16 @@ def sketch(n: int, columns: int, rows: int, bits: int | None, *, is_forward: boo
 
 def pack(n: int, columns: int, bits: int, *, is_forward: bool = True) -> Work:
     return Work(
-        f"pack, {bits} bits", is_forward, SIZE * n * columns + packed(n, columns, bits), 0, _ROTATION * n * columns
+        f"pack, {bits} bits",
+        is_forward,
+        SIZE * n * columns + packed_bytes(n, columns, bits),
+        0,
+        _ROTATION * n * columns,
     )
 
 
 def unpack(n: int, columns: int, bits: int) -> Work:
-    return Work(f"unpack, {bits} bits", False, SIZE * n * columns + packed(n, columns, bits), 2 * n * columns)
+    return Work(f"unpack, {bits} bits", False, SIZE * n * columns + packed_bytes(n, columns, bits), 2 * n * columns)
 
 
 def unrotate(n: int, columns: int) -> Work:
@@ -67,54 +80,43 @@ def unrotate(n: int, columns: int) -> Work:
 def norm(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
     """LayerNorm or RMSNorm in one kernel each way, or with a packed copy, which the output's kernel may make."""
     elements = n * columns
-    forward = Work("norm", True, 2 * SIZE * elements, 8 * elements, stored=0 if bits else SIZE * elements)
+    exact = _exact("norm", elements, (2, 3), 1, (8 * elements, 16 * elements))
     if bits is None:
-        return [forward, Work("norm", False, 3 * SIZE * elements, 16 * elements)]
-    codes, rstd, sums = packed(n, columns, bits), 4 * n, 8 * elements // TILE
-    stored = _padded(8, rstd, -(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP))
-    made = [
-        forward,
-        Work("norm copy", True, SIZE * elements + codes + rstd, 8 * elements, _ROTATION * elements, stored),
-    ]
-    if is_fused:
-        moved = 2 * SIZE * elements + codes + rstd
-        made = [Work("norm with copy", True, moved, 10 * elements, _ROTATION * elements, stored)]
-    return [
-        *made,
-        Work(
-            "norm gradients", False, 2 * SIZE * elements + codes + rstd + 2 * sums, 16 * elements, _ROTATION * elements
-        ),
-    ]
+        return exact
+    moved, rotation = SIZE * elements + packed_bytes(n, columns, bits) + 4 * n, _ROTATION * elements
+    stored, sums = _padded(8, 4 * n, *_parts(n, columns, bits)), 2 * 8 * elements // TILE
+    copy = Work("norm copy", True, moved, 8 * elements, rotation, stored)
+    fused = Work("norm with copy", True, moved + SIZE * elements, 10 * elements, rotation, stored)
+    gradients = Work("norm gradients", False, moved + SIZE * elements + sums, 16 * elements, rotation)
+    return [fused, gradients] if is_fused else [replace(exact[0], stored=0), copy, gradients]
 
 
 def activation(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
     """GELU, or with its derivative in few bits, which the output's kernel may make."""
     elements = n * columns
-    forward = Work("activation", True, 2 * SIZE * elements, stored=0 if bits else SIZE * elements)
+    exact = _exact("activation", elements, (2, 3), 1)
     if bits is None:
-        return [forward, Work("activation", False, 3 * SIZE * elements)]
+        return exact
     codes = n * -(-columns * bits // 8)
-    made = [forward, Work("derivative, pack", True, SIZE * elements + codes, elements, stored=_padded(8, codes))]
-    if is_fused:
-        moved = 2 * SIZE * elements + codes
-        made = [Work("activation with derivative", True, moved, 2 * elements, stored=_padded(8, codes))]
-    return [*made, Work("derivative, apply", False, 2 * SIZE * elements + codes, elements)]
+    moved, stored = 2 * SIZE * elements + codes, _padded(8, codes)
+    pack = Work("derivative, pack", True, moved - SIZE * elements, elements, stored=stored)
+    fused = Work("activation with derivative", True, moved, 2 * elements, stored=stored)
+    apply = Work("derivative, apply", False, moved, elements)
+    return [fused, apply] if is_fused else [replace(exact[0], stored=0), pack, apply]
 
 
 def gated(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
     """silu(a) · b as PyTorch's kernels make it, or with both products packed, which the output's kernel may do."""
     elements = n * columns
-    forward = Work("gated activation", True, 5 * SIZE * elements, stored=0 if bits else 3 * SIZE * elements)
-    if bits is None:  # a, b and silu(a) are saved; y · b, y · silu(a), and the derivative
-        return [forward, Work("gated activation", False, 9 * SIZE * elements)]
-    codes = 2 * packed(n, columns, bits)
-    pair = [-(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP)] * 2
-    rotations = 2 * _ROTATION * elements
-    made = [forward, Work("gated, pack", True, 2 * SIZE * elements + codes, 0, rotations, _padded(16, *pair))]
-    if is_fused:
-        moved = 3 * SIZE * elements + codes
-        made = [Work("gated with products", True, moved, 2 * elements, rotations, _padded(16, *pair))]
-    return [*made, Work("gated, apply", False, 3 * SIZE * elements + codes, 0, rotations)]
+    exact = _exact("gated activation", elements, (5, 9), 3)  # a, b and silu(a) are saved
+    if bits is None:
+        return exact
+    moved, rotations = 3 * SIZE * elements + 2 * packed_bytes(n, columns, bits), 2 * _ROTATION * elements
+    stored = _padded(16, *_parts(n, columns, bits) * 2)
+    pack = Work("gated, pack", True, moved - SIZE * elements, 0, rotations, stored)
+    fused = Work("gated with products", True, moved, 2 * elements, rotations, stored)
+    apply = Work("gated, apply", False, moved, 0, rotations)
+    return [fused, apply] if is_fused else [replace(exact[0], stored=0), pack, apply]
 
 
 def dropout(n: int, columns: int, *, is_packed: bool) -> list[Work]:
@@ -134,20 +136,17 @@ def dropout(n: int, columns: int, *, is_packed: bool) -> list[Work]:
 def attention(n: int, length: int, width: int, bits: int | None, *, is_causal: bool) -> list[Work]:
     """Attention by fused kernels, which keep scores on the chip; half of the scores where it is causal."""
     elements, scores = n * width, n * length * width / (2 if is_causal else 1)
-    forward = Work("attention", True, 4 * SIZE * elements, 4 * scores, stored=0 if bits else 4 * SIZE * elements)
-    backward = Work("attention", False, 8 * SIZE * elements, 10 * scores)
+    exact = _exact("attention", elements, (4, 8), 4, (4 * scores, 10 * scores))
     if bits is None:
-        return [forward, backward]
-    codes = packed(n, width, bits)
-    pair = [-(-width * bits // 8) * n, 4 * n * -(-width // GROUP)]
-    stored = _padded(24, *pair * 3)
-    rotations = 3 * _ROTATION * elements
+        return exact
+    codes, rotations = packed_bytes(n, width, bits), 3 * _ROTATION * elements
+    stored = _padded(24, *_parts(n, width, bits) * 3)
     return [  # the backward pass runs the forward pass again: see rmm_linear/ops/fused_attention.py
-        forward,
+        replace(exact[0], stored=0),
         Work("attention, pack", True, 3 * (SIZE * elements + codes), 0, rotations, stored),
         Work("attention, unpack", False, 3 * (3 * SIZE * elements + codes), 0, rotations),  # and unrotate
         Work("attention, forward again", False, 4 * SIZE * elements, 4 * scores),
-        backward,
+        exact[1],
     ]
 
 
@@ -223,12 +222,6 @@ WAYS = (
 )  # fmt: skip
 
 
-def rows_kept(tokens: int, bits: int | None) -> int:
-    """Return K: a tenth of the rows, or as many as packed take a tenth of the bytes."""
-    per_element = SIZE if bits is None else bits / 8 + 4 / GROUP
-    return max(1, round(RATIO * tokens * SIZE / per_element))
-
-
 def works(block: Block, way: Way) -> list[Work]:
     n, h, c = block.tokens, block.width, block.inner
     inputs = [(h, [h, h, h]), (h, [h]), (h, [c, c] if block.is_gated else [c]), (c, [h])]
@@ -249,7 +242,9 @@ def works(block: Block, way: Way) -> list[Work]:
 
 def linears(n: int, inner: int, outers: Sequence[int], way: Way, *, stored: int) -> list[Work]:
     """Linear layers that read the same input: one stand-in serves all of them."""
-    rows = rows_kept(n, way.bits) if way.is_sketched else n
+    # K is a tenth of the rows, or as many as packed take a tenth of the bytes.
+    per_element = SIZE if way.bits is None else way.bits / 8 + 4 / GROUP
+    rows = max(1, round(RATIO * n * SIZE / per_element)) if way.is_sketched else n
     found = [product(n, inner, outer, is_forward=True) for outer in outers]
     if way.is_sketched:
         found.append(sketch(n, inner, rows, way.bits, is_forward=True, is_stored=True))

@@ -191,9 +191,6 @@ def families(width: int, batch: int, length: int) -> dict[str, Family]:
     return found
 
 
-_PROCESS = Path("/proc/self")
-
-
 @dataclass(frozen=True)
 class PeakRow(Origin):
     """One model with some operations converted."""
@@ -240,14 +237,14 @@ def _rss(tiny: bool, index: int, setting: tuple[str, ...]) -> int:
 
 def rss_of(step: Callable[[], object]) -> int:
     """Return how far a step raises the peak of the resident set of this process, on Linux."""
-    (_PROCESS / "clear_refs").write_text("5")  # the peak starts again from the current size
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the current size
     before = _status("VmRSS")
     step()
     return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:
-    lines = (_PROCESS / "status").read_text(encoding="utf-8").splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

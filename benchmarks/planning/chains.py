@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -80,22 +81,23 @@ class Quiet(nn.Module):
         return None, step(x, state)[1]
 
 
+CELLS: dict[str, Callable[[int], nn.Module]] = {
+    "LSTM": lambda hidden: nn.LSTMCell(hidden, hidden),
+    "LSTM, dropout": Dropping,
+    "GRU": lambda hidden: nn.GRUCell(hidden, hidden),
+}
+
+
 def all_runs(about: dict[str, Any], tiny: bool) -> Iterator[Run]:
-    steps, batch, hidden = (60, 2, 8) if tiny else (1000, 16, 64)
-    cells: dict[str, Callable[[], nn.Module]] = {
-        "LSTM": lambda: nn.LSTMCell(hidden, hidden),
-        "LSTM, dropout": lambda: Dropping(hidden),
-        "GRU": lambda: nn.GRUCell(hidden, hidden),
-    }
-    for name, make in cells.items():
-        yield from runs(name, make, (steps, batch, hidden), about)
+    for name in CELLS:
+        yield from runs(name, (60, 2, 8) if tiny else (1000, 16, 64), about)
 
 
-def runs(name: str, make: Callable[[], nn.Module], shape: tuple[int, int, int], about: dict[str, Any]) -> list[Run]:
+def runs(name: str, shape: tuple[int, int, int], about: dict[str, Any]) -> list[Run]:
     """Run a cell as a plain loop and by the three policies."""
     steps, batch, hidden = shape
     torch.manual_seed(SEED)
-    cell, x = make(), torch.randn(steps, batch, hidden, requires_grad=True)
+    cell, x = CELLS[name](hidden), torch.randn(steps, batch, hidden, requires_grad=True)
     state = tuple(torch.zeros(2, batch, hidden)) if "LSTM" in name else torch.zeros(batch, hidden)
     calls: list[int] = []
     cell.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -148,28 +150,20 @@ def _recurrent(cell: nn.Module, x: Tensor, state: Any, options: dict[str, Any]) 
     return made.bytes + drawn.most
 
 
-class _Living:
-    """Bytes of the random generators' states that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def made(self, state: Tensor) -> Tensor:
-        self.now += state.nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(state, self.gone, state.nbytes)
-        return state
-
-    def gone(self, count: int) -> None:
-        self.now -= count
-
-
 @contextmanager
-def generator_bytes() -> Iterator[_Living]:
-    found, read = _Living(), torch.get_rng_state
+def generator_bytes() -> Iterator[SimpleNamespace]:
+    """Follow the bytes of the random generators' states that are alive, and the most there were."""
+    found, read = SimpleNamespace(now=0, most=0), torch.get_rng_state
+
+    def add(count: int) -> None:
+        found.now += count
+        found.most = max(found.most, found.now)
 
     def seen() -> Tensor:
-        return found.made(read())
+        state = read()
+        add(state.nbytes)
+        weakref.finalize(state, add, -state.nbytes)
+        return state
 
     with mock.patch.object(torch, "get_rng_state", seen):
         yield found
@@ -189,9 +183,6 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> str:
         return "equal"
     largest = max(float((old - new).abs().max() / old.abs().max()) for old, new in zip(expected, found, strict=True))
     return f"{largest:.1e}"
-
-
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -221,11 +212,7 @@ def subsets(about: dict[str, Any], tiny: bool) -> Iterator[Subset]:
 
 def _everything(sizes: list[int]) -> int:
     """Peak with all outputs kept: all of them, and two gradients."""
-    total, most = 0, 0
-    for size, after in pairwise(sizes):
-        total += size
-        most = max(most, total + size + after)
-    return most
+    return max(total + size + after for total, (size, after) in zip(accumulate(sizes), pairwise(sizes), strict=False))
 
 
 def _measured(count: int, about: dict[str, Any]) -> Subset:
@@ -277,6 +264,9 @@ class Cost(Origin):
 
 
 def costs(steps: int, about: dict[str, Any]) -> list[Cost]:
+    def row(policy: str, share: float, slots: int, forward: int) -> Cost:
+        return Cost(policy, steps, share, slots, forward, forward, (forward / steps + 2) / 3, **about)
+
     rows = []
     for share in SHARES:
         states, graphs = int(share * INTERNAL_COST * steps + 1e-9), int(share * steps + 1e-9)
@@ -286,11 +276,11 @@ def costs(steps: int, about: dict[str, Any]) -> list[Cost]:
                 counted = (plan.forward_steps, plan.least_forward_steps, plan.time_ratio)
                 rows.append(Cost(policy, steps, share, slots, *counted, **about))
         if states:
-            rows.append(_row("Revolve", steps, share, states, revolve(steps, states), about))
+            rows.append(row("Revolve", share, states, revolve(steps, states)))
     root = math.isqrt(steps)
     # Every √T-th state, and the graphs of one segment; all segments but the last run twice.
     share = (root + INTERNAL_COST * root) / (INTERNAL_COST * steps)
-    rows.append(_row("Chen √T", steps, share, root, 2 * steps - root, about))
+    rows.append(row("Chen √T", share, root, 2 * steps - root))
     return rows
 
 
@@ -299,10 +289,6 @@ def revolve(steps: int, slots: int) -> int:
     s = slots + 1
     r = next(r for r in range(steps + 1) if math.comb(s + r, s) >= steps)
     return steps + r * steps - math.comb(s + r, s + 1)
-
-
-def _row(policy: str, steps: int, share: float, slots: int, forward: int, about: dict[str, Any]) -> Cost:
-    return Cost(policy, steps, share, slots, forward, forward, (forward / steps + 2) / 3, **about)
 
 
 def plot(rows: Sequence[Cost]) -> Any:
@@ -323,14 +309,14 @@ def plot(rows: Sequence[Cost]) -> Any:
     return figure
 
 
-def all_costs(about: dict[str, Any], tiny: bool) -> list[Cost]:
-    return [row for steps in ((30, 100) if tiny else (100, 1000, 10_000)) for row in costs(steps, about)]
-
-
 # Title to the csv files, each with a function of where rows come from and whether sizes are small.
 PARTS: dict[str, dict[str, Callable[[dict[str, Any], bool], Iterable[Any]]]] = {
     "subsets": {"chains-subsets": subsets},
-    "costs": {"chains-costs": all_costs},
+    "costs": {
+        "chains-costs": lambda about, tiny: [
+            row for steps in ((30, 100) if tiny else (100, 1000, 10_000)) for row in costs(steps, about)
+        ]
+    },
     "bptt": {"chains-bptt": all_runs},
     "sweep": {"chains-sweep-steps": sweep.counts, "chains-sweep-waits": sweep.waits},
 }

@@ -41,18 +41,9 @@ class Solved(Origin):
 
 def compare(seed: int = 0, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
     draw = random.Random(seed)
-    choose(chain(2, draw), 10**9, solver="milp")  # imports scipy before the clock runs
-    rows = list[dict[str, Any]]()
-    for count in sizes:
-        options = chain(count, draw)
-        for share in SHARES:
-            rows += _solved(options, share)
-    return rows
-
-
-def chain(count: int, draw: random.Random) -> list[list[Option]]:
-    """Make blocks like a transformer's, with some spread of bytes, times and noise."""
-    return [_block(draw) for _ in range(count)]
+    choose([_block(draw) for _ in range(2)], 10**9, solver="milp")  # imports scipy before the clock runs
+    chains = [[_block(draw) for _ in range(count)] for count in sizes]
+    return [row for options in chains for share in SHARES for row in _solved(options, share)]
 
 
 def cost(option: Option) -> float:
@@ -60,6 +51,7 @@ def cost(option: Option) -> float:
 
 
 def _block(draw: random.Random) -> list[Option]:
+    """Make a block like a transformer's, with some spread of bytes, times and noise."""
     whole = int(draw.uniform(6, 12) * 2**20)  # bytes saved
     inputs, passing, forward = int(0.08 * whole), int(0.2 * whole), whole / 2e9  # of the block; lost after it; seconds
     options = [Option("keep", whole, whole + passing, 0.0)]
@@ -81,13 +73,12 @@ def _solved(options: list[list[Option]], share: float) -> list[dict[str, Any]]:
         chosen = choose(options, budget, cost, solver=solver)
         seconds = time.perf_counter() - begin
         row: dict[str, Any] = {"blocks": len(options), "budget": share, "solver": solver, "seconds": seconds}
-        found = dict[str, float | None](cost=None, peak=None)
         if chosen is not None:
             total = sum(cost(block[index]) for block, index in zip(options, chosen, strict=True))
-            found = {"cost": total, "peak": peak_of(options, chosen) / budget}
-        rows.append(row | found)
-    best = min((row["cost"] for row in rows if row["cost"] is not None), default=None)
-    return [row | {"cost": row["cost"] and row["cost"] / best} for row in rows]
+            row |= {"cost": total, "peak": peak_of(options, chosen) / budget}
+        rows.append(row)
+    best = min((row["cost"] for row in rows if "cost" in row), default=None)
+    return [row | {"cost": row["cost"] / best} if row.get("cost") else row for row in rows]
 
 
 PARTS = ("frontier", "neighbours", "solvers", "paper")

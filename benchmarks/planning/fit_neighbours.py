@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from benchmarks.library import FitReport, allocator_peak
 from benchmarks.planning import fit_steps
 from benchmarks.records import Origin
+from benchmarks.suites import models
 
 BUDGETS = (1.0, 0.5, 0.25, 0.1)  # of torch.compile
 _PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -101,9 +102,7 @@ def _allocated(model: nn.Module, run: fit_steps.Run) -> int:
 def _eager(model: nn.Module, batch: Any) -> dict[str, fit_steps.Run]:
     """The exact step, and steps that save less without compilation."""
     whole, selective = fit_steps.twin(model), fit_steps.twin(model)
-    new = getattr(whole, "activation_checkpointing_enable", None)  # the newer name
-    enable: Any = new or whole.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    models.checkpoint(whole)
     aten = torch.ops.aten
     products = [packet.default for name in _PRODUCTS if (packet := getattr(aten, name, None)) is not None]
     contexts = functools.partial(create_selective_checkpoint_contexts, products)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.library import FitReport, Fitting, PlannedBlock, copied, find_blocks, quiet, run_step
 from benchmarks.planning.networks import transformer
+from benchmarks.suites.models import build
 from rmm_linear.memory import peak
 
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -53,30 +54,25 @@ def llama_lora(tiny: bool) -> Made:
 
 def vit(tiny: bool) -> Made:
     """Make a vision transformer of 12 layers for 100 classes, and 8 images of 224 × 224."""
-    from transformers import ViTConfig, ViTForImageClassification
-
     layers, width, heads, side = (3, 32, 2, 32) if tiny else (12, 384, 6, 224)
     torch.manual_seed(SEED)
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     sizes |= {"intermediate_size": 4 * width, "image_size": side, "patch_size": 4 if tiny else 16, "num_labels": 100}
     batch = {"pixel_values": torch.randn(8, 3, side, side), "labels": torch.randint(0, 100, (8,))}
-    return ViTForImageClassification(ViTConfig(**sizes)).train(), batch
+    return build("ViT", "ForImageClassification", **sizes).train(), batch
 
 
 def t5(tiny: bool) -> Made:
     """Make T5 of the small size, and 4 texts of 128 tokens with answers of 64."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes: dict[str, Any] = {"use_cache": False, "decoder_start_token_id": 0}
     if tiny:
         sizes |= {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2}
     words = 100 if tiny else 32128
     torch.manual_seed(SEED)
-    config = T5Config(vocab_size=words, **sizes)
     texts, length = (8, 16) if tiny else (4, 128)
     ids, labels = torch.randint(5, words, (texts, length)), torch.randint(5, words, (texts, length // 2))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    return T5ForConditionalGeneration(config).train(), batch
+    return build("T5", "ForConditionalGeneration", vocab_size=words, **sizes).train(), batch
 
 
 # Name on the command line to title and maker.

@@ -73,7 +73,6 @@ def real(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) 
 
 
 def paper(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
-    del out
     model, batch = make()
     for method in METHODS:
         plan, seconds = _plan(model, batch, method)
@@ -84,18 +83,14 @@ def paper(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path)
 
 def reorder(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Planned]:
     """Reorder the nodes of a network, plain and with the least plan."""
-    del out
     model, batch = make()
-    begin = time.perf_counter()
-    alone = order(model, batch)
-    seconds = time.perf_counter() - begin
+    alone, seconds = _timed(order, model, batch)
     yield Planned(part="order", network=title, method="plain", predicted=alone.plain, **about)
     yield _row("order", title, "order", alone, about, seconds=seconds)
     plan, seconds = _plan(model, batch, "cuts")
     yield _row("order", title, "cuts", plan, about, seconds=seconds)
-    begin = time.perf_counter()
-    both = order(model, batch, plan)
-    yield _row("order", title, "cuts and order", both, about, seconds=time.perf_counter() - begin)
+    both, seconds = _timed(order, model, batch, plan)
+    yield _row("order", title, "cuts and order", both, about, seconds=seconds)
 
 
 PARTS = {"real": real, "paper": paper, "order": reorder}
@@ -118,8 +113,12 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _plan(model: nn.Module, batch: Any, method: str, workspace: Workspace | None = None) -> tuple[GraphPlan, float]:
+    return _timed(plan_graph, model, batch, memory="least", method=method, workspace=workspace)
+
+
+def _timed(make: Callable[..., GraphPlan], *arguments: Any, **options: Any) -> tuple[GraphPlan, float]:
     begin = time.perf_counter()
-    plan = plan_graph(model, batch, memory="least", method=method, workspace=workspace)
+    plan = make(*arguments, **options)
     return plan, time.perf_counter() - begin
 
 

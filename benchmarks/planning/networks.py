@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.suites.models import build
+
 
 class UNet(nn.Module):
     """Halves the image four times and doubles it again, with a skip on every level."""
@@ -72,18 +74,13 @@ def image_network(name: str, batch: int, side: int, **options: Any) -> tuple[nn.
 def transformer(name: str, batch: int, length: int, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     if importlib.util.find_spec("torchvision") is not None:
         torchvision_models()  # transformers imports it, too
-    from transformers import LlamaConfig, RobertaConfig
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-    from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification
-
     torch.manual_seed(0)
     ids = torch.randint(5, sizes["vocab_size"], (batch, length))
-    model: nn.Module
     if name == "roberta":
-        model = RobertaForSequenceClassification(RobertaConfig(**sizes))
+        model = build("Roberta", "ForSequenceClassification", **sizes)
         labels = torch.randint(0, 2, (batch,))
     else:
-        model, labels = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)), ids
+        model, labels = build("Llama", "ForCausalLM", **sizes, use_cache=False), ids
     return model.train(), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from benchmarks.figures import BLUE, RED, figure_of, headed, x_ticks
 from benchmarks.library import provenance, schedules
 from benchmarks.records import Origin
+from benchmarks.timing import threads
 from rmm_linear.planning import SweepReport, sweep
 
 SLOTS, INTERVAL = 6, 50
@@ -60,11 +62,10 @@ def _row(name: str, title: str, steps: int, slots: int, counts: schedules.Counts
 
 def flat() -> list[Steps]:
     rows = []
-    for steps in (200, 1000, 5000):
-        two = schedules.count(schedules.two_level(INTERVAL, SLOTS), steps)
-        alone = schedules.count(schedules.in_memory(steps, SLOTS), steps)
-        rows.append(_row("flat", "two levels", steps, SLOTS, two, INTERVAL))
-        rows.append(_row("flat", "Revolve", steps, SLOTS, alone))
+    for n in (200, 1000, 5000):
+        two = schedules.count(schedules.two_level(INTERVAL, SLOTS), n)
+        rows.append(_row("flat", "two levels", n, SLOTS, two, INTERVAL))
+        rows.append(_row("flat", "Revolve", n, SLOTS, schedules.count(schedules.in_memory(n, SLOTS), n)))
     return rows
 
 
@@ -79,17 +80,12 @@ def all_schedules(*, tiny: bool) -> list[Steps]:
             ("two levels", SLOTS, 10, lambda: schedules.two_level(10, SLOTS)),
             ("double checkpointing", SLOTS, root, lambda r=root: schedules.two_level(r, SLOTS)),
             ("double checkpointing", root, root, lambda r=root: schedules.two_level(r, r)),
-            *(
-                (
-                    f"H-Revolve, {_DISK} in the store, transfer {cost:g}",
-                    SLOTS,
-                    None,
-                    lambda n=steps, c=cost: schedules.hierarchical(n, SLOTS, _DISK, c, c),
-                )
-                for cost in (0.5, 2, 10)
-            ),
-            ("disk-Revolve, any number in the store", SLOTS, None, lambda n=steps: made.DiskRevolve(n, SLOTS)),
         ]
+        for cost in (0.5, 2, 10):
+            title = f"H-Revolve, {_DISK} in the store, transfer {cost:g}"
+            chosen.append((title, SLOTS, None, partial(schedules.hierarchical, steps, SLOTS, _DISK, cost, cost)))
+        title = "disk-Revolve, any number in the store"
+        chosen.append((title, SLOTS, None, partial(made.DiskRevolve, steps, SLOTS)))
         for title, slots, interval, make in chosen:
             rows.append(_row("schedules", title, steps, slots, schedules.count(make(), steps), interval))
     return rows
@@ -102,21 +98,16 @@ def against_revolve() -> list[Steps]:
         for interval in (1, 2, 5, 10, 20, 50, 100, 200):
             least = fewest_steps(interval, slots)
             for name, steps in (("least", least), ("long", 1000), ("long", 10_000)):
-                counts = schedules.Counts(
-                    schedules.two_level_steps(steps, interval, slots), writes=-(-steps // interval)
-                )
+                forward = schedules.two_level_steps(steps, interval, slots)
+                counts = schedules.Counts(forward, writes=-(-steps // interval))
                 rows.append(_row(name, "two levels", steps, slots, counts, interval))
     return rows
 
 
 def fewest_steps(interval: int, slots: int, most: int = 5000) -> int:
     """Return the least number of steps from which on two levels never take more forward steps than Revolve."""
-    loses = [
-        steps
-        for steps in range(1, most)
-        if schedules.two_level_steps(steps, interval, slots) > steps + schedules.recomputed(steps, slots)
-    ]
-    return max(loses, default=0) + 1
+    two, revolve = schedules.two_level_steps, schedules.recomputed
+    return 1 + max((n for n in range(1, most) if two(n, interval, slots) > n + revolve(n, slots)), default=0)
 
 
 _MILLISECONDS = (1, 2, 5, 10, 20, 50)
@@ -153,14 +144,10 @@ class Waits(Origin):
 
 def waits(about: dict[str, Any], tiny: bool) -> Iterator[Waits]:
     """Run sweeps with a folder and without, for steps of 1 to 50 ms, in one thread: the other one is the store's."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         torch.manual_seed(0)
         for milliseconds in (1,) if tiny else _MILLISECONDS:
             yield replace(_waits(milliseconds, tiny), **about | _package() | {"threads": 1})
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _waits(milliseconds: int, tiny: bool) -> Waits:
@@ -190,22 +177,18 @@ def _waits(milliseconds: int, tiny: bool) -> Waits:
 def step_of(seconds: float, size: int) -> Callable[[int, Tensor], Tensor]:
     """Make a step that lasts about so long, and as twice as long backwards: sines and products of large vectors."""
 
-    def repeated(count: int) -> Callable[[int, Tensor], Tensor]:
-        def step(number: int, u: Tensor) -> Tensor:
-            for _ in range(count):
-                u = torch.sin(u) * 1.01
-            return u
-
-        return step
+    def step(number: int, u: Tensor, count: int = 1) -> Tensor:
+        for _ in range(count):
+            u = torch.sin(u) * 1.01
+        return u
 
     u = torch.randn(size)
-    one = repeated(1)
     times = []
     for _ in range(20):
         begin = time.perf_counter()
-        one(0, u)
+        step(0, u)
         times.append(time.perf_counter() - begin)
-    return repeated(max(1, round(seconds / sorted(times)[10])))
+    return partial(step, count=max(1, round(seconds / sorted(times)[10])))
 
 
 @dataclass(frozen=True)
@@ -248,14 +231,9 @@ def filesystem_of(folder: Path) -> str:
     mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return ""
-    places = [folder.resolve(), *folder.resolve().parents]
-    lines = [line.split() for line in mounts.read_text().splitlines()]
-    found = [
-        (places.index(Path(where)), -number, kind)
-        for number, (_, where, kind, *_) in enumerate(lines)
-        if Path(where) in places
-    ]
-    return min(found)[2] if found else ""  # the deepest, and of those at one place the last
+    # Of those at one place the last, and of places the deepest.
+    kinds = {Path(where): kind for _, where, kind, *_ in map(str.split, mounts.read_text().splitlines())}
+    return next((kinds[place] for place in (folder.resolve(), *folder.resolve().parents) if place in kinds), "")
 
 
 def plot(rows: Sequence[Waits]) -> Any:

@@ -94,17 +94,14 @@ def setup(case: Case, provider: str) -> Setup:
     return Setup(run, outcome, lambda _: _expected(case, provider), model, forward, tolerance=tolerance)
 
 
-def _is_llama(case: Case) -> bool:
-    return case.name.startswith("llama")
-
-
 @functools.lru_cache(maxsize=1)
 def _base(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
+    is_llama = case.name.startswith("llama")
     with torch.device(case.device):
-        model = _llama(case) if _is_llama(case) else _roberta(case.tiny)
+        model = _llama(case) if is_llama else _roberta(case.tiny)
     model.set_attn_implementation("sdpa")
-    if _is_llama(case):
+    if is_llama:
         model = model.to(case.torch_dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # The step is timed, and moves nothing: the weights stay what the gate has seen.
@@ -142,20 +139,21 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing")]
 
 
-def checkpoint(model: Any, count: int) -> None:
+def checkpoint(model: Any, count: int | None = None, every: int = 1) -> None:
+    """Recompute the first ``count`` layers, or all; of these, one in ``every``."""
     # Older versions of transformers know it by the second name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    for place, layer in enumerate(_layers(model)):
-        layer.__dict__["gradient_checkpointing"] = place < count
+    layers = _layers(model)
+    for place, layer in enumerate(layers):
+        layer.__dict__["gradient_checkpointing"] = place in range(0, len(layers) if count is None else count, every)
 
 
 def _batch(case: Case, sequences: int) -> dict[str, Tensor]:
     generator, length = torch.Generator().manual_seed(3), case.sizes[1]
-    if _is_llama(case):
+    if case.name.startswith("llama"):
         config: Any = _base(case)[0].config
-        hidden = config.hidden_size
-        x = torch.randn(sequences, length, hidden, generator=generator).to(case.device, case.torch_dtype)
+        x = torch.randn(sequences, length, config.hidden_size, generator=generator).to(case.device, case.torch_dtype)
         return {"inputs_embeds": x.requires_grad_()}
     ids = torch.randint(3, 50 if case.tiny else 50000, (sequences, length), generator=generator)
     labels = torch.randint(0, 2, (sequences,), generator=generator)
@@ -163,7 +161,7 @@ def _batch(case: Case, sequences: int) -> dict[str, Tensor]:
 
 
 def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    if _is_llama(case):
+    if case.name.startswith("llama"):
         hidden = model(**batch).last_hidden_state
         # Half of the features: of all, the last norm makes the mean square 1 and the gradient 0.
         return hidden[..., ::2].float().square().mean(), hidden

@@ -16,7 +16,7 @@ from benchmarks.processes import ProcessError, call
 from benchmarks.records import RATIO, Row, add_choices, add_output, origin, show, write_rows
 from benchmarks.suites import SUITES, gate, setup
 from benchmarks.suites.case import Case, Setup
-from benchmarks.timing import interleaved, quartiles
+from benchmarks.timing import interleaved, quartiles, threads
 from rmm_linear.memory import peak, track_saved
 
 logger = logging.getLogger("benchmarks")
@@ -58,16 +58,12 @@ def run_suite(
     rows: list[Row] = []
     if not cases:
         return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(getattr(SUITES[cases[0].suite], "THREADS", threads))
-    try:
+    with threads(getattr(SUITES[cases[0].suite], "THREADS", torch.get_num_threads())):
         about = origin(cases[0].device, commit)
         for found in run_cases(cases, seed=seed, memory=memory):
             rows += [dataclasses.replace(row, **about) for row in found]
             write_rows(path, rows)
             yield found
-    finally:
-        torch.set_num_threads(threads)
 
 
 def run_cases(

@@ -21,7 +21,6 @@ from rmm_linear.ops.masks import apply_mask, pack_mask
 from rmm_linear.ops.norms import norm_backward, norm_bytes, normalize_and_pack, pack_norm
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.sketches import weight_gradient
-from rmm_linear.packing import packed_bytes
 from rmm_linear.packing.attention import AttentionSpec
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import stored_bytes
@@ -109,7 +108,6 @@ def test_flops_of_a_sketched_layer_are_those_that_its_operators_declare(bits: in
 def test_bytes_stored_are_those_that_the_library_stores() -> None:
     for rows, columns in ((256, 768), (37, 130)):
         for bits in (2, 4, 8):
-            assert work.packed(rows, columns, bits) == packed_bytes(rows, columns, bits)
             assert one(work.norm(rows, columns, bits), "norm copy").stored == norm_bytes(rows, columns, bits)
             pair = one(work.gated(rows, columns, bits), "gated, pack").stored
             assert pair == stored_bytes(gated_parts(rows, columns, bits, 2))
