@@ -21,6 +21,15 @@ class ProcessError(RuntimeError):
     """A call in a process of its own raised, crashed or took too long."""
 
 
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Return what an error says in one line; of a process of its own, the traceback is in its text."""
+    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)
+
+
 def call(function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> Any:
     # A server that has imported everything is forked: a process then takes no seconds. Not with CUDA: an import that so
     # much as counts the devices forbids their use in what is forked later.

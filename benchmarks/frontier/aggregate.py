@@ -84,11 +84,8 @@ def losses_apart_of(epochs: Sequence[Epoch], task: str, method: str) -> list[flo
 def _pairs(epochs: Sequence[Epoch], task: str, method: str) -> list[tuple[Epoch, Epoch]]:
     """Last epochs of a method and of the exact run of the same seed."""
     last = {(row.method, row.seed): row for row in epochs if row.task == task and row.epoch == row.epochs}
-    return [
-        (row, last[EXACT, seed])
-        for (name, seed), row in sorted(last.items())
-        if name == method and (EXACT, seed) in last
-    ]
+    seeds = sorted(seed for name, seed in last if name == method and (EXACT, seed) in last)
+    return [(last[method, seed], last[EXACT, seed]) for seed in seeds]
 
 
 def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
@@ -108,16 +105,12 @@ def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: st
 
 
 def score_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str:
-    """Write the mean over tasks of what :func:`apart_of` returns, × 100; empty for exact gradients."""
-    if METHODS[method].is_exact:
-        return ""
+    """Write the mean over tasks of what :func:`apart_of` returns, × 100."""
     return text_of(mean_over_groups([apart_of(epochs, task, method) for task in tasks]), 1, factor=100, sign=True)
 
 
 def loss_text(epochs: Sequence[Epoch], tasks: Sequence[str], method: str) -> str:
-    """Write the mean over tasks of what :func:`losses_apart_of` returns, in per cent; empty for exact gradients."""
-    if METHODS[method].is_exact:
-        return ""
+    """Write the mean over tasks of what :func:`losses_apart_of` returns, in per cent."""
     found = mean_over_groups([losses_apart_of(epochs, task, method) for task in tasks])
     return f"{text_of(found, 1, factor=100, sign=True)} %" if found else ""
 

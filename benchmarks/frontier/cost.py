@@ -12,12 +12,12 @@ from torch import nn
 
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost
-from benchmarks.frontier.runs import Asked, last_line
+from benchmarks.frontier.runs import Asked
 from benchmarks.frontier.tasks import TRAININGS, Prepared, prepare
 from benchmarks.library import CONVERT, KEEP, STEPS, LiveTensors, Peak
 from benchmarks.noise.blocks import rss_of
 from benchmarks.planning.fit_steps import counts, fitted, live_peak, options_of, timed
-from benchmarks.processes import ProcessError, call
+from benchmarks.processes import ProcessError, call, last_line
 from benchmarks.records import known_rows, put_rows
 from benchmarks.timing import quartiles
 from rmm_linear.memory import track_saved

@@ -20,7 +20,6 @@ from benchmarks.records import known_rows
 from rmm_linear.variance import gradient_noise
 
 Run = tuple[str, str, int, int]
-STUDIES = ("images", "language")
 # Exact runs with smaller batches, by which the noise of methods is judged; only where a step sees rows for the first
 # time is a smaller batch nothing but noisier.
 SMALLER = {"images": (), "language": (7, 6, 4, 2, 1)}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.processes import call
+from benchmarks.processes import call, last_line
 from benchmarks.records import Record, put_rows
 from benchmarks.timing import threads
 
@@ -89,8 +89,3 @@ def in_turn(
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 error = future.exception()
                 yield running.pop(future), future.result() if error is None else error
-
-
-def last_line(error: BaseException) -> str:
-    """Return what an error says in one line; of a process of its own, the traceback is in its text."""
-    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__)

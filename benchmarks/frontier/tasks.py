@@ -197,9 +197,8 @@ def accuracy(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
     Seeds are the outer loop, so that all methods are there once before one is there twice.
     """
     path = asked.out / "frontier-accuracy.csv"
-    trained = [
-        name for name in asked.methods if name == EXACT or (not METHODS[name].is_exact and METHODS[name].is_tuned)
-    ]
+    able = {name for name, how in METHODS.items() if name == EXACT or (not how.is_exact and how.is_tuned)}
+    trained = [name for name in asked.methods if name in able]
     every = [
         (task, method, seed)
         for seed in asked.seeds
@@ -228,9 +227,9 @@ def accuracy(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
         put_run(path, found, about, asked.jobs, key)
         return f"{found[-1].score:.4f} ({found[-1].seconds:.0f} s)"
 
-    able = [run for run in every if (plan := plan_of(run[0], run[1])) is None or plan.is_file()]
+    planned = [run for run in every if (plan := plan_of(run[0], run[1])) is None or plan.is_file()]
     there = {key(row): row for row in known_rows(path, Epoch)}
-    pending = [run for run in able if run not in there or not is_as_wanted(there[run])]
-    for run in (run for run in every if run not in able):
+    pending = [run for run in planned if run not in there or not is_as_wanted(there[run])]
+    for run in (run for run in every if run not in planned):
         yield f"{', '.join(map(str, run))}: no plan, see part cost"
-    yield from go_on(asked, len(every), len(able) - len(pending), pending, arguments, keep)
+    yield from go_on(asked, len(every), len(planned) - len(pending), pending, arguments, keep)

@@ -4,13 +4,6 @@ Needs torch, Triton and, for the suites ``blocks`` and ``model``, transformers, 
 installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
 shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
 left, those first that say most.
-
-What the sizes should cost, by arithmetic, as nothing was timed yet: a start of Python with PyTorch, transformers and
-CUDA takes some ten seconds, and the sections start one to six such processes in a row; a compilation takes one to three
-(``python -m benchmarks compile`` makes 190 in about two minutes on one core of a server), and a section has one or two
-dozen. A measurement repeats for a tenth of a second or seven times at least, three to five rounds. The longest pass,
-two blocks of LLaMA-7B, has 4e13 FLOPs of products, 0.1 s at half of an H200's peak: 7 x 5 x 5 of these are 18 s. So
-blocks should take a minute and a half, comparisons in twelve processes at a time a minute, the others less.
 """
 
 from __future__ import annotations
@@ -31,10 +24,9 @@ from rmm_kernels_checks import poisoned_outputs
 
 from benchmarks.gpu.largest import Largest, has_failed, run_largest
 from benchmarks.library import write_text
-from benchmarks.processes import ProcessError, call
+from benchmarks.processes import ProcessError, call, first_line, last_line
 from benchmarks.records import RATIO, Parity, Row, add_choices, add_output, origin, read_rows, show, write_rows
 from benchmarks.suites import SUITES
-from benchmarks.suites.case import Case
 from benchmarks.suites.runner import has_memory, run_suite
 
 logger = logging.getLogger("benchmarks")
@@ -53,7 +45,7 @@ def run_parity(path: Path, device: str, *, tiny: bool, timeout: float, commit: s
             return call(compare, device, chosen, timeout=max(1.0, end - time.monotonic()))
         except ProcessError as error:
             logger.error("parity: %s", error)
-            return [Parity(title, status=str(error).strip().splitlines()[-1]) for title in chosen]
+            return [Parity(title, status=last_line(error)) for title in chosen]
 
     with ThreadPoolExecutor(_WORKERS if device == "cuda" else 2) as pool:
         rows = [row for found in pool.map(part, parts) for row in found]
@@ -71,7 +63,7 @@ def compare(device: str, titles: Sequence[str]) -> list[Parity]:
                 checks = known[title](device)
             rows += [Parity(title, c.what, c.error, c.limit, "ok" if c.ok else "failed") for c in checks]
         except Exception as error:
-            rows.append(Parity(title, status=f"{type(error).__name__}: {error}".splitlines()[0]))
+            rows.append(Parity(title, status=first_line(error)))
     return rows
 
 
@@ -108,11 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             if name == "parity":
                 rows = run_parity(path, device, tiny=tiny, timeout=timeout, commit=commit)
-                failures += [
-                    f"parity: {r.comparison}, {r.what}: {r.status}, error {r.error:.3g}, limit {r.limit:.3g}"
-                    for r in rows
-                    if r.status != "ok"
-                ]
+                text = "parity: {0.comparison}, {0.what}: {0.status}, error {0.error:.3g}, limit {0.limit:.3g}"
+                failures += [text.format(row) for row in rows if row.status != "ok"]
             elif name == "largest":
                 found = run_largest(path, device, tiny=tiny, timeout=timeout, commit=commit)
                 failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if has_failed(r)]
@@ -120,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 failures += call(suite_section, name, path, device, tiny, commit, timeout=timeout)
         except Exception as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
-            failures.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+            failures.append(f"{name}: {last_line(error)}")
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
     write_text(out / f"failures-{device}.txt", "".join(f"{failure}\n" for failure in failures))
     print(_summary(out, device, failures))
@@ -132,14 +121,15 @@ def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -
     cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
     cases.sort(key=lambda case: _MAIN not in case.name)
     rows: list[Row] = []
-    for found in run_suite(path, cases, commit=commit, memory=measures_memory):
+    # Of memory, each measurement takes a process its seconds: that of blocks, models and the main layer alone.
+    for found in run_suite(
+        path,
+        cases,
+        commit=commit,
+        memory=lambda case: has_memory(case) and (case.suite != "linear" or case.tiny or _MAIN in case.name),
+    ):
         rows += found
     return [f"{r.case}, {r.provider}, {r.dtype}, {r.ratio}: {r.status}" for r in rows if r.status != "ok"]
-
-
-def measures_memory(case: Case) -> bool:
-    """Say whether memory is measured: of blocks, models, and the main layer; a process for each takes its seconds."""
-    return has_memory(case) and (case.suite != "linear" or case.tiny or _MAIN in case.name)
 
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:

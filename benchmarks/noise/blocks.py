@@ -213,12 +213,10 @@ def measure_peaks(tiny: bool) -> Iterator[PeakRow]:
             count, live = call(_live, tiny, index, setting)
             rss = call(_rss, tiny, index, setting) if sys.platform == "linux" else None
             row = PeakRow(title, " ".join(setting) or "exact", "float32", count, live, rss)
-            if exact is None:
-                exact = row
-            else:
-                fall = exact.saved - count
+            exact = exact or row
+            if fall := exact.saved - count:
                 of_rss = None if rss is None or exact.rss is None else (exact.rss - rss) / fall
-                row = PeakRow(title, row.operations, "float32", count, live, rss, (exact.live - live) / fall, of_rss)
+                row = replace(row, live_fall=(exact.live - live) / fall, rss_fall=of_rss)
             yield row
 
 

@@ -94,9 +94,13 @@ def _through_training(noises: Sequence[Noisy]) -> str:
         moments.append([str(step) for step in steps])
 
         def sums(operation: str, block: str, step: int, here: Sequence[Noisy] = here) -> list[tuple[float, float]]:
-            return _by_seed(
-                row for row in here if (row.operation, row.step) == (operation, step) and block in (row.block, _WHOLE)
-            )
+            """Noise and the minibatch's variance over blocks, by seed."""
+            found: dict[int, tuple[float, float]] = {}
+            for row in here:
+                if (row.operation, row.step) == (operation, step) and block in (row.block, _WHOLE):
+                    noise, sgd = found.get(row.seed, (0.0, 0.0))
+                    found[row.seed] = noise + row.noise, sgd + row.sgd
+            return list(found.values())
 
         for operation in dict.fromkeys(row.operation for row in here):
             some = blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]
@@ -117,15 +121,6 @@ def _ratio(sums: Sequence[tuple[float, float]]) -> str:
     middle = statistics.median(ratios) if ratios else 0.0
     far = bool(ratios) and ratios[-1] - ratios[0] > middle / 2
     return (f"{middle:.2g}" if ratios else "") + (f" ({ratios[0]:.2g} to {ratios[-1]:.2g})" if far else "")
-
-
-def _by_seed(rows: Iterator[Noisy]) -> list[tuple[float, float]]:
-    """Sum the noise and the minibatch's variance over blocks, for every seed."""
-    found: dict[int, tuple[float, float]] = {}
-    for row in rows:
-        noise, sgd = found.get(row.seed, (0.0, 0.0))
-        found[row.seed] = noise + row.noise, sgd + row.sgd
-    return list(found.values())
 
 
 @dataclass(frozen=True)

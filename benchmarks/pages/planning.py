@@ -32,10 +32,6 @@ _CHAINS = {
 }
 
 
-def _chains(rows: Sequence[Run]) -> str:
-    return columns(rows, _CHAINS)
-
-
 def _networks(rows: Sequence[Planned]) -> list[dict[str, Planned]]:
     return [{row.method: row for row in group} for _, group in groupby(rows, key=lambda row: row.network)]
 
@@ -95,10 +91,14 @@ def _with_error(peak: str) -> Cell:
 
 def _plans(rows: Sequence[Fitted]) -> str:
     """Lay out a line per budget; † marks rivals with more noise than plans may have."""
+    within = {(row.model, row.method): row.within for row in rows}
 
     def rival(row: Fitted) -> str:
-        mark = " †" * (_limit(row, rows) != "yes")
+        mark = " †" * (within.get((row.model, row.rival)) != "yes")
         return f"{_worded(row.rival)}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
+
+    def least(found: re.Match[str]) -> str:
+        return f"cannot fit below {number(int(found[1]), ',.1f', 1e-6)} MB"
 
     spec: dict[str, Cell] = {
         "model": of("model"),
@@ -113,7 +113,7 @@ def _plans(rows: Sequence[Fitted]) -> str:
         "predicted time": of("predicted_time", ".3f"),
         "variance ratio": of("noise", ".2g"),
         "best single method": rival,
-        "plan": lambda row: _worded(row.plan) or _least(row.status),
+        "plan": lambda row: _worded(row.plan) or re.sub(r".*the least is (\d+) bytes.*", least, row.status),
     }
     return columns((row for row in rows if row.method == FIT), spec)
 
@@ -125,12 +125,6 @@ def _worded(text: str) -> str:
         first, _, rest = label_of(key).partition(", ")
         text = text.replace(key, f"{first} ({rest})" if rest else first)
     return text
-
-
-def _least(status: str) -> str:
-    """Write which budget the error of a plan says is the least."""
-    found = re.search(r"the least is (\d+) bytes", status)
-    return f"cannot fit below {number(int(found[1]), ',.1f', 1e-6)} MB" if found else status
 
 
 def _methods(rows: Sequence[Fitted]) -> str:
@@ -145,10 +139,6 @@ def _methods(rows: Sequence[Fitted]) -> str:
     return columns((row for row in rows if row.method != FIT), spec)
 
 
-def _limit(row: Fitted, rows: Sequence[Fitted]) -> str:
-    return next((one.within for one in rows if (one.model, one.method) == (row.model, row.rival)), "")
-
-
 def _fit_claims(rows: Sequence[Fitted]) -> str:
     """Count what the plans show."""
     found = [row for row in rows if row.method == FIT]
@@ -156,12 +146,17 @@ def _fit_claims(rows: Sequence[Fitted]) -> str:
     least = [row for row in found if row.measured is None]
     errors = [abs(row.predicted_error or 0.0) for row in made]
     rivals = [(row, row.rival_time) for row in made if row.rival_time is not None]
-    allowed = [(row, best) for row in made if (best := _allowed(row, rows)) is not None]
+    methods = [row for row in rows if row.method not in (EXACT, FIT) and row.within == "yes" and row.time is not None]
+    allowed = list[tuple[Fitted, float]]()
+    for row in made:
+        here = [one for one in methods if one.model == row.model and (one.measured or 0) <= (row.memory or 0)]
+        allowed += [(row, min(one.time or 0.0 for one in here))] if here else []
 
     def no_slower(compared: Sequence[tuple[Fitted, float]]) -> str:
         return f"{sum((row.time or 0.0) <= time for row, time in compared)} of {len(compared)}"
 
-    missed = sum(bool(row.rival) and _limit(row, rows) == "yes" for row in least)
+    within = {(row.model, row.method): row.within for row in rows}
+    missed = sum(within.get((row.model, row.rival)) == "yes" for row in least)
     lines = {
         "within their budget": f"{sum(row.status == 'fits' for row in made)} of {len(made)}",
         f"peak predicted within {_ERROR:g} % (largest error: {max(errors, default=0.0):.1f} %)": (
@@ -173,13 +168,6 @@ def _fit_claims(rows: Sequence[Fitted]) -> str:
         "of these, met by a single method within the limit of the noise": str(missed),
     }
     return table(("plans", "count"), list(lines.items()))
-
-
-def _allowed(plan: Fitted, rows: Sequence[Fitted]) -> float | None:
-    """Return the least time of a single method within a plan's budget and within the limit of the noise."""
-    methods = [row for row in rows if row.model == plan.model and row.method not in (EXACT, FIT)]
-    times = [row.time for row in methods if row.within == "yes" and (row.measured or 0) <= (plan.memory or 0)]
-    return min((time for time in times if time is not None), default=None)
 
 
 def _neighbours(rows: Sequence[Neighbour]) -> str:
@@ -241,10 +229,10 @@ def _largest(what: str) -> Callable[[Sequence[Mapping[str, Paper]]], str]:
     def of_method(method: str) -> Cell:
         def cell(case: Mapping[str, Paper]) -> str:
             row = case[method]
+            if row.status != "ok":
+                return row.status
             peak = getattr(row, f"{what}_peak")
-            return (
-                row.status if row.status != "ok" else f"{getattr(row, what):,} ({peak / 1e9:.1f})" if peak else "none"
-            )
+            return f"{getattr(row, what):,} ({peak / 1e9:.1f})" if peak else "none"
 
         return cell
 
@@ -253,9 +241,8 @@ def _largest(what: str) -> Callable[[Sequence[Mapping[str, Paper]]], str]:
 
 
 def _paper_plans(cases: Sequence[Mapping[str, Paper]]) -> str:
-    return columns(
-        [case for case in cases if case["fitted"].plan], _CASE | {"blocks": lambda c: _worded(c["fitted"].plan)}
-    )
+    spec = _CASE | {"blocks": lambda case: _worded(case["fitted"].plan)}
+    return columns([case for case in cases if case["fitted"].plan], spec)
 
 
 def _paper_claims(rows: Sequence[Paper]) -> str:
@@ -277,7 +264,7 @@ def _of_model(model: str, make: Callable[[Sequence[Mapping[str, Paper]]], str]) 
 
 
 TABLES: dict[str, Table] = {
-    "chains-bptt": from_csv("chains-bptt", Run, _chains),
+    "chains-bptt": from_csv("chains-bptt", Run, lambda rows: columns(rows, _CHAINS)),
     "graphs-real": from_csv("graphs-real", Planned, _graphs_real),
     "graphs-paper": from_csv("graphs-paper", Planned, _graphs_paper),
     "graphs-order": from_csv("graphs-order", Planned, _graphs_order),

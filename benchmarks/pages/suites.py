@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 from benchmarks.library import SAMPLERS, table
-from benchmarks.pages.render import Table, columns, from_csv, of, pivot
-from benchmarks.records import RATIO, Row, Sampled, Surveyed, read_rows
+from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
+from benchmarks.records import RATIO, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
@@ -20,11 +18,7 @@ def digits(noise: float) -> str:
 
 
 def _survey(rows: Sequence[Surveyed]) -> str:
-    """Lay out settings down, tasks and memory across."""
-
-    def across(row: Surveyed) -> str:
-        return f"{row.task}: {100 * row.memory:g} %"
-
+    across: Cell = lambda row: f"{row.task}: {100 * row.memory:g} %"  # noqa: E731
     return pivot(rows, of("setting"), across, lambda row: digits(row.noise), "bytes relative to the input")
 
 
@@ -46,19 +40,14 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TITLES = {"paper": "the published dense Gaussian"}
 
 
-def _suite(suite: str, device: str, make: Callable[[list[Row]], str], results: Path) -> str:
-    return make([row for row in read_rows(results / f"{suite}-{device}.csv", Row) if row.ratio == RATIO])
-
-
 def _case(row: Row) -> str:
     return f"{row.case}, {_SHORT.get(row.dtype, row.dtype)}"
 
 
 def _by_case(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     """Lay out providers down, cases across."""
-    return pivot(
-        rows, lambda row: _TITLES.get(row.provider) or row.provider, _case, lambda row: _or_failed(row, cell(row))
-    )
+    title: Cell = lambda row: _TITLES.get(row.provider) or row.provider  # noqa: E731
+    return pivot(rows, title, _case, lambda row: _or_failed(row, cell(row)))
 
 
 def _or_failed(row: Row, text: str) -> str:
@@ -137,9 +126,8 @@ def _host(rows: Sequence[Row]) -> str:
     bases = _bases(rows, host.REFERENCE)
 
     def over(row: Row) -> str:
-        return (
-            "" if row.provider == host.REFERENCE else f"{host.per_layer(row) - host.per_layer(bases[_case(row)]):.1f}"
-        )
+        apart = host.per_layer(row) - host.per_layer(bases[_case(row)])
+        return "" if row.provider == host.REFERENCE else f"{apart:.1f}"
 
     spec = {
         "": lambda row: f"{_case(row)}: {row.provider}",
@@ -163,7 +151,9 @@ TABLES: dict[str, Table] = {
     "noise": from_csv("noise", Surveyed, _survey),
     "sampling": from_csv("sampling", Sampled, _sampling),
     **{
-        f"{suite}-{device}": partial(_suite, suite, device, make)
+        f"{suite}-{device}": from_csv(
+            f"{suite}-{device}", Row, lambda rows, make=make: make([row for row in rows if row.ratio == RATIO])
+        )
         for suite, make in _MAKERS.items()
         for device in ("cpu", "cuda")
     },

@@ -71,11 +71,8 @@ def frontier(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, tiny
         floor, before = static.parameters + static.buffers + static.gradients, static.before_step
         base = Fitted(model=title, method=fit_steps.EXACT, floor=floor, **about)
         runs: dict[str, fit_steps.Run] = {fit_steps.EXACT: fit_steps.step_of(model, batch)}
-        rows = {
-            fit_steps.EXACT: dataclasses.replace(
-                base, plan=fit_steps.counts(blocks[0] for blocks in fitting.proposals.rows)
-            )
-        }
+        plain = fit_steps.counts(blocks[0] for blocks in fitting.proposals.rows)
+        rows = {fit_steps.EXACT: dataclasses.replace(base, plan=plain)}
         for method, row, run in _single(fitting, base):
             rows[method], runs[method] = row, run
         for method, run in runs.items():
@@ -87,13 +84,11 @@ def frontier(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, tiny
             if isinstance(found, str):
                 rows[key] = dataclasses.replace(here, status=found)
             else:
-                rows[key], runs[key] = (
-                    _reported(here, found),
-                    fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch),
-                )
+                rows[key] = _reported(here, found)
+                runs[key] = fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch)
         seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
         del runs
-    timed = [_timed(row, seconds.get(key), seconds[fit_steps.EXACT]) for key, row in rows.items()]
+    timed = fit_steps.with_times(rows, seconds)
     return [_with_rival(row, timed) for row in timed]
 
 
@@ -137,10 +132,8 @@ def _blocks(fitting: library.Fitting, option: str) -> list[library.PlannedBlock]
         does = _does(fitting, block, setting)
         # Of settings that do the same in a block, the first has the row.
         same = next((one.name for one in library.SETTINGS if _does(fitting, block, one) == does), name)
-        known = next(
-            (row for row in rows if row.setting == same), library.PlannedBlock(block, library.CONVERT, setting=name)
-        )
-        found.append(known if does else rows[0])
+        left_out = library.PlannedBlock(block, library.CONVERT, setting=name)
+        found.append(next((row for row in rows if row.setting == same), left_out) if does else rows[0])
     return found
 
 
@@ -159,17 +152,12 @@ def _reported(row: Fitted, report: library.FitReport) -> Fitted:
     )  # fmt: skip
 
 
-def _timed(row: Fitted, seconds: float | None, exact: float) -> Fitted:
-    return row if seconds is None else dataclasses.replace(row, seconds=seconds, time=seconds / exact)
-
-
 def _with_rival(row: Fitted, rows: Sequence[Fitted]) -> Fitted:
     """Add the fastest single method within the budget."""
     if row.memory is None:
         return row
-    single = [
-        one for one in rows if one.method not in (fit_steps.EXACT, fit_steps.FIT) and (one.measured or 0) <= row.memory
-    ]
+    single = [one for one in rows if one.method not in (fit_steps.EXACT, fit_steps.FIT)]
+    single = [one for one in single if (one.measured or 0) <= row.memory]
     best = min(single, key=lambda one: one.time or 0.0, default=None)
     return row if best is None else dataclasses.replace(row, rival=best.method, rival_time=best.time)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from benchmarks.library import FitReport, allocator_peak
 from benchmarks.planning import fit_steps
+from benchmarks.processes import first_line
 from benchmarks.records import Origin
 from benchmarks.suites import models
 
@@ -77,12 +78,7 @@ def neighbours(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, ti
         rows[key] = here
     seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
     torch._dynamo.reset()
-    return [
-        dataclasses.replace(row, seconds=seconds[key], time=seconds[key] / seconds[fit_steps.EXACT])
-        if key in seconds
-        else row
-        for key, row in rows.items()
-    ]
+    return fit_steps.with_times(rows, seconds)
 
 
 def _live(row: Neighbour, exact: Neighbour) -> int | None:
@@ -140,5 +136,5 @@ def _compiled(model: nn.Module, batch: Any, budget: float, *, tiny: bool) -> tup
         fit_steps.clear(model)
         run()
     except Exception as error:
-        return title, None, f"{type(error).__name__}: {error}".splitlines()[0]
+        return title, None, first_line(error)
     return title, run, "ok"

@@ -22,20 +22,18 @@ from benchmarks.planning.fit_steps import counts
 from benchmarks.records import Origin
 
 Shape = Mapping[str, Any]
+
+
+def _shape(width: int, inner: int, *, layers: int, heads: int, pairs: int, words: int) -> Shape:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": words}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": pairs}
+
+
 MODELS: dict[str, Shape] = {
-    "8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
-    },
-    "70b": {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512,
-    },
-}  # fmt: skip
+    "8b": _shape(4096, 14336, layers=32, heads=32, pairs=8, words=128256),
+    "70b": _shape(8192, 28672, layers=80, heads=64, pairs=8, words=128256),
+    "tiny": _shape(64, 192, layers=3, heads=4, pairs=2, words=512),
+}
 PLACES: dict[str, tuple[str, library.Shards | None]] = {
     "1 x 24 GB": ("24GB", None),
     "1 x 80 GB": ("80GB", None),
@@ -155,12 +153,9 @@ def plans(work: library.Fitting) -> dict[str, library.BlockPlan]:
     known = {setting.name: setting for setting in library.SETTINGS}
 
     def converted(name: str, setting: str) -> library.PlannedBlock:
-        is_there = conversions.chosen(name, known[setting])
-        return (
-            library.PlannedBlock(name, library.CONVERT, setting=setting)
-            if is_there
-            else library.PlannedBlock(name, library.KEEP)
-        )
+        if conversions.chosen(name, known[setting]):
+            return library.PlannedBlock(name, library.CONVERT, setting=setting)
+        return library.PlannedBlock(name, library.KEEP)
 
     again = [library.PlannedBlock(one.name, library.KEEP if one.writes_input else library.RECOMPUTE) for one in blocks]
     heads = {one.name for one in blocks if "logits" in conversions.operations[one.name].values()}
@@ -192,9 +187,8 @@ class _Sizes:
         """The sizes, their peaks, and what it took to find them."""
         memory = self.work.total or 0
         length = GRAIN * largest(lambda count: self.peak(1, GRAIN * count), memory, SEQUENCE // GRAIN)
-        batch = (
-            largest(lambda count: self.peak(count, SEQUENCE), memory, length // SEQUENCE) if length >= SEQUENCE else 0
-        )
+        batch = length // SEQUENCE
+        batch = largest(lambda count: self.peak(count, SEQUENCE), memory, batch) if batch else 0
         return {
             "sequence": length,
             "sequence_peak": self.peak(1, length) if length else None,

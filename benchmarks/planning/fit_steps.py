@@ -169,6 +169,12 @@ def timed(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> di
     return found
 
 
+def with_times(rows: Mapping[str, Any], seconds: Mapping[str, float]) -> list[Any]:
+    """Add to rows what was timed, also relative to the exact step."""
+    times = {key: {"seconds": found, "time": found / seconds[EXACT]} for key, found in seconds.items()}
+    return [replace(row, **times.get(key, {})) for key, row in rows.items()]
+
+
 def options_of(model: nn.Module, batch: Any, folder: str | None = None) -> Fitting:
     """Measure all options of a model's blocks, once for all budgets."""
     with quiet():

@@ -13,20 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import library
-from benchmarks.library import (
-    PACKED_SKETCH,
-    SKETCH,
-    SaveSpec,
-    block_rows,
-    kept_rows,
-    kernels,
-    packing,
-    row_norms,
-    sample,
-    sketch,
-)
-from benchmarks.library import UNPACK as UNPACK_ROWS
+from benchmarks import library as ops
 from benchmarks.suites.case import Case, Outcome, Setup
 from benchmarks.suites.linear import BLOCK
 
@@ -70,12 +57,14 @@ def _calls(case: Case) -> Any:
     columns, dtype = case.sizes[1], case.torch_dtype
     if case.backend == "torch":
         return SimpleNamespace(
-            packed_sketch=lambda x, seed, rows: PACKED_SKETCH(x, seed, SaveSpec("countsketch", rows, bits=BITS), None),
-            pack=library.PACK,
-            unpack=lambda codes, qparams, seed: UNPACK_ROWS(codes, qparams, seed, BITS, columns, dtype, rotated=True),
-            row_norms=row_norms,
+            packed_sketch=lambda x, seed, rows: ops.PACKED_SKETCH(
+                x, seed, ops.SaveSpec("countsketch", rows, bits=BITS), None
+            ),
+            pack=ops.PACK,
+            unpack=lambda codes, qparams, seed: ops.UNPACK(codes, qparams, seed, BITS, columns, dtype, rotated=True),
+            row_norms=ops.row_norms,
         )
-    found = kernels()
+    found = ops.kernels()
     return SimpleNamespace(
         packed_sketch=lambda x, seed, rows: found.sparse_sketch(x, seed, rows, bits=BITS),
         pack=found.pack,
@@ -88,14 +77,14 @@ def _sketcher(case: Case, kind: str, tokens: int, seed: Tensor) -> Callable[[Ten
     """The sketch of a matrix of so many tokens. The index that Triton gathers `rows` by is sampled beforehand."""
     rows, block = _rows(case, tokens), BLOCK if kind == "rademacher" else None
     if case.backend == "torch":
-        return lambda x: SKETCH(x, kind=kind, seed=seed, rows=rows, block=block)
+        return lambda x: ops.SKETCH(x, kind=kind, seed=seed, rows=rows, block=block)
     if kind == "countsketch":
-        return lambda x: kernels().sparse_sketch(x, seed, rows)
+        return lambda x: ops.kernels().sparse_sketch(x, seed, rows)
     if kind == "rows":
-        index, scale = sample(seed, tokens, rows), torch.full((rows,), (tokens / rows) ** 0.5, device=case.device)
-        return lambda x: kernels().sparse_sketch(x, seed, rows, index=index, scale=scale)
-    size, _, rows_per_block = block_rows(tokens, rows, block)
-    return lambda x: kernels().dense_sketch(x, seed, kind, size, rows_per_block)
+        index, scale = ops.sample(seed, tokens, rows), torch.full((rows,), (tokens / rows) ** 0.5, device=case.device)
+        return lambda x: ops.kernels().sparse_sketch(x, seed, rows, index=index, scale=scale)
+    size, _, rows_per_block = ops.block_rows(tokens, rows, block)
+    return lambda x: ops.kernels().dense_sketch(x, seed, kind, size, rows_per_block)
 
 
 def _matrix(case: Case, tokens: int) -> Tensor:
@@ -129,10 +118,10 @@ def _sketch(case: Case, kind: str) -> Setup:
     def expected(number: int) -> Outcome:
         exact = {}
         if case.backend != "torch":
-            exact["SᵀX"] = sketch(check, kind=kind, seed=_seed(number, case), rows=rows, block=block)
+            exact["SᵀX"] = ops.sketch(check, kind=kind, seed=_seed(number, case), rows=rows, block=block)
         return Outcome(exact, [check.float().square().sum().view(1)])
 
-    kept = kept_rows(tokens, _rows(case, tokens), block)
+    kept = ops.kept_rows(tokens, _rows(case, tokens), block)
     read = kept if kind == "rows" else tokens
     moved = (read + kept) * x.shape[1] * x.element_size()
     return Setup(lambda: run(x), outcome, expected, moved=moved)
@@ -144,7 +133,7 @@ def _packed_sketch(case: Case, x: Tensor, check: Tensor) -> Setup:
     outcome = _unpacked(case, lambda seed: run(check, seed, checked))
 
     def expected(number: int) -> Outcome:
-        return Outcome({}, [sketch(check, kind="countsketch", seed=_seed(number, case), rows=checked)])
+        return Outcome({}, [ops.sketch(check, kind="countsketch", seed=_seed(number, case), rows=checked)])
 
     return Setup(lambda: run(x, seed, rows), outcome, expected, moved=_bytes(x, *run(x, seed, rows)))
 
@@ -161,18 +150,18 @@ def _unpacked(case: Case, make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Ca
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
         codes, qparams = make(seed)
-        return Outcome({}, [packing.unpack(codes, qparams, seed, BITS, case.sizes[1], case.torch_dtype)])
+        return Outcome({}, [ops.packing.unpack(codes, qparams, seed, BITS, case.sizes[1], case.torch_dtype)])
 
     return outcome
 
 
 def _unpack(case: Case, x: Tensor, check: Tensor) -> Setup:
     unpack, seed = _calls(case).unpack, _seed(0, case)
-    codes, qparams = packing.pack(x, BITS, seed)
+    codes, qparams = ops.packing.pack(x, BITS, seed)
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
-        return Outcome({}, [packing.unrotate(unpack(*packing.pack(check, BITS, seed), seed), seed)])
+        return Outcome({}, [ops.packing.unrotate(unpack(*ops.packing.pack(check, BITS, seed), seed), seed)])
 
     moved = _bytes(codes, qparams, x)
     return Setup(lambda: unpack(codes, qparams, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)

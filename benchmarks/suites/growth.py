@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from benchmarks.records import Row
 from benchmarks.suites import linear
-from benchmarks.suites.case import Case, Setup
+from benchmarks.suites.case import Case
 
 REFERENCE = linear.REFERENCE
 BASE = 4096  # tokens; time per token is by that of this case
+setup = linear.setup
 _PROVIDERS = (linear.DEFAULT, "countsketch", "rows", "countsketch 4 bits", "countsketch 2 bits")
 
 
@@ -26,10 +27,6 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
 
 def providers(case: Case) -> list[str]:
     return [REFERENCE, *_PROVIDERS]
-
-
-def setup(case: Case, provider: str) -> Setup:
-    return linear.setup(case, provider)
 
 
 def tokens_of(row: Row) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.library import STEPS, count
-from benchmarks.processes import ProcessError, call
+from benchmarks.processes import ProcessError, call, first_line
 from benchmarks.records import RATIO, Row, add_choices, add_output, origin, show, write_rows
 from benchmarks.suites import SUITES, gate, setup
 from benchmarks.suites.case import Case, Setup
@@ -87,13 +87,13 @@ def run_cases(
                     ready[title] = candidate
             except Exception as error:
                 logger.exception("%s: %s, %s", case.name, title, case.dtype)
-                status[title] = _first_line(error)
+                status[title] = first_line(error)
         torch.manual_seed(seed)
         try:
             times = interleaved({title: ready[title].run for title in ready}, case.device, case.rounds)
         except Exception as error:
             logger.exception("%s: timing, %s", case.name, case.dtype)
-            times, status = {}, dict.fromkeys(titles, _first_line(error))
+            times, status = {}, dict.fromkeys(titles, first_line(error))
         rows = []
         for title in titles:
             row = Row(case.suite, case.name, title, case.dtype, case.ratio, status[title] or "ok", seed=seed)
@@ -115,7 +115,7 @@ def memories_of(case: Case, providers: Sequence[str]) -> dict[str, tuple[int, in
         try:
             found[title] = memory_of(case, title)
         except Exception as error:
-            found[title] = _first_line(error)
+            found[title] = first_line(error)
     return found
 
 
@@ -132,10 +132,6 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     with peak(case.device) as measured:
         candidate.run()
     return kept, measured.bytes
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _with_ratios(row: Row, base: Row, copy: Row | None) -> Row:
