@@ -16,7 +16,6 @@ exist before, and the word embeddings are frozen: their dense gradient, 154 MB, 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.library import OPERATIONS, STEPS
 from benchmarks.processes import call
 from benchmarks.records import Origin, add_output, origin, show, write_rows
-from benchmarks.suites.models import build
+from benchmarks.suites.models import build, twin
 from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.memory import explain, peak, track_saved
 from rmm_linear.variance import gradient_noise
@@ -328,8 +327,7 @@ def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
         models: dict[tuple[str, ...], nn.Module] = {(): make()}
         batch = inputs(models[()], *shape)
         for setting in SETTINGS[1:]:
-            shared = {id(parameter): parameter for parameter in models[()].parameters()}
-            models[setting] = copy.deepcopy(models[()], shared)
+            models[setting] = twin(models[()])
             convert(models[setting], operations=setting)
         seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in SETTINGS}
         for turn in range(-STEPS - 1, rounds):  # until auto has chosen, which takes time in these steps

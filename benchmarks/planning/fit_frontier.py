@@ -19,6 +19,7 @@ from benchmarks import library
 from benchmarks.figures import BLUE, GREEN, LIGHT, ORANGE, PINK, RED, figure_of, headed, legend_of
 from benchmarks.planning import fit_steps
 from benchmarks.records import Origin
+from benchmarks.suites import models
 
 CHEN = "Chen et al., √n"
 SHARES = (0.75, 0.5, 0.25, 0.12, 0.08)
@@ -85,7 +86,7 @@ def frontier(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, tiny
                 rows[key] = dataclasses.replace(here, status=found)
             else:
                 rows[key] = _reported(here, found)
-                runs[key] = fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch)
+                runs[key] = fit_steps.step_of(found.plan.apply(models.twin(model)), batch)
         seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
         del runs
     timed = fit_steps.with_times(rows, seconds)
@@ -103,7 +104,7 @@ def _single(fitting: library.Fitting, base: Fitted) -> Iterator[tuple[str, Fitte
             for place, (block, rows) in enumerate(zip(every, fitting.proposals.rows, strict=True))
         ]
         plan = fitting.proposals.plan_of(blocks)
-        model = plan.apply(fit_steps.twin(fitting.model))
+        model = plan.apply(models.twin(fitting.model))
         # What is left out for its noise was neither timed for the plan nor is its noise kept.
         is_known = all(block.kept or block.worst for block in blocks)
         row = dataclasses.replace(
@@ -112,7 +113,7 @@ def _single(fitting: library.Fitting, base: Fitted) -> Iterator[tuple[str, Fitte
             "no", plan=fit_steps.counts(blocks),
         )  # fmt: skip
         yield row.method, row, fit_steps.step_of(model, fitting.example)
-    segments: nn.Module = fit_steps.twin(fitting.model)
+    segments: nn.Module = models.twin(fitting.model)
     fit_steps.recompute_segments(segments)
     yield CHEN, dataclasses.replace(base, method=CHEN, noise=0.0), fit_steps.step_of(segments, fitting.example)
 
@@ -175,13 +176,13 @@ _STYLES = {
 
 
 def plot(rows: Sequence[Fitted]) -> Any:
-    models = list(dict.fromkeys(row.model for row in rows))
-    across = min(3, len(models))
-    figure, axes = figure_of(-(-len(models) // across), across)
-    for model, axis in zip(models, axes, strict=False):
+    titles = list(dict.fromkeys(row.model for row in rows))
+    across = min(3, len(titles))
+    figure, axes = figure_of(-(-len(titles) // across), across)
+    for model, axis in zip(titles, axes, strict=False):
         _panel(axis, [row for row in rows if row.model == model and row.measured is not None])
         axis.set(title=model, xlabel="peak above the floor, MB", ylabel="time relative to exact")
-    for axis in axes[len(models) :]:
+    for axis in axes[len(titles) :]:
         axis.set_axis_off()
     legend_of(figure, axes, ncols=5)
     return headed(figure, "Time and memory of plans", rows)

@@ -68,7 +68,7 @@ def neighbours(title: str, made: fit_steps.Made, about: Mapping[str, Any], *, ti
         here = dataclasses.replace(base, method=fit_steps.FIT, beside=method, memory=memory)
         found = fit_steps.fitted(fitting, memory)
         if isinstance(found, FitReport):
-            run = runs[key] = fit_steps.step_of(found.plan.apply(fit_steps.twin(model)), batch)
+            run = runs[key] = fit_steps.step_of(found.plan.apply(models.twin(model)), batch)
             here = dataclasses.replace(
                 here, live=found.peak, allocated=before + _allocated(model, run), noise=found.noise,
                 plan=fit_steps.counts(found.plan.blocks),
@@ -97,7 +97,7 @@ def _allocated(model: nn.Module, run: fit_steps.Run) -> int:
 
 def _eager(model: nn.Module, batch: Any) -> dict[str, fit_steps.Run]:
     """The exact step, and steps that save less without compilation."""
-    whole, selective = fit_steps.twin(model), fit_steps.twin(model)
+    whole, selective = models.twin(model), models.twin(model)
     models.checkpoint(whole)
     aten = torch.ops.aten
     products = [packet.default for name in _PRODUCTS if (packet := getattr(aten, name, None)) is not None]
@@ -131,7 +131,7 @@ def _compiled(model: nn.Module, batch: Any, budget: float, *, tiny: bool) -> tup
             return base(graph, inputs)
 
     title = f"torch.compile ({name}), budget {budget:g}"
-    run = fit_steps.step_of(torch.compile(fit_steps.twin(model), backend=backend), batch)  # pyright: ignore[reportArgumentType]
+    run = fit_steps.step_of(torch.compile(models.twin(model), backend=backend), batch)  # pyright: ignore[reportArgumentType]
     try:
         fit_steps.clear(model)
         run()

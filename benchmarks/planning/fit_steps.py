@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import time
@@ -83,11 +82,6 @@ MODELS: dict[str, tuple[str, Callable[[bool], Made]]] = {
     "vit": ("ViT 12 × 384, 8 × 224²", vit),
     "t5": ("T5-small, 4 × 128 and 64", t5),
 }
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """Copy a model, but for its parameters, which both have."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:

@@ -10,7 +10,6 @@ first. Where Triton's kernels run, all operations are there with ``fused=True``,
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -121,8 +120,7 @@ def _base(case: Case) -> Any:
 
 
 def _model(case: Case, provider: str) -> nn.Module:
-    base = _base(case)
-    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    model = models.twin(_base(case))
     # Fewer rows than the default keeps at least would be all rows of a toy.
     options: dict[str, Any] = {"kind": "countsketch", "ratio": case.ratio, "bits": None}
     options |= {"min_rows": 8} if case.tiny else {}
@@ -148,22 +146,16 @@ def _loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _outcome(case: Case, model: nn.Module, provider: str, seed: int) -> Outcome:
-    """Exact: the output; where linear layers alone are sketched, the gradients of input, biases and norms, too."""
     model.zero_grad()
     x = _input(case)
     torch.manual_seed(seed)
     with _without_dropout_of_scores(model):
         loss, output = _loss(model, x)
         loss.backward()
-    found = {"output": output.detach()}
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    if provider in (ALL, FUSED):
-        return Outcome(found, gradients)
     assert x.grad is not None  # noqa: S101
-    vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
-    found |= {"dX": x.grad, "gradients with respect to biases and norms": vectors}
-    return Outcome(found, [gradient for gradient in gradients if gradient.dim() > 1])
+    is_all = provider in (ALL, FUSED)
+    found = {"output": output.detach()} | ({} if is_all else {"dX": x.grad})
+    return models.outcome_of(model, found, is_all=is_all)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,11 @@ def build(kind: str, head: str, **sizes: Any) -> Any:
     return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**sizes))
 
 
+def twin(model: nn.Module) -> nn.Module:
+    """Copy a model, but for its parameters, which both have."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
 def check_transformers(suite: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"The suite {suite} needs transformers: pip install transformers. Choose others by --suite.")
@@ -122,8 +127,7 @@ def _llama(case: Case) -> Any:
 
 
 def _model(case: Case, provider: str) -> nn.Module:
-    base = _base(case)[0]
-    model = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    model = twin(_base(case)[0])
     if provider.startswith(CHECKPOINT):
         checkpoint(model, int(provider.removeprefix(CHECKPOINT).split()[0]))
     elif provider == SKETCHED:
@@ -172,19 +176,21 @@ def _loss(case: Case, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tenso
 
 
 def _outcome(case: Case, model: nn.Module, provider: str) -> Outcome:
-    """Exact: the output; where linear layers alone are sketched, the gradients of biases and norms, too."""
     model.zero_grad()
     loss, output = _loss(case, model, _batch(case, case.check))
     loss.backward()
+    return outcome_of(model, {"output": output.detach()}, is_all=provider in (ALL_SKETCHED, DEFAULT))
+
+
+def outcome_of(model: nn.Module, exact: dict[str, Tensor], *, is_all: bool) -> Outcome:
+    """Add gradients to the output: where linear layers alone are sketched, those of biases and norms are exact, too."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    if provider in (ALL_SKETCHED, DEFAULT):
-        return Outcome({"output": output.detach()}, gradients)
+    if is_all:
+        return Outcome(exact, gradients)
     vectors = torch.cat([gradient for gradient in gradients if gradient.dim() == 1])
-    return Outcome(
-        {"output": output.detach(), "gradients with respect to biases and norms": vectors},
-        [gradient for gradient in gradients if gradient.dim() > 1],
-    )
+    exact |= {"gradients with respect to biases and norms": vectors}
+    return Outcome(exact, [gradient for gradient in gradients if gradient.dim() > 1])
 
 
 @functools.lru_cache(maxsize=2)

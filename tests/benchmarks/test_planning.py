@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.planning import fit_paper, sweep
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_paper import METHODS, MODELS, SEQUENCE, by_method, largest, llama, plans, texts
-from benchmarks.planning.fit_steps import FIT, live_peak, recompute_segments, step_of, twin
+from benchmarks.planning.fit_steps import FIT, live_peak, recompute_segments, step_of
 from benchmarks.planning.fit_steps import MODELS as FITTED_MODELS
 from benchmarks.planning.networks import PUBLISHED, large
 from benchmarks.records import RESULTS, read_rows
+from benchmarks.suites.models import twin
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.memory import peak
 from rmm_linear.planning import simulate
