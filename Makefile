@@ -18,10 +18,17 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# While you work: the linters, the contracts, and the tests of one folder.
+# While you work: the linters, beside them the contracts in plain PyTorch and C, in float32, and one folder of tests.
 FOLDER ?=
-check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/test_architecture.py tests/contracts $(FOLDER)
+QUICK := not triton and not compiled_code and not float16 and not float64 and not bfloat16
+check: export OMP_NUM_THREADS := 1
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@$(BIN)/pyright & types=$$!; \
+	$(BIN)/python -m pytest -q -n 2 tests/test_architecture.py tests/contracts -k "$(QUICK)" \
+	&& { test -z "$(FOLDER)" || $(BIN)/python -m pytest -q -n 2 $(FOLDER); }; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Four times as long as `make test`: not in CI. All settings run, whichever fails.
 test-portable: $(VENV)/.test
