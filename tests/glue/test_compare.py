@@ -81,8 +81,8 @@ def test_a_comparison_from_end_to_end(model, cola, tmp_path, capfd, monkeypatch)
     markdown = (tmp_path / "all" / "comparison.md").read_text(encoding="utf-8")
     for text in (first, markdown):
         assert "| countsketch:0.2@linear |" in text
-        assert f"(−{1 - share:.1%}) |" in text
-        assert f"(−{1 - layers:.1%}) |" in text
+        assert f"(−{1 - share:.1%}) " in text
+        assert f"(−{1 - layers:.1%}) " in text
     image = matplotlib.image.imread(tmp_path / "all" / "comparison.png")
     assert image.shape[:2] == (630, 960)
     assert np.ptp(image[..., :3].mean(axis=-1)) > 0.8
