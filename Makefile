@@ -18,15 +18,18 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# While you work: the linters, beside them the contracts in plain PyTorch and C, in float32, and one folder of tests.
+# While you work: the linters, and at the same time the contracts that a folder has to keep, in plain PyTorch and C and in
+# float32, and the tests of that folder.
 FOLDER ?=
+MODULES := tests/contracts/test_operations.py tests/contracts/test_modules.py tests/contracts/test_unwatched.py
+CONTRACTS = $(if $(findstring planning,$(FOLDER)),tests/contracts/test_replay.py,$(MODULES))
 QUICK := not triton and not compiled_code and not float16 and not float64 and not bfloat16
 check: export OMP_NUM_THREADS := 1
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/pyright & types=$$!; \
-	$(BIN)/python -m pytest -q -n 2 tests/test_architecture.py tests/contracts -k "$(QUICK)" \
+	$(BIN)/python -m pytest -q -n 2 tests/test_architecture.py $(CONTRACTS) -k "$(QUICK)" \
 	&& { test -z "$(FOLDER)" || $(BIN)/python -m pytest -q -n 2 $(FOLDER); }; tests=$$?; \
 	wait $$types && exit $$tests
 
