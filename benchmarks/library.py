@@ -10,8 +10,8 @@ from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import read_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.backends.triton import kernels
-from rmm_linear.config import OPERATIONS, RMMConfig
-from rmm_linear.context.auto_bits import STEPS
+from rmm_linear.config import OPERATIONS, QUALITIES, RMMConfig
+from rmm_linear.context.learned import STEPS as LEARNING_STEPS
 from rmm_linear.context.model_context import CacheEntry, ModelContext, SketchCache
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.fitting.fitting import Fitting

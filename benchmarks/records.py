@@ -78,6 +78,26 @@ class Parity(Origin):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PresetRow(Origin):
+    """The noise of one quality at one moment."""
+
+    case: str  # name of the task or model
+    step: int  # exact steps before
+    batch: str  # whether the measured batch has padding: "one length" or "padded"
+    dtype: str  # float32, or bfloat16 for autocast
+    quality: str  # name of the preset
+    saved: float = 0.0  # bytes that the whole model saves, by the exact model's
+    linear_saved: float = 0.0  # bytes saved of valid rows of linear inputs, by those of the rows
+    whole: float = 0.0  # D² / D²_SGD of the whole gradient
+    whole_error: float = 0.0  # its standard error, over draws
+    median: float = 0.0  # the same ratio of the median linear weight, with everything converted
+    median_error: float = 0.0  # its standard error, over draws
+    alone: float = 0.0  # the same of the median linear weight with linear layers alone converted
+    coordinate: float = 0.0  # median over coordinates of the blocks of D² / (D²_SGD + g²)
+    draws: int = 0  # gradients with new random numbers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noise(Origin):
     """Noise of sketches on a GLUE task: the median over layers of D²_sketch / D²_SGD."""
 

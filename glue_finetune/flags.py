@@ -18,6 +18,7 @@ from glue_finetune.errors import UserError, one_line
 from glue_finetune.tasks import MAX_SEQ_LENGTH, TASKS, get_task
 from rmm_linear import RMMConfig
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.config import QUALITIES
 from rmm_linear.norm_estimators.registry import NONE
 from rmm_linear.sketches import KINDS
 
@@ -141,7 +142,7 @@ def check_flags(words: Sequence[str]) -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
     own = [field.name for field in dataclasses.fields(GlueArguments)]
-    known = {*own, *_FIELDS, *theirs, "rmm_config", "overwrite_output_dir", "help", "help_all"}
+    known = {*own, *_FIELDS, *theirs, "rmm_config", "quality", "overwrite_output_dir", "help", "help_all"}
     for word in words:
         name = word[2:].partition("=")[0].replace("-", "_")
         if word.startswith("--") and not {name, name.removeprefix("no_")} & known:
@@ -162,6 +163,11 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
         *_spellings("rmm_config"),
         metavar="FILE",
         help="A configuration saved by RMMConfig.save. Flags of this group override its fields.",
+    )
+    group.add_argument(
+        "--quality",
+        metavar="QUALITY",
+        help=f"A preset instead of that file: {', '.join(QUALITIES)}, the second by default.",
     )
     defaults, hints = RMMConfig(), typing.get_type_hints(RMMConfig)
     for name, field in _FIELDS.items():
@@ -195,8 +201,11 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMCon
         raise UserError(f"kind must be one of {EXACT}, {', '.join(KINDS)}, got {kind!r}.{near}")
     if kind == EXACT:
         del changes["kind"]  # the other flags are checked all the same
-    base = RMMConfig() if values["rmm_config"] is None else _load(Path(values["rmm_config"]).expanduser())
+    quality, file = values["quality"], values["rmm_config"]
+    if quality is not None and file is not None:
+        raise UserError(f"rmm_config and quality exclude each other, got {file} and {quality!r}. Give one.")
     try:
+        base = RMMConfig.preset(quality or "default") if file is None else _load(Path(file).expanduser())
         return base.replace(**changes), kind == EXACT
     except (ValueError, TypeError) as error:
         raise UserError(one_line(error)) from error
@@ -204,7 +213,7 @@ def build_config(values: dict[str, Any], given: Collection[str]) -> tuple[RMMCon
 
 def sketch_flags(given: Collection[str]) -> list[str]:
     """Return the flags of the sketch among those that the user gave."""
-    return sorted({"rmm_config", *_FIELDS} & {*given})
+    return sorted({"rmm_config", "quality", *_FIELDS} & {*given})
 
 
 def has_estimators(config: RMMConfig) -> bool:

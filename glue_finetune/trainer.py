@@ -39,7 +39,7 @@ from rmm_linear.memory import track_saved
 
 BYTES_KEPT, BYTES_OF_LAYERS, BY_OPERATION = "bytes_kept", "bytes_kept_by_layers", "bytes_by_operation"
 LINEAR_EXACT = "linear_exact"
-MEASURED_STEP = 10  # not the first, on which bits="auto" has not chosen yet; a shorter run's last one
+MEASURED_STEP = 10  # not the first, which has no optimizer states yet; a shorter run's last one
 
 
 class GlueTrainer(Trainer):

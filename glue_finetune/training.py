@@ -187,7 +187,6 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             "steps": state.global_step,
             "resumed": checkpoint is not None,
             "converted": list(found.converted),
-            "bits_chosen": found.bits,
             "norm_estimator_bytes": sum(found.estimator_bytes.values()),
             "skipped": dict(found.skipped),
             "packed": dict(Counter(entry.operation for entry in found.packed.values())),
@@ -197,9 +196,6 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
             "fit": next((entry[ENTRY] for entry in reversed(log) if ENTRY in entry), None),
         }
         results = make_results(arguments, task, log, extra)
-        if found.bits:
-            chosen = Counter(found.bits.values())
-            print("bits=auto chose " + ", ".join(f"{bits} for {chosen[bits]} layers" for bits in sorted(chosen)))
         if probe is not None:
             with saving(folder / VARIANCE_FILE):
                 probe.results.to_csv(folder / VARIANCE_FILE)

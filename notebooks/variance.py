@@ -146,9 +146,9 @@ print(gradient_noise(model, few, draws=2))
 # on that one. `noise_at_memory` computes D²_sketch / D²_SGD for every kind and width; D²_SGD is over sequences.
 
 # %%
-records, choices = train_and_record(model, batches[: 2 if SHORT else 6])
+records = train_and_record(model, batches[: 2 if SHORT else 6])
 kinds = ["countsketch", "rows", "gaussian"]
-noises = noise_at_memory(records[::6], kinds=kinds, choices=choices)  # every sixth layer, to save time
+noises = noise_at_memory(records[::6], kinds=kinds)  # every sixth layer, to save time
 plot_noise_against_memory(noises).set_title(ABOUT)
 
 # %% [markdown]

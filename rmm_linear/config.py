@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +13,20 @@ from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
 from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, did_you_mean, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
-from rmm_linear.packing import WIDTHS, packed_bytes
+from rmm_linear.packing import CODES, RELATIVE_VARIANCE, WIDTHS, encoded_bytes
 from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_block, check_kind
 from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
 OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits")
 STATE_KEY = "sketch_state"
-_DEFAULT_MEMORY, _AUTO_BITS = 0.1, 4
+_DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
+# What differs from the default; docs/noise.md has the noise and the bytes of each.
+QUALITIES: dict[str, dict[str, Any]] = {
+    "careful": {"bits": 4, "norm_bits": 4, "directions": 16},
+    "default": {},
+    "smallest": {"bits": 1.6, "directions": 16},
+}
 _SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
 
 
@@ -35,11 +42,17 @@ class RMMConfig(SavedSettings):
     Attributes:
         kind: Family of the sketch, one of :data:`rmm_linear.sketches.KINDS`.
         ratio: Saved rows as a fraction of the input's rows, K/N, in (0, 1]; 1 saves every row. Give ``ratio`` or
-            ``memory``, not both.
-        memory: Saved bytes as a fraction of the input's bytes, in (0, 1]; K follows from it and from ``bits``. 0.1 if
-            neither is given.
-        bits: Bits per stored element: 8, 4, 2, None for the dtype itself, or "auto". With ``memory``, "auto" chooses
-            for each layer from the noise predicted on the first steps; with ``ratio`` it is the dtype itself.
+            ``memory``, not both. With neither, a CountSketch is none: every row that is no padding is saved, in
+            ``bits`` per element. (Of other kinds, ``memory`` is 0.1 then.)
+        memory: Saved bytes as a fraction of the input's bytes, padding included, in (0, 1]; K follows from it and from
+            ``bits``.
+        bits: Bits per stored element: 8, 4 or 3 (:mod:`rmm_linear.packing.pack`), 2, 1.6 or 1
+            (:mod:`rmm_linear.packing.normal`), None for the dtype itself, or "auto". "auto" is 3; with ``memory``, the
+            code with the least variance in these bytes, by :meth:`width`: the widest one in which every row that is no
+            padding fits. With ``ratio`` it is the dtype itself.
+        directions: Fixed directions of a layer's input whose coordinates are saved in 8 bits, so that its code has less
+            to represent; 0 for none. In layers where every row is encoded, with 16 columns for each direction and no
+            fewer outputs than inputs. See :mod:`rmm_linear.context.directions`.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher, hadamard); None mixes all tokens.
         uniform_mix: For kinds that sample rows by importance (norm_rows, wta): the part of the probability that is
             uniform over the tokens, in (0, 1]. It bounds what a token with a small input can add to the variance.
@@ -49,7 +62,9 @@ class RMMConfig(SavedSettings):
             :func:`rmm_linear.estimators.register_norm_estimator`.
         min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
             row per sequence.
-        mask_padding: Whether padding is left out of the sketch, in models whose forward takes ``attention_mask``.
+        mask_padding: Whether rows without a gradient are left out: padding, in models whose forward takes
+            ``attention_mask``, and in the last block of a classifier all rows but the one that it reads, see
+            :mod:`rmm_linear.context.learned`.
         checkpointed: For modules that activation checkpointing recomputes, which would drop what they compress and
             compress it again: "exact" leaves them as they are, without noise; "packed" compresses, which lowers the
             peak inside of the one block that is being recomputed. In compiled code it is always "packed".
@@ -57,9 +72,8 @@ class RMMConfig(SavedSettings):
             bits; a gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention"
             (query, key and value packed), "dropout" (one bit per element) and "logits" (a language model's loss in
             chunks, exact but for the order of summation). ("linear",) is the published method.
-        activation_bits: Bits per element of an activation's derivative: 8, 4, 2, 1, or "auto", see
-            :mod:`rmm_linear.conversion.packed`. ReLU takes 1 and is exact.
-        norm_bits: Bits per element of a norm's input: 8, 4 or 2.
+        activation_bits: Bits per element of an activation's derivative: 8, 4, 2 or 1. ReLU takes 1 and is exact.
+        norm_bits: Bits per element of a norm's input: 8, 4, 3 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
             the gradient is biased.
         fused: Whether outputs of activations, gated products and, without autocast, norms are made in the pass that
@@ -86,7 +100,10 @@ class RMMConfig(SavedSettings):
     kind: str = _field("countsketch", f"Family of the sketch: {', '.join(KINDS)}.")
     ratio: float | None = _field(None, "Saved rows as a fraction of the rows seen, in (0, 1].")
     memory: float | None = _field(None, "Saved bytes as a fraction of the input's bytes, in (0, 1]; instead of ratio.")
-    bits: int | str | None = _field("auto", "Bits per stored element: 8, 4, 2, none for the dtype itself, or auto.")
+    bits: float | str | None = _field(
+        "auto", "Bits per stored element: 8, 4, 3, 2, 1.6, 1, none for the dtype itself, or auto."
+    )
+    directions: int = _field(0, "Fixed directions of a layer's input that are saved in 8 bits; 0 for none.")
     block: int | None = _field(
         None, "Tokens per block of a block-diagonal gaussian, rademacher or hadamard sketch. Default: one block."
     )
@@ -100,8 +117,8 @@ class RMMConfig(SavedSettings):
     mask_padding: bool = _field(True, "Whether padding is left out of the sketch: true or false.")
     checkpointed: str = _field("exact", "Modules that activation checkpointing recomputes: exact or packed.")
     operations: Sequence[str] = _field(OPERATIONS, f"What is converted, of {', '.join(OPERATIONS)}.")
-    activation_bits: int | str = _field("auto", "Bits per element of an activation's derivative: 8, 4, 2, 1, or auto.")
-    norm_bits: int = _field(2, "Bits per element of a norm's input: 8, 4 or 2.")
+    activation_bits: int = _field(4, "Bits per element of an activation's derivative: 8, 4, 2 or 1.")
+    norm_bits: int = _field(2, "Bits per element of a norm's input: 8, 4, 3 or 2.")
     attention_bits: int = _field(4, "Bits per element of attention's query, key and value: 8 or 4.")
     fused: bool = _field(
         False,
@@ -132,14 +149,16 @@ class RMMConfig(SavedSettings):
     def __post_init__(self) -> None:
         """Validate the fields, and convert lists and mappings to private copies."""
         object.__setattr__(self, "operations", _read_operations(self.operations))
-        _check_width("activation_bits", self.activation_bits, ("auto", 8, 4, 2, 1))
-        _check_width("norm_bits", self.norm_bits, (8, 4, 2))
+        if self.activation_bits == "auto":  # of files of versions before 1.0, whose default it was
+            object.__setattr__(self, "activation_bits", 4)
+        _check_width("activation_bits", self.activation_bits, (8, 4, 2, 1))
+        _check_width("norm_bits", self.norm_bits, WIDTHS)
         check_attention_bits(self.attention_bits)
         check_kind(self.kind)
         if self.ratio is not None and self.memory is not None:
             got = f"ratio={self.ratio}, memory={self.memory}"
             raise ValueError(f"ratio and memory exclude each other, got {got}. Give one.")
-        if self.ratio is None and self.memory is None:
+        if self.ratio is None and self.memory is None and self.kind != "countsketch":
             object.__setattr__(self, "memory", _DEFAULT_MEMORY)
         check_fraction("ratio", self.ratio, "Use ratio=1 to store every row.")
         check_fraction("memory", self.memory, "It is a fraction of the input's bytes.")
@@ -152,9 +171,9 @@ class RMMConfig(SavedSettings):
                 f"norm_estimator is for {' and '.join(SAMPLERS)}, got {self.norm_estimator!r} with kind={self.kind!r}. "
                 'Use norm_estimator="none".'
             )
-        if self.bits not in (None, "auto", *WIDTHS) or type(self.bits) not in (type(None), str, int):
+        if self.bits not in (None, "auto", *CODES) or type(self.bits) not in (type(None), str, int, float):
             raise ValueError(
-                f'bits must be 8, 4, 2, None or "auto", got {self.bits!r}. None stores the dtype itself.'
+                f'bits must be 8, 4, 3, 2, 1.6, 1, None or "auto", got {self.bits!r}. None stores the dtype itself.'
                 f"{did_you_mean(self.bits, ['auto'])}"
             )
         for name in ("mask_padding", "fused"):
@@ -165,6 +184,7 @@ class RMMConfig(SavedSettings):
             raise ValueError(f'checkpointed must be "exact" or "packed", got {self.checkpointed!r}.{near}')
         check_integer("block", self.block, optional=True)
         check_integer("min_rows", self.min_rows)
+        check_integer("directions", self.directions, least=0)
         check_block(self.kind, self.block)
         object.__setattr__(self, "target_modules", read_names("target_modules", self.target_modules))
         if self.exclude_modules is not None:
@@ -195,38 +215,103 @@ class RMMConfig(SavedSettings):
             checked[pattern] = dict(changes)
         return checked
 
-    def spec(self, tokens: int, features: int, itemsize: int, bits: int | None = None) -> SaveSpec | None:
+    @classmethod
+    def preset(cls, quality: str, **changes: Any) -> RMMConfig:
+        """Make the configuration of a quality.
+
+        Args:
+            quality: "careful" has 0.3 of the default's noise in a tenth more bytes, "smallest" 2.5 times the noise in a
+                tenth fewer.
+            **changes: Fields to change.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: If there is no such quality.
+
+        Example:
+            >>> RMMConfig.preset("careful").bits
+            4
+        """
+        if quality not in QUALITIES:
+            near = did_you_mean(quality, QUALITIES)
+            raise ValueError(f"quality must be one of {', '.join(QUALITIES)}, got {quality!r}.{near}")
+        return cls(**{**QUALITIES[quality], **changes})
+
+    def spec(self, tokens: int, features: int, itemsize: int, valid: int | None = None) -> SaveSpec | None:
         """Return how an input is saved.
 
-        K = max(min_rows, round(ratio · N)), or with ``memory`` the most rows whose bytes fit; at most N.
+        K = max(min_rows, round(ratio · N)), or with ``memory`` the most rows whose bytes fit, at most N; of a
+        CountSketch at most n, and n with neither.
 
         Args:
             tokens: N.
             features: I.
             itemsize: Bytes per element of the input.
-            bits: Replaces ``bits="auto"`` if ``memory`` is set; None is 4.
+            valid: n, the rows that may have a gradient and are no padding; None is all.
 
         Returns:
             The spec, or None if the input itself is saved: N ≤ min_rows, or K ≥ N in the input's own dtype.
         """
         if tokens <= self.min_rows:
             return None
-        width = self.bits
-        if width == "auto":
-            width = None if self.ratio is not None else (bits or _AUTO_BITS)
+        most = tokens if valid is None or self.kind != "countsketch" or self.ratio is not None else max(valid, 1)
+        width = self.width(features, itemsize, 1.0 if most is tokens else tokens / most)
         if self.ratio is not None:
             rows = round(self._constant("ratio") * tokens)
+        elif self.memory is None:
+            rows = most
         else:
-            row_bytes = features * itemsize if width is None else packed_bytes(1, features, int(width))
-            budget = self._constant("memory") * tokens * features * itemsize
-            rows = int(budget / row_bytes)
-            if self.kind in SAMPLERS and rows < tokens:
-                rows = int(budget / (row_bytes + ROW_SAMPLE_BYTES))
-        rows = min(tokens, max(self.min_rows, rows))
+            # A whole number of rows but for rounding is one; a compiler takes a literal for a constant.
+            rows = int(self._fitting(features, itemsize, width) * tokens + 1e-9)
+        rows = min(most, max(self.min_rows, rows))
         if rows == tokens and width is None:
             return None
         mix = self.uniform_mix if self.kind in SAMPLERS else 0.0
-        return SaveSpec(self.kind, rows, self.block, None if width is None else int(width), mix)
+        return SaveSpec(self.kind, rows, self.block, width, mix)
+
+    def width(self, features: int, itemsize: int, room: float = 1.0) -> float | None:
+        """Return the bits per element of an input's code, None for its dtype: ``bits``, or what "auto" is.
+
+        With ``memory``, it is the code with the least variance of those in which all rows fit that are no padding.
+        Where none does, and for other kinds than countsketch, which name a sketch of fewer rows, it is the one with the
+        least variance for rows of one size without correlations: for K = κn, in units of Σ‖xᵢ‖²‖yᵢ‖² and with c, the
+        variance of the code by that of its input, what collides in a balanced CountSketch and c for what its rows add
+        up to, or (1 + c) / κ for other kinds.
+
+        Args:
+            features: I.
+            itemsize: Bytes per element of the input.
+            room: N/n, rows by those that are no padding.
+
+        Returns:
+            The bits, or None.
+        """
+        if self.bits != "auto":
+            return self.bits  # pyright: ignore[reportReturnType]
+        if self.memory is None:
+            return None if self.ratio is not None else _DEFAULT_BITS
+        # A loop, as compilers trace no key of min(). Codes are in the order of their variance.
+        codes = ((None, 0.0), *RELATIVE_VARIANCE.items())
+        best, least = None, math.inf
+        for width, code in codes:
+            share = self._fitting(features, itemsize, width) * room
+            fits = share + 1e-9 >= 1
+            if fits and self.kind == "countsketch":
+                return width
+            variance = _relative_variance(self.kind, share, code)
+            if not fits and variance < least:
+                best, least = width, variance
+        return best
+
+    def _fitting(self, features: int, itemsize: int, width: float | None) -> float:
+        """K/N of the rows that fit into ``memory``."""
+        row_bytes = features * itemsize if width is None else encoded_bytes(1, features, width)
+        fitting = self._constant("memory") * features * itemsize
+        if self.kind in SAMPLERS and fitting < row_bytes:
+            row_bytes += ROW_SAMPLE_BYTES
+        return fitting / max(row_bytes, 1)
 
     def _constant(self, name: str) -> float:
         """The number, which a compiler that traces numbers as variables takes for a constant, as it does texts."""
@@ -290,6 +375,18 @@ class RMMConfig(SavedSettings):
         return super().from_dict(values)
 
 
+def _relative_variance(kind: str, share: float, code: float) -> float:
+    """The variance that :meth:`RMMConfig.width` compares, for K = share · n, share < 1."""
+    if share <= 0:
+        return math.inf
+    if kind != "countsketch":
+        return (1 + code) / share
+    segments = math.floor(1 / share)
+    rest = 1 - segments * share  # tokens of the last segment, which fall on rows that have all the others
+    collisions = (1 - segments * share**2 - rest**2) / share
+    return collisions + code * (rest * (segments + 1) ** 2 + (share - rest) * segments**2)
+
+
 def _read_operations(value: object) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence | set | frozenset) or not all(isinstance(name, str) for name in names):
@@ -301,8 +398,7 @@ def _read_operations(value: object) -> tuple[str, ...]:
     return tuple(name for name in OPERATIONS if name in names)
 
 
-def _check_width(name: str, value: object, widths: tuple[int | str, ...]) -> None:
-    if type(value) not in (int, str) or value not in widths:
-        *others, last = map(repr, widths)
-        near = did_you_mean(value, [width for width in widths if isinstance(width, str)])
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.{near}")
+def _check_width(name: str, value: object, widths: tuple[int, ...]) -> None:
+    if type(value) is not int or value not in widths:
+        *others, last = widths
+        raise ValueError(f"{name} must be {', '.join(map(str, others))} or {last}, got {value!r}.")

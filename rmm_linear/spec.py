@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rmm_linear.packing.pack import packed_bytes
+from rmm_linear.packing.codes import encoded_bytes
 from rmm_linear.sketches import SAMPLERS, check_block, kept_rows
 
 ROW_SAMPLE_BYTES = 8  # the index of a sampled row, int32, and its scale, float32
 _SEED_BYTES = 8
+COORDINATE_BITS = 8  # of the coordinates of fixed directions
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class SaveSpec:
     kind: str
     rows: int
     block: int | None = None
-    bits: int | None = None
+    bits: float | None = None
     uniform_mix: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,14 +41,17 @@ class SaveSpec:
         """Say whether rows are sampled by the norms of the input, so that their indices must be saved too."""
         return self.kind in SAMPLERS and self.rows < tokens
 
-    def bytes(self, tokens: int, features: int, itemsize: int) -> int:
+    def bytes(self, tokens: int, features: int, itemsize: int, directions: int = 0) -> int:
         """Return the bytes saved for an input: the sketch, and the seed or the indices and scales of the sampled rows.
 
-        K·I·itemsize + 8, or K·(⌈I·bits/8⌉ + 4·⌈I/64⌉) + 8 when packed. Sampled rows add 8·K, and the 8 bytes of the
-        seed only when they are packed.
+        K·I·itemsize + 8, or K times the bytes of a row's code + 8 (:func:`rmm_linear.packing.encoded_bytes`); fixed
+        directions add their coordinates in 8 bits. Sampled rows add 8·K, and the 8 bytes of the seed only when they are
+        packed.
         """
         rows = self.kept_rows(tokens)
-        stored = rows * features * itemsize if self.bits is None else packed_bytes(rows, features, self.bits)
+        stored = rows * features * itemsize if self.bits is None else encoded_bytes(rows, features, self.bits)
+        if self.bits is not None and directions:
+            stored += encoded_bytes(rows, directions, COORDINATE_BITS)
         if not self.samples_rows(tokens):
             return stored + _SEED_BYTES
         return stored + rows * ROW_SAMPLE_BYTES + (0 if self.bits is None else _SEED_BYTES)

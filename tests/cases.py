@@ -32,7 +32,7 @@ def light_and_heavy(light, heavy):
 
 architectures = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 every_sampler = pytest.mark.parametrize("kind", SAMPLERS)
-every_width = pytest.mark.parametrize("bits", [None, 8, 4, 2])
+every_width = pytest.mark.parametrize("bits", [None, 8, 4, 3, 2])
 checkpoints = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 plain_or_checkpoints = pytest.mark.parametrize(
     "reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"]

@@ -96,37 +96,51 @@ def aligned(*parts):
 
 
 def codes(rows, columns, bits):
-    return rows * math.ceil(columns * bits / 8)
+    """A plane for all bits, or one for 2 of 3 and one for the third."""
+    return rows * sum(math.ceil(columns * width / 8) for width in ((2, 1) if bits == 3 else (bits,)))
 
 
-def ranges(rows, columns):
-    """Offset and scale of every group of 64 columns, two numbers of bfloat16."""
-    return rows * 4 * math.ceil(columns / 64)
+def scales(rows, columns):
+    """A byte for every group of 64 columns."""
+    return rows * math.ceil(columns / 64)
 
 
 def linear_bytes(kind, bits):
     def saved(stored, rows, width):
         kept = round(RATIO * rows)
-        size = kept * width * 4 if bits is None else codes(kept, width, bits) + ranges(kept, width)
+        if bits == 2:  # a normal code, of groups of 128 columns
+            size = kept * -(-width // 128) * 33
+        else:
+            size = kept * width * 4 if bits is None else codes(kept, width, bits) + scales(kept, width)
         return size + (8 if bits is not None or kind not in SAMPLERS else 0) + (8 * kept if kind in SAMPLERS else 0)
 
     return saved
 
 
-def pointwise_bytes(bits, seeded=True, ranged=False):
+def every_row_bytes(bits, bits_with_padding):
+    """Of every valid row, in wider codes where padding makes room for them."""
+
     def saved(stored, rows, width):
-        parts = [codes(stored, width, bits), 8 * seeded, ranges(stored, width) * ranged]
+        taken = bits if stored == rows else bits_with_padding
+        return codes(stored, width, taken) + scales(stored, width) + 8
+
+    return saved
+
+
+def pointwise_bytes(bits, seeded=True, scaled=False):
+    def saved(stored, rows, width):
+        parts = [codes(stored, width, bits), 8 * seeded, scales(stored, width) * scaled]
         return aligned(*parts)
 
     return saved
 
 
 def norm_bytes(bits):
-    return lambda stored, rows, width: aligned(8, 4 * stored, codes(stored, width, bits), ranges(stored, width))
+    return lambda stored, rows, width: aligned(8, 4 * stored, codes(stored, width, bits), scales(stored, width))
 
 
 def gated_bytes(bits):
-    return lambda stored, rows, width: aligned(16, *[codes(stored, HIDDEN, bits), ranges(stored, HIDDEN)] * 2)
+    return lambda stored, rows, width: aligned(16, *[codes(stored, HIDDEN, bits), scales(stored, HIDDEN)] * 2)
 
 
 def attention_bytes(bits, heads=(4, 4), dropout=False, hidden=False, more=0):
@@ -136,7 +150,7 @@ def attention_bytes(bits, heads=(4, 4), dropout=False, hidden=False, more=0):
         queries, keys = (width // 3 * one // 4 for one in heads)
         kept = stored if hidden else rows
         parts = [(stored, queries), (kept, keys), (kept, keys)]
-        size = aligned(24, *(part for shape in parts for part in (codes(*shape, bits), ranges(*shape))))
+        size = aligned(24, *(part for shape in parts for part in (codes(*shape, bits), scales(*shape))))
         return size + dropout * heads[0] * codes(stored, TOKENS, 1) + more
 
     return saved
@@ -234,7 +248,11 @@ NORMS = {
 }  # fmt: skip
 
 
-def _linear(kind, bits, make=lambda width: nn.Linear(width, OUTPUTS), **fields):
+def one_linear(width):
+    return nn.Linear(width, OUTPUTS)
+
+
+def _linear(kind, bits, make=one_linear, **fields):
     exact = "x", "module.bias"
     return Member(
         "linear", make, linear_bytes(kind, bits), exact, {"kind": kind, "bits": bits, "ratio": RATIO, **fields}
@@ -242,8 +260,8 @@ def _linear(kind, bits, make=lambda width: nn.Linear(width, OUTPUTS), **fields):
 
 
 def _pointwise(name, make, bits=4):
-    is_exact, ranged = name in ("relu", "leaky_relu"), name == "relu_squared"
-    saved = pointwise_bytes(1 if is_exact else bits, not is_exact, ranged)
+    is_exact, scaled = name in ("relu", "leaky_relu"), name == "relu_squared"
+    saved = pointwise_bytes(1 if is_exact else bits, not is_exact, scaled)
     return Member("activation", lambda width: make(), saved, ("x",) * is_exact, {"activation_bits": bits})
 
 
@@ -270,9 +288,12 @@ def _attending(make, exact=(), bias=1e-3, **named):
 AFTER = tuple(f"module.{name}" for name in ("down_proj.weight", "wo.weight", "w2.weight", "w2.bias"))  # the product
 MEMBERS = {
     **{f"linear {kind}": _linear(kind, None) for kind in KINDS},
-    **{f"linear countsketch {bits} bits": _linear("countsketch", bits) for bits in (8, 4, 2)},
+    **{f"linear countsketch {bits} bits": _linear("countsketch", bits) for bits in (8, 4, 3, 2)},
     **{f"linear {kind} 4 bits": _linear(kind, 4) for kind in SAMPLERS},
     **{f"linear {kind} blocks": _linear(kind, None, block=20) for kind in KINDS if has_blocks(kind)},
+    "linear every row": Member("linear", one_linear, every_row_bytes(3, 3), ("x", "module.bias")),
+    # 65 bytes for a row: 4 bits take 50. Of 60 rows 39 are valid, so there are 100 for one of these: 8 bits take 98.
+    "linear memory": Member("linear", one_linear, every_row_bytes(4, 8), ("x", "module.bias"), {"memory": 0.17}),
     "linear without bias": _linear("countsketch", 4, lambda width: nn.Linear(width, OUTPUTS, bias=False)),
     "Conv1D": _linear("countsketch", None, lambda width: Conv1D(OUTPUTS, width)),
     "Conv1D 4 bits": _linear("countsketch", 4, lambda width: Conv1D(OUTPUTS, width)),
@@ -300,7 +321,7 @@ MEMBERS = {
     },
     **{
         f"norm layer {bits} bits": Member("norm", nn.LayerNorm, norm_bytes(bits), ("module.bias",), {"norm_bits": bits})
-        for bits in (8, 4)
+        for bits in (8, 4, 3)
     },
     **{
         f"dropout{title}": Member("dropout", lambda width, inplace=inplace: nn.Dropout(0.3, inplace),

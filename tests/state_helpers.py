@@ -15,9 +15,6 @@ def learned(steps=4, **fields):
     convert(model, **{**WTA, **fields})
     for _ in range(steps):
         model(torch.randn(4, 10, 12)).square().sum().backward()
-    for layer in (model.first, model.second):
-        if hasattr(layer, "rmm_auto_bits"):
-            layer.rmm_auto_bits.choose()  # the step is complete, as it is for one that is read
     return model
 
 

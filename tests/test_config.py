@@ -7,12 +7,16 @@ import os
 import re
 
 import pytest
+import torch
 from doc_pages import PAGES
 
 from rmm_linear import RMMConfig, __version__
 from rmm_linear._support import files
-from rmm_linear.config import OPERATIONS
+from rmm_linear.config import OPERATIONS, _relative_variance
+from rmm_linear.packing import CODES, RELATIVE_VARIANCE, encoded_bytes
 from rmm_linear.sketches import KINDS, has_blocks
+from rmm_linear.spec import SaveSpec
+from rmm_linear.variance import sketch_variance
 
 FULL = RMMConfig(
     kind="gaussian",
@@ -29,8 +33,9 @@ FULL = RMMConfig(
 OPTIONS = {
     "kind": "countsketch",
     "ratio": None,
-    "memory": 0.1,
+    "memory": None,
     "bits": "auto",
+    "directions": 0,
     "block": None,
     "uniform_mix": 0.1,
     "norm_estimator": "none",
@@ -38,7 +43,7 @@ OPTIONS = {
     "mask_padding": True,
     "checkpointed": "exact",
     "operations": ("linear", "activation", "norm", "attention", "dropout", "logits"),
-    "activation_bits": "auto",
+    "activation_bits": 4,
     "norm_bits": 2,
     "attention_bits": 4,
     "fused": False,
@@ -83,8 +88,8 @@ def test_options_and_their_defaults_are_those_of_the_table_and_docs_name_them():
         ({"operations": ["linears"]}, ValueError, "operations must be one or more of linear, activation, norm"),
         ({"operations": []}, ValueError, "operations must be one or more of linear"),
         ({"operations": None}, TypeError, "operations must be a list of linear"),
-        ({"activation_bits": 3}, ValueError, "activation_bits must be 'auto', 8, 4, 2 or 1, got 3"),
-        ({"norm_bits": True}, ValueError, "norm_bits must be 8, 4 or 2, got True"),
+        ({"activation_bits": 3}, ValueError, "activation_bits must be 8, 4, 2 or 1, got 3"),
+        ({"norm_bits": True}, ValueError, "norm_bits must be 8, 4, 3 or 2, got True"),
         ({"fused": 1}, TypeError, "fused must be True or False, got 1"),
         ({"attention_bits": 2}, ValueError, "attention_bits must be 8 or 4, got 2. Fewer bits bias the gradient"),
         ({"checkpointed": "off"}, ValueError, 'checkpointed must be "exact" or "packed", got \'off\''),
@@ -153,6 +158,52 @@ def test_rows_are_the_rounded_ratio_and_min_rows_at_least(ratio, min_rows, token
 )
 def test_no_sketch_where_every_row_would_be_kept(ratio, min_rows, tokens):
     assert RMMConfig(ratio=ratio, min_rows=min_rows).spec(tokens, 8, 4) is None
+
+
+# The code
+
+
+def test_every_valid_row_is_saved_in_3_bits_by_default():
+    every = SaveSpec("countsketch", 1000, bits=3)
+    assert RMMConfig().spec(1000, 768, 4) == every
+    assert RMMConfig().spec(1000, 768, 2, valid=300) == dataclasses.replace(every, rows=300)
+    assert RMMConfig(bits=8).spec(1000, 768, 4) == dataclasses.replace(every, bits=8)
+    assert RMMConfig(bits=None).spec(1000, 768, 4) is None
+    assert RMMConfig(bits=None).spec(1000, 768, 4, valid=300) == dataclasses.replace(every, rows=300, bits=None)
+    assert RMMConfig(ratio=0.2).spec(1000, 768, 4, valid=300) == dataclasses.replace(every, rows=200, bits=None)
+    assert RMMConfig(kind="gaussian") == RMMConfig(kind="gaussian", memory=0.1)
+
+
+ROW_BYTES = {None: 3072, **{bits: encoded_bytes(1, 768, bits) for bits in CODES}}
+
+
+@pytest.mark.parametrize("valid", [1000, 400, 70])
+@pytest.mark.parametrize("bits", ROW_BYTES)
+def test_with_memory_every_valid_row_is_saved_in_the_widest_code_that_fits(bits, valid):
+    """So padding makes room for wider ones."""
+    for_all = valid * ROW_BYTES[bits] / (1000 * 3072)
+    spec = RMMConfig(memory=for_all, min_rows=1).spec(1000, 768, 4, valid)
+    assert spec == (None if for_all == 1 else SaveSpec("countsketch", valid, bits=bits))
+
+
+@pytest.mark.parametrize("memory", [0.001, 0.01, 0.02, 0.03, 0.033])
+def test_below_that_a_sketch_fills_the_memory(memory):
+    """1 bit takes 0.0332."""
+    spec = RMMConfig(memory=memory, min_rows=1).spec(1000, 768, 4)
+    assert spec.rows < 1000
+    assert spec.rows * ROW_BYTES[spec.bits] <= memory * 1000 * 3072 < (spec.rows + 1) * ROW_BYTES[spec.bits]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("bits", [None, *CODES])
+def test_the_variance_by_which_a_code_is_chosen_is_that_of_rows_without_correlations(share, bits):
+    """Of 600 · 70 products, each of a row with the others on its own; 2 in a hundred are what these data differ by."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(600, columns, generator=generator, dtype=torch.float64) for columns in (640, 70))
+    x, y = (matrix / matrix.norm(dim=1, keepdim=True) for matrix in (x, y))
+    found = sketch_variance(x, y, kind="countsketch", rows=round(share * 600), bits=bits) / 600
+    code = 0.0 if bits is None else RELATIVE_VARIANCE[bits]
+    assert float(found) == pytest.approx(_relative_variance("countsketch", share, code), rel=0.02, abs=1e-9)
 
 
 # Overrides

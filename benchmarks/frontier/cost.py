@@ -14,7 +14,7 @@ from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost
 from benchmarks.frontier.runs import Asked
 from benchmarks.frontier.tasks import TRAININGS, Prepared, prepare
-from benchmarks.library import CONVERT, KEEP, STEPS, LiveTensors, Peak
+from benchmarks.library import CONVERT, KEEP, LiveTensors, Peak
 from benchmarks.noise.blocks import rss_of
 from benchmarks.planning.fit_steps import counts, fitted, live_peak, options_of, timed
 from benchmarks.processes import ProcessError, call, last_line
@@ -140,14 +140,14 @@ def _prepared(asked: Asked, task: str) -> Prepared:
 
 
 def _ready(ready: Prepared, method: str, asked: Asked) -> tuple[nn.Module, dict[str, Any], BlockPlan | None]:
-    """A model that has made a few steps, so that buffers are there and widths are chosen; its batch, and its plan."""
+    """A model that has made a few steps, so that buffers are there; its batch, and its plan."""
     how = METHODS[method]
     model = ready.model(0)
     batch = ready.batch(model, indexed=how.is_indexed)
     path = asked.plan(ready.name, method) if how.budget else None
     prepared = how.prepare(model, path)
     plan: Any = None if path is None else load_plan(path)
-    for _ in range(STEPS + 1):
+    for _ in range(2):
         prepared(**batch).loss.backward()
     return prepared, batch, plan
 

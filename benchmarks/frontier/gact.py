@@ -64,8 +64,8 @@ class PackedSaves:
         if len(saved) == 3:
             bits, scale, shape = saved
             return APPLY_MASK(scale.expand(shape).reshape(-1, shape[-1]), bits, 1.0).view(shape)
-        codes, qparams, seed, shape, dtype = saved
-        return UNPACK(codes, qparams, seed, self._bits, GROUP, dtype).flatten()[: shape.numel()].view(shape)
+        codes, scales, seed, shape, dtype = saved
+        return UNPACK(codes, scales, seed, self._bits, GROUP, dtype).flatten()[: shape.numel()].view(shape)
 
 
 def _packed_mask(tensor: Tensor) -> Any:

@@ -6,10 +6,11 @@ the functions below; bandwidths and peaks are those of published data sheets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rmm_linear.packing import GROUP, packed_bytes
+from rmm_linear.packing import GROUP, packed_bytes, packed_parts
 
 SIZE = 2  # bytes of an element of bfloat16
 TILE = 16  # rows whose share of dγ and dβ a program of norm_backward writes, and a sum reads
@@ -34,8 +35,8 @@ def _padded(*parts: int) -> int:
 
 
 def _parts(n: int, columns: int, bits: int) -> list[int]:
-    """Bytes of the codes, and of scales and offsets."""
-    return [-(-columns * bits // 8) * n, 4 * n * -(-columns // GROUP)]
+    """Bytes of the codes, and of scales."""
+    return [math.prod(shape) for shape, _ in packed_parts(n, columns, bits)]
 
 
 def _exact(
@@ -243,7 +244,7 @@ def works(block: Block, way: Way) -> list[Work]:
 def linears(n: int, inner: int, outers: Sequence[int], way: Way, *, stored: int) -> list[Work]:
     """Linear layers that read the same input: one stand-in serves all of them."""
     # K is a tenth of the rows, or as many as packed take a tenth of the bytes.
-    per_element = SIZE if way.bits is None else way.bits / 8 + 4 / GROUP
+    per_element = SIZE if way.bits is None else way.bits / 8 + 1 / GROUP
     rows = max(1, round(RATIO * n * SIZE / per_element)) if way.is_sketched else n
     found = [product(n, inner, outer, is_forward=True) for outer in outers]
     if way.is_sketched:

@@ -4,7 +4,7 @@
 ``noise`` trains MiniLM as RoBERTa for a few exact steps on GLUE tasks, and a random RoBERTa and LLaMA of 12 and 24
 layers on tokens of a Markov chain, and measures the noise of the whole gradient on the next batch. ``left`` explains
 what ten families of models still save that is not compressed: two layers with random weights, in training mode, with
-their loss and their own dropout. ``steps`` times
+their loss and their own dropout. ``presets`` has the noise of every quality through training. ``steps`` times
 training steps, exact and converted ones in turns. ``peaks`` compares the bytes that a step saves with its peak of live
 bytes, and of the process.
 
@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.library import OPERATIONS, STEPS
+from benchmarks.library import LEARNING_STEPS, OPERATIONS
+from benchmarks.noise.presets import measure_presets
 from benchmarks.processes import call
 from benchmarks.records import Origin, add_output, origin, show, write_rows
 from benchmarks.suites.models import build, twin
-from rmm_linear import RMMConfig, convert, revert
+from rmm_linear import convert, revert
 from rmm_linear.memory import explain, peak, track_saved
 from rmm_linear.variance import gradient_noise
 
@@ -246,7 +247,7 @@ def _status(name: str) -> int:
 
 
 def _ready(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with gradients in memory, after small steps: buffers are there, and auto has chosen widths."""
+    """A model with gradients in memory, after small steps: buffers are there."""
     torch.manual_seed(0)
     _, make, shape = steps(tiny)[index]
     model = make()
@@ -255,7 +256,7 @@ def _ready(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[nn.Module,
     model.get_input_embeddings().requires_grad_(False)  # pyright: ignore[reportCallIssue]
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter).fill_(0.0)
-    for _ in range(STEPS + 1):
+    for _ in range(2):
         model(**inputs(model, 2, 40)).loss.backward()  # more than min_rows
     model.zero_grad(set_to_none=False)
     return model, inputs(model, *shape)
@@ -288,6 +289,8 @@ def measure_bytes(tiny: bool) -> Iterator[BlockRow]:
         sets = [OPERATIONS[:count] for count in range(1, len(OPERATIONS) + 1)]
         for operations in [*sets, OPERATIONS[1:]]:
             convert(model, operations=operations)
+            for _ in range(LEARNING_STEPS + 1):
+                model(**inputs(model, 2, 66)).loss.backward()  # more than min_rows
             count = saved(model, batch)
             revert(model)
             yield BlockRow("bytes", title, " ".join(operations), kind, count, count / exact)
@@ -312,7 +315,11 @@ def _noise(title: str, model: nn.Module, batches: list[dict[str, Any]], draws: i
     from benchmarks.noise.glue import train
 
     train(model, batches[:-1])
-    found = gradient_noise(model, batches[-1], RMMConfig(), draws=draws)
+    convert(model)
+    for batch in batches[: LEARNING_STEPS + 1]:
+        model(**batch).loss.backward()
+    found = gradient_noise(model, batches[-1], draws=draws)
+    revert(model)
     print(f"{title}:\n{found}", flush=True)
     for operation in found.stand_ins:
         first = next((value for block, value in found.by_depth(operation).items() if block.endswith(".0")), None)
@@ -330,7 +337,7 @@ def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
             models[setting] = twin(models[()])
             convert(models[setting], operations=setting)
         seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in SETTINGS}
-        for turn in range(-STEPS - 1, rounds):  # until auto has chosen, which takes time in these steps
+        for turn in range(-2, rounds):
             for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
                 began = time.thread_time()
                 models[setting](**batch).loss.backward()
@@ -364,6 +371,7 @@ _MEASURES: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
     "bytes": lambda asked: measure_bytes(asked.tiny),
     "left": lambda asked: measure_left(asked.tiny),
     "noise": lambda asked: measure_noise(asked.data_dir, asked.draws, asked.tiny),
+    "presets": lambda asked: measure_presets(asked.data_dir, asked.draws, asked.tiny),
     "peaks": lambda asked: measure_peaks(asked.tiny),
     "steps": lambda asked: measure_steps(asked.rounds, asked.tiny),
 }

@@ -22,15 +22,12 @@ _SLOW, _RAISED = "cola-slow", "cola-raised"
 _WHOLE = "whole gradient"
 
 
-def _by_epoch(task: str, raised: str = "") -> Callable[[list[Epoch]], str]:
-    """Make the table of a line per epoch; of methods but exact, differences to the exact run of the same seed.
-
-    ``raised`` is another task whose runs are compared with the exact ones of ``task``.
-    """
+def _by_epoch(task: str) -> Callable[[list[Epoch]], str]:
+    """Make the table of a line per epoch; of methods but exact, differences to the exact run of the same seed."""
 
     def make(epochs: list[Epoch]) -> str:
         exact = {(row.seed, row.epoch): row for row in epochs if (row.task, row.method) == (task, EXACT)}
-        here = [*exact.values(), *(row for row in epochs if row.task == (raised or task) and row.method != EXACT)]
+        here = [*exact.values(), *(row for row in epochs if row.task == task and row.method != EXACT)]
 
         def cell(method: str, field: str, digits: int, factor: float) -> Cell:
             def values(number: int) -> str:
@@ -228,7 +225,7 @@ def _exact_batches(results: Path) -> str:
 TABLES: dict[str, Table] = {
     "frontier-long": from_csv("frontier-accuracy", Epoch, _by_epoch(LONG)),
     "frontier-slow": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW)),
-    "frontier-raised": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW, _RAISED)),
+    "frontier-raised": from_csv("frontier-accuracy", Epoch, _by_epoch(_RAISED)),
     "frontier-curves": from_csv("frontier-curves", Point, _reached),
     "frontier-noise": from_csv("frontier-noise", Noisy, _through_training),
     "frontier-predictions": _predicted,

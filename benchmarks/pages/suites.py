@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.library import SAMPLERS, table
+from benchmarks.library import QUALITIES, SAMPLERS, table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
-from benchmarks.records import RATIO, Row, Sampled, Surveyed
+from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
@@ -34,6 +34,33 @@ def _sampling(rows: Sequence[Sampled]) -> str:
     for kind in ("rows", "countsketch"):
         lines.append((f"for comparison, `{kind}`", *(cells[kind, "", task] for task in tasks for _ in SAMPLERS)))
     return table(("rows sampled by ‖x‖ and", *(f"{task}: {kind}" for task in tasks for kind in SAMPLERS)), lines)
+
+
+def _presets(rows: Sequence[PresetRow]) -> str:
+    """Lay out tasks and batches down, what is measured across, of all steps one after the other."""
+    lines = list[tuple[str, ...]]()
+    for key in dict.fromkeys((row.case, row.batch, row.dtype) for row in rows):
+        here = [row for row in rows if (row.case, row.batch, row.dtype) == key]
+
+        def cell(quality: str, value: Callable[[PresetRow], float], here: list[PresetRow] = here) -> str:
+            return " / ".join(digits(value(row)) for row in here if row.quality == quality)
+
+        case, batch, dtype = key
+        steps = ", ".join(dict.fromkeys(f"{row.step:,}" for row in here))
+        whole = [cell(quality, lambda row: row.whole) for quality in QUALITIES]
+        linear = [cell(quality, lambda row: row.alone) for quality in QUALITIES]
+        coordinate = cell("default", lambda row: row.coordinate)
+        lines.append((f"{case}, {batch}, {_SHORT.get(dtype, dtype)}", steps, *whole, *linear, coordinate))
+    header = ("", "steps", *(f"whole: {quality}" for quality in QUALITIES))
+    return table((*header, *(f"linear: {quality}" for quality in QUALITIES), "coordinate: default"), lines)
+
+
+def _saved_by_preset(rows: Sequence[PresetRow]) -> str:
+    """Lay out qualities down; bytes by the exact model's across, of batches of one length at the last step."""
+    last = {row.case: max(one.step for one in rows if one.case == row.case) for row in rows}
+    some = [row for row in rows if row.batch != "padded" and row.step == last[row.case]]
+    title: Cell = lambda row: f"{row.case}, {_SHORT.get(row.dtype, row.dtype)}"  # noqa: E731
+    return pivot(some, of("quality"), title, lambda row: f"{row.saved:.3f} ({row.linear_saved:.3f})", "quality")
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
@@ -150,6 +177,8 @@ _MAKERS = {
 TABLES: dict[str, Table] = {
     "noise": from_csv("noise", Surveyed, _survey),
     "sampling": from_csv("sampling", Sampled, _sampling),
+    "presets": from_csv("blocks-presets", PresetRow, _presets),
+    "presets-saved": from_csv("blocks-presets", PresetRow, _saved_by_preset),
     **{
         f"{suite}-{device}": from_csv(
             f"{suite}-{device}", Row, lambda rows, make=make: make([row for row in rows if row.ratio == RATIO])

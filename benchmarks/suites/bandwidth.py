@@ -61,14 +61,14 @@ def _calls(case: Case) -> Any:
                 x, seed, ops.SaveSpec("countsketch", rows, bits=BITS), None
             ),
             pack=ops.PACK,
-            unpack=lambda codes, qparams, seed: ops.UNPACK(codes, qparams, seed, BITS, columns, dtype, rotated=True),
+            unpack=lambda codes, scales, seed: ops.UNPACK(codes, scales, seed, BITS, columns, dtype, rotated=True),
             row_norms=ops.row_norms,
         )
     found = ops.kernels()
     return SimpleNamespace(
         packed_sketch=lambda x, seed, rows: found.sparse_sketch(x, seed, rows, bits=BITS),
         pack=found.pack,
-        unpack=lambda codes, qparams, seed: found.unpack(codes, qparams, seed, BITS, columns, dtype),
+        unpack=lambda codes, scales, seed: found.unpack(codes, scales, seed, BITS, columns, dtype),
         row_norms=found.row_norms,
     )
 
@@ -149,22 +149,24 @@ def _unpacked(case: Case, make: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Ca
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
-        codes, qparams = make(seed)
-        return Outcome({}, [ops.packing.unpack(codes, qparams, seed, BITS, case.sizes[1], case.torch_dtype)])
+        codes, scales = make(seed)
+        return Outcome({}, [ops.packing.unpack(codes, scales, seed, BITS, case.sizes[1], case.torch_dtype)])
 
     return outcome
 
 
 def _unpack(case: Case, x: Tensor, check: Tensor) -> Setup:
     unpack, seed = _calls(case).unpack, _seed(0, case)
-    codes, qparams = ops.packing.pack(x, BITS, seed)
+    codes, scales = ops.packing.pack(x, BITS, seed)
 
     def outcome(number: int) -> Outcome:
         seed = _seed(number, case)
-        return Outcome({}, [ops.packing.unrotate(unpack(*ops.packing.pack(check, BITS, seed), seed), seed)])
+        return Outcome(
+            {}, [ops.packing.unrotate(unpack(*ops.packing.pack(check, BITS, seed), seed), seed, BITS, check.shape[1])]
+        )
 
-    moved = _bytes(codes, qparams, x)
-    return Setup(lambda: unpack(codes, qparams, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
+    moved = _bytes(codes, scales, x)
+    return Setup(lambda: unpack(codes, scales, seed), outcome, lambda _: Outcome({}, [check]), moved=moved)
 
 
 def _row_norms(case: Case, x: Tensor, check: Tensor) -> Setup:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.library import STEPS, count
+from benchmarks.library import count
 from benchmarks.processes import ProcessError, call, first_line
 from benchmarks.records import RATIO, Row, add_choices, add_output, origin, show, write_rows
 from benchmarks.suites import SUITES, gate, setup
@@ -123,8 +123,7 @@ def memory_of(case: Case, provider: str) -> tuple[int, int]:
     candidate = setup(case, provider)
     if candidate.module is None or candidate.forward is None:
         raise ValueError(f"memory_of measures layers and models, got a case of the suite {case.suite}.")
-    for _ in range(STEPS + 1 if provider.startswith("default") else 1):
-        candidate.run()  # bits="auto" has chosen
+    candidate.run()
     with track_saved(candidate.module) as ledger:
         alive = candidate.forward()
     kept = ledger.total

@@ -39,8 +39,8 @@ TYPES = {
     "p_bits": "*u8",
     "scale": "fp32",
 }
-TYPES |= {"p_s_codes": "*u8", "p_s_qparams": "*bf16"}
-TYPES |= {"p_shifts": "*i64", "p_qparams": "*bf16", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
+TYPES |= {"p_s_codes": "*u8", "p_s_scales": "*u8"}
+TYPES |= {"p_shifts": "*i64", "p_scales": "*u8", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
 TYPES |= {"p_place": "*i64", "p_affine": "*fp32"}
@@ -55,7 +55,7 @@ def cases() -> Any:
     hashed, gathered = {"p_index": None, "p_scale": None}, {"p_order": None, "p_count": None}
     unhashed = {"p_words": None, "p_shifts": None}
     for dtype in ("*bf16", "*fp32"):
-        tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_qparams": None}
+        tile = {"BITS": 0, "B_K": 16, "B_D": 128, "p_scales": None}
         yield f"sparse_sketch masked {dtype}", sparse, dtype, {"HASHED": True, "MASKED": True, **tile, **hashed}
         yield (
             f"sparse_sketch gathered {dtype}",
@@ -78,21 +78,21 @@ def cases() -> Any:
     yield "sparse_sketch packed gathered", sparse, "*fp32", taken
     keys = sys.modules["rmm_linear.kernels.random_keys"]._random_keys_kernel
     for kind, bits, dtype, is_masked in (
-        (0, 0, "*bf16", True), (1, 0, "*bf16", True), (2, 0, "*bf16", True), (1, 2, "*bf16", True),
+        (0, 0, "*bf16", True), (1, 0, "*bf16", True), (2, 0, "*bf16", True), (1, 3, "*bf16", True),
         (0, 4, "*fp32", True), (2, 4, "*fp32", True), (1, 8, "*fp16", False), (1, 0, "*fp32", False),
         (1, 0, "*fp16 *fp32", True),
     ):  # fmt: skip
         tile = {"UPCAST": False, "B_T": 32, "B_R": 32, "B_D": 64, "MASKED": is_masked}
-        absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_qparams": None})
+        absent = ({} if kind == 2 else {"p_index": None}) | ({} if bits else {"p_scales": None})
         absent |= {} if is_masked else gathered
         name = f"dense_sketch {kind} {bits} {dtype}{' masked' if is_masked else ''}"
         yield name, dense, dtype, {"KIND": kind, "BITS": bits, **tile, **absent}
-    for bits in (8, 4, 2):
+    for bits in (8, 4, 3, 2):
         yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
     yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
     yield "unrotate", module["packing"]._unrotate_kernel, "*bf16", {"B_K": 32}
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
-    for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (2, "*fp16")):
+    for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (3, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
     saved = sys.modules["rmm_linear.kernels.norms"]
     for bits, dtype, centered in ((2, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True)):

@@ -1,8 +1,8 @@
 """What every kernel must move between memory and chip, per element of its matrix: by formula, from its contract.
 
 Counted is what is read once and what is written. What a program reads again, from a cache, is not; nor is what is read
-once for a whole matrix: seeds, γ, the shifts of CountSketch. A formula is a text, such as "2 + 4/8 + 1/16" for packing
-bfloat16 in 4 bits: element, code, and scale and offset of 64 elements.
+once for a whole matrix: seeds, γ, the shifts of CountSketch. A formula is a text, such as "2 + 4/8 + 1/64" for packing
+bfloat16 in 4 bits: element, code, and scale of 64 elements.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def value(formula: str) -> float:
         Bytes per element.
 
     Example:
-        >>> value("2 + 4/8 + 1/16")
-        2.5625
+        >>> value("2 + 4/8 + 1/64")
+        2.515625
     """
     return float(sum(math.prod(map(Fraction, term.split(" · "))) for term in formula.split(" + ")))
 
 
 def _packed(bits: int) -> list[Any]:
-    return [f"{bits}/8", "1/16"]
+    return [f"{bits}/8", "1/64"]
 
 
 def _kept(made: int, constants: dict[str, Any]) -> list[Any]:

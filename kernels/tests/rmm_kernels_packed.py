@@ -9,7 +9,7 @@ from rmm_linear.backends.triton import kernels
 from rmm_linear.packing import gated, masks, norms
 
 EPS = 1e-5
-_QPARAMS = 0.01  # the rotation's last bit can move a range to the next number of bfloat16
+_SCALES = 0.01  # the rotation's last bit can move a group to the next scale
 
 
 def _index(device: str, mask: str, rows: int) -> torch.Tensor | None:
@@ -22,13 +22,13 @@ def pack_norm(
     """Compare the statistics and the packed copy of rows whose means are not 0."""
     make = Inputs(device)
     x, index = 3 * make.matrix(rows, columns, dtype) + 2, _index(device, mask, rows)
-    codes, qparams, rstd = kernels().pack_norm(x, bits, make.seed, EPS, centered, index)
+    codes, scales, rstd = kernels().pack_norm(x, bits, make.seed, EPS, centered, index)
     expected = norms.pack_norm(x, bits, make.seed, EPS, centered, index)
     return [
         close("rstd", rstd, expected.rstd),
         # Statistics and rotation are sums in another order: an element on the edge of a step can fall to either side.
         same("codes", codes, expected.codes, limit=0.005),
-        same("qparams", qparams, expected.qparams, limit=0.02),
+        same("scales", scales, expected.scales, limit=0.02),
     ]
 
 
@@ -83,7 +83,7 @@ def gated_products(
     expected, checks = gated.pack_gated(*arguments), []
     for name, one, other in zip("ps", kernels().pack_gated(*arguments), expected, strict=True):
         assert other is not None
-        checks += [same(f"qparams of {name}", one[1], other.qparams, limit=_QPARAMS)]
+        checks += [same(f"scales of {name}", one[1], other.scales, limit=_SCALES)]
         checks += [same(f"codes of {name}", one[0], other.codes, limit=0.002)]
     y = make.matrix(*shape, dtype)
     expected_gradients = gated.apply_gated(y, seeds, expected, bits, index)

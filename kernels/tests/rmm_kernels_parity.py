@@ -108,7 +108,7 @@ def comparisons() -> dict[str, Comparison]:
         for mask in ("all", "some", "few"):
             for bits in (None, 4):
                 add(compare.layer, kind, bits, mask)
-        for bits in (8, 2):
+        for bits in (8, 3, 2):
             add(compare.layer, kind, bits, "some")
     for arguments in derivatives.cases():
         add(derivatives.derivative, *arguments)

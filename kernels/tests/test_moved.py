@@ -40,7 +40,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 def _packed(bits):
     return [
         torch.zeros(ROWS, COLUMNS * bits // 8, dtype=torch.uint8),
-        torch.zeros(ROWS, COLUMNS // 64, 2, dtype=torch.bfloat16),
+        torch.zeros(ROWS, COLUMNS // 64, dtype=torch.uint8),
     ]
 
 

@@ -76,13 +76,15 @@ def test_columns_beyond_the_first_tiles_are_the_same():
 def test_nan_stays_in_its_group():
     z = MAKE.matrix(5, 130)
     z[3, 70] = math.nan
-    codes, qparams = kernels().pack(z, 4, SEED)
-    restored = kernels().unpack(codes, qparams, SEED, 4, 130, z.dtype)
+    codes, scales = kernels().pack(z, 4, SEED)
+    restored = kernels().unpack(codes, scales, SEED, 4, 130, z.dtype)
     assert restored[3, 64:128].isnan().all()
     restored[3, 64:128] = 0
     assert not restored.isnan().any()
-    constant, _ = kernels().pack(torch.zeros(3, 70, device=DEVICE), 2, SEED)
-    assert not constant.any()
+    zeros = torch.zeros(3, 70, device=DEVICE)
+    codes, scales = kernels().pack(zeros, 2, SEED)
+    assert not scales.any()
+    assert torch.equal(kernels().unpack(codes, scales, SEED, 2, 70, zeros.dtype), zeros)
 
 
 def test_nothing_is_a_result_too():
@@ -93,7 +95,7 @@ def test_nothing_is_a_result_too():
     assert kernels().pack_mask(torch.ones(0, 9, device=DEVICE)).shape == (0, 2)
     bits = torch.zeros(0, 2, dtype=torch.uint8, device=DEVICE)
     assert not kernels().apply_mask(torch.ones(4, 9, device=DEVICE), bits, 2.0, bits.view(-1).long()).any()
-    assert [t.shape for t in kernels().pack(torch.ones(0, 70, device=DEVICE), 4, SEED)] == [(0, 35), (0, 2, 2)]
+    assert [t.shape for t in kernels().pack(torch.ones(0, 70, device=DEVICE), 4, SEED)] == [(0, 35), (0, 2)]
 
 
 def test_rows_kept_by_the_dense_kernel_are_those_of_the_library():

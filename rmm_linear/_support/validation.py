@@ -23,14 +23,15 @@ def check_fraction(name: str, value: object, hint: str, *, needed: bool = False)
         raise ValueError(f"{name} must be in (0, 1], got {value}. {hint}")
 
 
-def check_integer(name: str, value: object, *, optional: bool = False) -> None:
-    """Raise unless a value is a positive integer, or None if it is ``optional``."""
+def check_integer(name: str, value: object, *, optional: bool = False, least: int = 1) -> None:
+    """Raise unless a value is an integer of at least ``least``, or None if it is ``optional``."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+        rule = "a positive integer" if least == 1 else "an integer"
+        raise TypeError(f"{name} must be {rule}{' or None' if optional else ''}, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
 def read_names(name: str, value: object) -> str | tuple[str, ...]:

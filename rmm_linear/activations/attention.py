@@ -26,19 +26,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear._support.autocast import autocast_off
 from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_exact
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.learned import ScoreSpread
+from rmm_linear.context.surroundings import in_backward
 from rmm_linear.packing.attention import check_attention_bits
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 logger = logging.getLogger(__name__)
 
+_WIDE = 8  # bits of queries and keys whose scores spread far
 _NOT_CALLED = "its forward did not call F.scaled_dot_product_attention"
 _WEIGHTS = "it makes the probabilities itself with need_weights=True, its default. Pass need_weights=False"
 
@@ -105,6 +111,7 @@ class AttendingModule(PackedModule):
     """
 
     rmm_operation = "attention"
+    rmm_learns_rows = False  # keys and values are read by all rows
     rmm_exact: str | None
     rmm_attended: bool  # in the current call of the module
     rmm_hides: dict[tuple[bool, bool], tuple[bool, int | None]]  # see SavingCall.answers
@@ -112,6 +119,8 @@ class AttendingModule(PackedModule):
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
+        if self.rmm_context is not None and self.rmm_config.attention_bits < _WIDE:
+            self.rmm_context.learned[self.rmm_index] = ScoreSpread()
         self.rmm_exact, self.rmm_attended, self.rmm_hides = None, False, {}
         # A hook, as a forward of ours would hide the names of the module's arguments.
         self.rmm_hook = self.register_forward_hook(_note_call)
@@ -148,7 +157,21 @@ class AttendingModule(PackedModule):
         if reason is not None:
             return None
         call.answers = vars(self).setdefault("rmm_hides", {})  # which pickled models may not have
+        self._look_at_scores(query, key, attention)
         return packed_attention(query, key, value, mask, attention, call, exact, bias)
+
+    def _look_at_scores(self, query: Tensor, key: Tensor, attention: Attention) -> None:
+        """Observe how far the scores spread, and take 8 bits for queries and keys where that is far."""
+        spread = None if self.rmm_context is None else self.rmm_context.learned.get(self.rmm_index)
+        if not isinstance(spread, ScoreSpread):
+            return
+        if spread.is_large:
+            attention.bits = (_WIDE, _WIDE, self.rmm_config.attention_bits)
+        elif torch.compiler.is_compiling():
+            return
+        elif not in_backward() and not is_capturing(query.device) and not isinstance(query, FakeTensor):
+            with torch.no_grad(), _disable_current_modes(), autocast_off(query.device.type):
+                spread.observe(query.detach(), key.detach(), attention.scale)
 
     def _note_exact(self, reason: str | None) -> None:
         """Keep why a call was exact, and say it once for a model."""

@@ -17,7 +17,7 @@ from rmm_linear.context.call_inputs import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
 from rmm_linear.ops.masks import pack_mask
-from rmm_linear.packing.attention import AttentionSpec, hides_padding, score_rows
+from rmm_linear.packing.attention import AttentionSpec, Bits, hides_padding, score_rows
 from rmm_linear.packing.attention_gradients import biased
 from rmm_linear.sketches.seeds import draw_seed
 
@@ -37,7 +37,7 @@ class Attention:
     scale: float
     is_causal: bool = False
     p: float = 0.0
-    bits: int = BITS
+    bits: int | Bits = BITS
 
 
 class AttentionFunction(SavingFunction):
@@ -57,7 +57,12 @@ class AttentionFunction(SavingFunction):
         kv_index: Tensor | None = None,
     ) -> Tensor:
         """Apply attention; ``exact`` makes the output without dropout, shape (B, Tq, h, dv)."""
-        ctx.bits, ctx.call, ctx.dtypes = (attention.bits,) * 3, call, (query.dtype, key.dtype, value.dtype)
+        bits = attention.bits
+        ctx.bits, ctx.call, ctx.dtypes = (
+            (bits,) * 3 if isinstance(bits, int) else bits,
+            call,
+            (query.dtype, key.dtype, value.dtype),
+        )
         sizes = key.shape[2], key.shape[1], key.shape[3]
         ctx.spec = AttentionSpec(*sizes, attention.scale, attention.is_causal, attention.p)
         output = exact(query, key, value) if not attention.p else None

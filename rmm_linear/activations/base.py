@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ class PackedModule(ConvertedModule):
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
-        found = self._unwatched_call(math.prod(shape), device, seeded) if is_unwatched() else None
+        found = self._unwatched_call(shape, device, seeded) if is_unwatched() else None
         if found is not None:
             return found
         self._refuse_transforms()
@@ -31,10 +30,11 @@ class PackedModule(ConvertedModule):
             return SavingCall()  # shapes are static in compiled code, so padding cannot be left out
         if context is None:
             return SavingCall(draw_seed() if seeded else None)
-        mask = context.mask_of(index, math.prod(shape), self.rmm_config.mask_padding)
+        mask, is_pattern = context.mask_of(index, shape, device, self.rmm_config.mask_padding)
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
         seed = context.layer_seed(index) if seeded else None
-        return SavingCall(seed, mask, self._note_backward, forward_pass=context.current_pass)
+        on_backward = functools.partial(self._note_backward, shape=shape, is_pattern=is_pattern)
+        return SavingCall(seed, mask, on_backward, forward_pass=context.current_pass)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the two classes, since the class made of them is in no module."""

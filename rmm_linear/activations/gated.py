@@ -17,8 +17,6 @@ from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 
-_BITS = 4
-
 
 class PackedGatedMLP(PackedModule):
     """A gated MLP, down(act(a) · b) with a = gate(x) and b = up(x), that saves b · act'(a) and act(a), packed.
@@ -29,7 +27,7 @@ class PackedGatedMLP(PackedModule):
     layer after the product reads the exact one. What the activation computes is found when the module is set up:
     another one put in its place later has no effect on the gradients, nor on the output of a kernel.
 
-    Memory: 2 · (⌈C · bits / 8⌉ + 4 · ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
+    Memory: 2 · (⌈C · bits / 8⌉ + ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
     """
 
     rmm_operation = "activation"
@@ -66,7 +64,7 @@ class PackedGatedMLP(PackedModule):
         act = self.get_submodule(self.rmm_parts.act)
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
-            bits = activation_bits(self.rmm_config)
+            bits = gated_bits(self.rmm_config)
             run = None if self._is_fused(act, a) else act
             product = GatedFunction.run(a, b, run, self.rmm_parts.activation, bits, call)
         else:
@@ -122,7 +120,6 @@ def _is_plain(act: nn.Module, a: Tensor) -> bool:
         return torch.equal(act(a.detach().clone()), act.forward(a.detach().clone()))
 
 
-def activation_bits(config: RMMConfig) -> int:
-    """Return the width in which a gated MLP packs its products: 8, 4 or 2, with 2 for 1, and 4 for "auto"."""
-    bits = config.activation_bits
-    return _BITS if bits == "auto" else max(2, int(bits))
+def gated_bits(config: RMMConfig) -> int:
+    """Return the width in which a gated MLP packs its products: 8, 4 or 2, with 2 for 1."""
+    return max(2, config.activation_bits)

@@ -31,6 +31,7 @@ class ChunkedHead(PackedModule):
     """
 
     rmm_operation = "logits"
+    rmm_learns_rows = False
     weight: Tensor
     bias: Tensor | None
     rmm_chunk: int = CHUNK

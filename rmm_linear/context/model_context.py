@@ -30,13 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import AutoBits, choose_all
-from rmm_linear.context.call_inputs import CallInputs, TracedMasks, parameters, take_sample_index, takes_mask
+from rmm_linear.context.call_inputs import (
+    AttentionMask,
+    CallInputs,
+    TracedMasks,
+    parameters,
+    take_sample_index,
+    takes_mask,
+)
+from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
+from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
@@ -50,8 +58,9 @@ class ModelContext:
     Attributes:
         names: Name of every converted layer, at the layer's index.
         config: The configuration that the model was converted with.
-        auto_bits: Width chosen by every layer with ``bits="auto"``, by its index.
         estimators: Norm estimator of every layer that has one, by its index.
+        learned: What modules have shown in their first steps, by their index.
+        directions: The fixed directions of the inputs of layers that have some, by their index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
@@ -62,8 +71,9 @@ class ModelContext:
         """Make a context that is not attached to a model yet."""
         self.names = names or []
         self.config = config or RMMConfig()
-        self.auto_bits: dict[int, AutoBits] = {}
         self.estimators: dict[int, NormEstimator] = {}
+        self.learned: dict[int, Learned] = {}
+        self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
         self.salt = 0
         self._handles: list[RemovableHandle] = []
@@ -79,6 +89,8 @@ class ModelContext:
         self._pending = PendingForwards()
         self._recomputing = False
         self.seeds = self._last_seeds = StepSeeds()
+        self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
+        self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient, on a device
         self.seeded_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
@@ -138,18 +150,23 @@ class ModelContext:
         return self.seeds.take(index, self.salt)
 
     def unwatched_call(
-        self, index: int, tokens: int, device: torch.device, masked: bool, is_checked: bool, seeded: bool
+        self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool, is_checked: bool, seeded: bool
     ) -> tuple[int | None, TokenMask | None, ForwardPass] | None:
         """Return the seed, mask and forward pass of a call of a layer that is unwatched, and so is never recomputed.
 
-        None outside of a forward pass of the model, in its first step, with padding that no backward pass has checked
+        None outside of a forward pass of the model, in its first steps, with padding that no backward pass has checked
         yet, and while a graph is captured. The seed is None where the layer needs none.
         """
         held, inputs = self._pending.current, self._inputs
         if held is None or not inputs or not self.checks.is_done:
             return None
         mask = inputs[-1].mask if masked else None
-        ranks = None if mask is None or mask.tokens != tokens else mask.ranks
+        ranks = None if mask is None or mask.tokens != math.prod(shape) else mask.ranks
+        if (learned := self.learned.get(index)) is not None:
+            if learned.steps < STEPS:
+                return None
+            if masked and getattr(learned, "pattern", 0):
+                ranks = self.saved_rows(index, shape, ranks, device, mask)
         if ranks is not None and (not is_checked or is_capturing(device)):
             return None
         self.seeded_alone.discard(index)
@@ -162,10 +179,67 @@ class ModelContext:
         """
         return self._inputs_of(index, math.prod(shape), masked).layer_call(shape, device, masked)
 
-    def mask_of(self, index: int, tokens: int, masked: bool) -> TokenMask | None:
-        """Return the mask of :meth:`call_of`, of which packed modules need nothing else."""
-        mask = self._inputs_of(index, tokens, masked).mask
-        return mask.ranks if masked and mask is not None else None
+    def mask_of(
+        self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool
+    ) -> tuple[TokenMask | None, bool]:
+        """Return the rows to save, all for None, and whether :meth:`saved_rows` has left out more than padding."""
+        mask = self._inputs_of(index, math.prod(shape), masked).mask
+        if not masked:
+            return None, False
+        valid = mask.ranks if mask is not None else None
+        found = self.saved_rows(index, shape, valid, device, mask)
+        return found, found is not valid
+
+    def saved_rows(
+        self,
+        index: int,
+        shape: tuple[int, ...],
+        mask: TokenMask | None,
+        device: torch.device,
+        source: AttentionMask | None = None,
+    ) -> TokenMask | None:
+        """Return the rows of a call that are saved; ``mask`` are those that are no padding, from ``source``.
+
+        The shape is that of the leading dimensions; if the rows are flattened, the sequences are those of the mask.
+        """
+        rows = self.rows_of(index)
+        if rows is None or not rows.pattern or is_capturing(device):
+            return mask
+        if len(shape) == 1 and source is not None and source.sequences:
+            shape = (source.sequences, shape[0] // source.sequences)
+        key = rows.pattern, shape, device, mask
+        if key not in self._row_masks:
+            with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
+                self._row_masks[key] = rows.mask(shape, mask, device)
+        return self._row_masks[key]
+
+    def rows_of(self, index: int) -> GradientRows | None:
+        """Return what a module has shown of its rows."""
+        found = self.learned.get(index)
+        return found if isinstance(found, GradientRows) else None
+
+    def note_left_out(self, index: int, had_gradient: Tensor) -> None:
+        """Check whether rows that were not saved had a gradient: on the CPU now, elsewhere as the next step begins."""
+        self._left_out.append((index, had_gradient))
+        if had_gradient.device.type == "cpu":
+            self._refuse_left_out()
+
+    def _refuse_left_out(self) -> None:
+        if any(is_capturing(one.device) for _, one in self._left_out[:1]):
+            return
+        found, self._left_out = self._left_out, []
+        if not found or not bool(torch.stack([one.to(found[0][1].device) for _, one in found]).any()):
+            return
+        name = next(self.names[index] for index, one in found if bool(one))
+        for one in self.learned.values():
+            if isinstance(one, GradientRows):
+                one.pattern = 0  # saves all rows from now on
+        raise RuntimeError(
+            f"In its first steps, {name} had a gradient in the first or last rows of every sequence alone, so it saved "
+            "no others; but now others have one. The gradients of this step are incomplete: drop them with zero_grad, "
+            "and go on with the next step, which saves all rows. (On a GPU this is said one step later: go back to a "
+            "checkpoint if the optimizer has used them.) Or convert with mask_padding=False."
+        )
 
     def _inputs_of(self, index: int, tokens: int, masked: bool) -> CallInputs:
         inputs = (self._inputs[-1] if self._inputs else CallInputs()).fitting(tokens)
@@ -195,10 +269,6 @@ class ModelContext:
         """Return the mask, (batch, sequence), of a call with so many rows now, without remembering it; or None."""
         mask = self._inputs[-1].fitting(tokens).mask if self._inputs else None
         return None if mask is None else mask.flat.view(mask.sequences, -1)
-
-    def auto_bits_of(self, index: int) -> AutoBits:
-        """Return a layer's choice of ``bits``."""
-        return self.auto_bits.setdefault(index, AutoBits())
 
     @property
     def current_pass(self) -> Any:
@@ -237,10 +307,17 @@ class ModelContext:
             self._last_seeds = self.seeds
         self.seeds = StepSeeds()
         self.sketch_cache.clear()
+        self._row_masks.clear()
+        self._refuse_left_out()
+        unread = [one for one in self.learned.values() if one.unread]
+        is_full = any(not one.is_observing for one in unread)  # so that most modules are read at once
+        is_full = is_full and not is_capturing(unread[0].unread[0].device)
+        seen = [one for one in self.directions.values() if one.pending is not None]
+        if (is_full or seen) and all(one.backward_begun for one in self._pending.passes()):
+            read_all(unread if is_full else [])
+            for one in seen:
+                one.settle()
         self._pending.open(module, self.seeds)
-        if self._pending.backward_seen:
-            self._pending.backward_seen = False
-            choose_all(self.auto_bits.values())
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
         """Return the parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""
@@ -268,13 +345,13 @@ class ModelContext:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
-        fields = ("names", "config", "salt", "auto_bits", "estimators", "sketch_cache")
+        fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
         fields += ("_signatures", "_handles", "_released")
         return {name: value for name, value in vars(self).items() if name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        vars(self).update(state)
+        vars(self).update({"learned": {}, "directions": {}, **state})  # which pickled contexts may not have
         self._reset()
 
 

@@ -37,6 +37,7 @@ def convert(
     model: nn.Module,
     config: RMMConfig | None = None,
     *,
+    quality: str | None = None,
     dry_run: bool = False,
     example: Any = None,
     **overrides: Any,
@@ -52,7 +53,8 @@ def convert(
 
     Args:
         model: Model whose submodules are converted.
-        config: Selects the layers and how each is sketched; None is ``RMMConfig()``.
+        config: Selects the layers and how each is saved; None is ``RMMConfig()``.
+        quality: "careful", "default" or "smallest", instead of ``config``: see :meth:`RMMConfig.preset`.
         dry_run: Report what would be done and change nothing.
         example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it,
             forward alone, and layers where a sketch would add bytes, because another operation saves their input
@@ -74,9 +76,9 @@ def convert(
         >>> list(convert(model, target_modules=["0"]).converted)
         ['0']
         >>> model[0]
-        RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, memory=0.1, bits=auto, min_rows=64)
+        RMMLinear(in_features=8, out_features=8, bias=True, kind=countsketch, bits=3, min_rows=64)
     """
-    config = _configuration(config, overrides)
+    config = _configuration(config, quality, overrides)
     _check_model(model)
     names = first_names(model)
     if any(isinstance(module, ConvertedModule) for module in names):
@@ -217,7 +219,7 @@ def _check_model(model: object) -> None:
         )
 
 
-def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMConfig:
+def _configuration(config: RMMConfig | None, quality: str | None, overrides: dict[str, Any]) -> RMMConfig:
     if config is not None and not isinstance(config, RMMConfig):
         raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use RMMConfig.from_dict.")
     known = [f.name for f in dataclasses.fields(RMMConfig)]
@@ -227,4 +229,11 @@ def _configuration(config: RMMConfig | None, overrides: dict[str, Any]) -> RMMCo
                 f"convert takes the fields of RMMConfig, got {name!r}. The fields are {', '.join(known)}."
                 f"{did_you_mean(name, known)}"
             )
-    return (config or RMMConfig()).replace(**overrides)
+    if config is not None and quality is not None:
+        raise ValueError(
+            f"config and quality exclude each other, got both and quality={quality!r}. Give one, or "
+            f"config=RMMConfig.preset({quality!r}, ...) with the fields that differ."
+        )
+    if config is None:
+        config = RMMConfig.preset("default" if quality is None else quality)
+    return config.replace(**overrides)

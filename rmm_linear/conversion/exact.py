@@ -1,25 +1,23 @@
 """Make a converted model exact again: for good, or for a while to measure it without changing it.
 
-:func:`revert` loses what the conversion has learned: widths chosen by ``bits="auto"``, norm estimators, groups of
-layers that share a sketch. :func:`exact_but` gives modules their original class and takes it away again; their
-attributes stay. :func:`set_aside` lets the passes inside of it leave no trace.
+:func:`revert` loses what the conversion has learned: norm estimators, groups of layers that share a sketch.
+:func:`exact_but` gives modules their original class and takes it away again; their attributes stay. :func:`set_aside`
+lets the passes inside of it leave no trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rmm_linear.context.auto_bits import AutoBits
 from rmm_linear.context.model_context import ModelContext, SketchCache
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.linear import SketchedLayer
-
-_BITS = 4  # of a layer that has not chosen yet, as in its first steps
 
 
 def converted_modules(model: nn.Module) -> list[ConvertedModule]:
@@ -55,9 +53,8 @@ def exact_where(model: nn.Module, is_exact: Callable[[ConvertedModule], bool]) -
 def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
     """Let forward and backward passes inside of the block leave no trace in a converted model.
 
-    After it, contexts, the choices of ``bits="auto"``, norm estimators, what modules remember, and buffers (running
-    averages) are as before, even in the middle of a forward pass. Inside, nothing is learned: layers take the widths
-    that they have chosen, or 4 bits, and estimators predict what they know.
+    After it, contexts, norm estimators, what modules remember, and buffers (running averages) are as before, even in
+    the middle of a forward pass. Inside, nothing is learned: estimators predict what they know.
     """
     modules = converted_modules(model)
     contexts = list({id(one): one for module in modules if (one := module.rmm_context) is not None}.values())
@@ -74,10 +71,10 @@ def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
         context._reset()
         context.checks = checks.aside()
         context.sketch_cache = SketchCache(set(context.sketch_cache.groups))
-        context.auto_bits = {}
+        context.learned = {index: one.settled() for index, one in context.learned.items()}
+        context.directions = {index: replace(one, is_learning=False) for index, one in context.directions.items()}
     for module in modules:
         if isinstance(module, SketchedLayer):
-            module.rmm_auto_bits = AutoBits(module.rmm_auto_bits.bits or _BITS)
             module.rmm_estimator = None  # the context has it too, for predictions
     try:
         yield contexts

@@ -11,6 +11,7 @@ from torch import nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.directions import Directions
 from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
 from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
@@ -53,11 +54,12 @@ def skip_where_nothing_is_saved(
     """Move the layers where a sketch adds bytes from ``chosen`` to ``skipped``."""
     inputs, *_ = layer_inputs(model, example, list(chosen))
     for name, seen in inputs.items():
-        features = linear_features(chosen[name])[0]
-        spec = config.for_module(name).spec(seen.tokens, features, seen.itemsize)
+        (features, outputs), own = linear_features(chosen[name]), config.for_module(name)
+        spec = own.spec(seen.tokens, features, seen.itemsize)
         if spec is None:
             continue  # exact, as before
-        size = spec.bytes(seen.tokens, features, seen.itemsize)
+        directions = own.directions if Directions(own.directions).fits(features, outputs) else 0
+        size = spec.bytes(seen.tokens, features, seen.itemsize, directions)
         reason = unsaved_reason(seen)
         if reason is None and size >= seen.bytes:
             reason = f"its sketch of {size} bytes is no smaller than its input of {seen.bytes}"
@@ -144,7 +146,8 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
                 f" Its layers are quantized ({', '.join(quantized)}) and train no weight. "
                 "Convert the model before quantization, or after get_peft_model has put adapters on it."
             )
-        return f"convert needs a model with linear layers, got {type(model).__name__} without any.{itself}"
+        what = "linear layers, activations, norms, attention or dropout"
+        return f"convert needs a model with modules inside ({what}), got {type(model).__name__} without any.{itself}"
     target = config.target_modules
     if all(reason == "not in target_modules" for reason in skipped.values()):
         pattern = target if isinstance(target, str) else target[0]

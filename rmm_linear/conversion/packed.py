@@ -1,9 +1,4 @@
-"""Choose the modules that are to save less: activations, norms, attention, dropout and output layers.
-
-Activations take 4 bits with ``activation_bits="auto"``, and the lowest quarter of them 2. The error of an activation's
-derivative is in the gradients of every layer below it, so that of the top ones is in nearly all and that of the lowest
-in its own block's alone. With 2 bits, an activation adds about 25 times the noise of one with 4.
-"""
+"""Choose the modules that are to save less: activations, norms, attention, dropout and output layers."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from rmm_linear.activations.attention import PackedAttentionCaller, calls_attent
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
-from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
+from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
@@ -98,10 +93,10 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             if _skip_reason(module, names[module], config) is None:
                 inside.add(act)
     functions = {module: pointwise_function(module) for module in names if module not in inside}
-    activations = {names[module]: (module, function) for module, function in functions.items() if function is not None}
-    for name, bits in choose_widths(list(activations), config).items():
-        module, function = activations[name]
-        chosen[module] = _pointwise(module, function, function.bits(bits))
+    for module, function in functions.items():
+        if function is not None:
+            bits = config.for_module(names[module]).activation_bits
+            chosen[module] = _pointwise(module, function, function.bits(bits))
     return chosen
 
 
@@ -119,7 +114,7 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
 
 
 def _gated(module: Any, config: RMMConfig, parts: GatedParts) -> PackedChoice:
-    saved = f"two products of the gate, {activation_bits(config)} bits"
+    saved = f"two products of the gate, {gated_bits(config)} bits"
     return PackedChoice("activation", module, saved, _change_class(module, PackedGatedMLP, parts=parts), parts)
 
 
@@ -142,25 +137,6 @@ def _change_class(
         module._set_up(config, context, index, **options)
 
     return set_up
-
-
-WIDE, NARROW = 4, 2
-_NARROW_PART = 4  # the lowest quarter
-
-
-def choose_widths(names: Sequence[str], config: RMMConfig) -> dict[str, int]:
-    """Choose the width of every activation, from the lowest to the top one, where ``activation_bits`` is "auto".
-
-    Example:
-        >>> choose_widths(["0.act", "1.act", "2.act", "3.act"], RMMConfig())
-        {'0.act': 2, '1.act': 4, '2.act': 4, '3.act': 4}
-    """
-    widths = {}
-    for place, name in enumerate(names):
-        said = config.for_module(name).activation_bits
-        auto = NARROW if place < len(names) // _NARROW_PART else WIDE
-        widths[name] = auto if said == "auto" else int(said)
-    return widths
 
 
 def choose_heads(

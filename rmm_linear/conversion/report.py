@@ -10,6 +10,7 @@ from torch import nn
 
 from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.learned import GradientRows, ScoreSpread
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
 from rmm_linear.conversion.explanation import Explanation
@@ -102,11 +103,34 @@ class ConversionReport:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     @property
-    def bits(self) -> dict[str, int]:
-        """Name to chosen width, for every layer whose ``bits="auto"`` has been decided."""
+    def rows(self) -> dict[str, str]:
+        """Name to the rows that are saved, for every module that has learned which rows have a gradient."""
         if self.context is None:
             return {}
-        return {self.context.names[index]: c.bits for index, c in self.context.auto_bits.items() if c.bits is not None}
+        names, learned = self.context.names, sorted(self.context.learned.items())
+        found = {names[index]: one.pattern for index, one in learned if isinstance(one, GradientRows)}
+        return {
+            name: "the first of every sequence" if rows > 0 else "the last of every sequence"
+            for name, rows in found.items()
+            if rows
+        }
+
+    @property
+    def directions(self) -> dict[str, int]:
+        """Name to the number of fixed directions, for every layer that has learned some."""
+        if self.context is None:
+            return {}
+        found = sorted(self.context.directions.items())
+        return {self.context.names[index]: one.count for index, one in found if one.basis is not None}
+
+    @property
+    def wide_attention(self) -> dict[str, float]:
+        """Name to the standard deviation of the scores, for every attention that has taken 8 bits for it."""
+        if self.context is None:
+            return {}
+        learned = sorted(self.context.learned.items())
+        spreads = {self.context.names[index]: one for index, one in learned if isinstance(one, ScoreSpread)}
+        return {name: one.largest for name, one in spreads.items() if one.is_large}
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -139,8 +163,9 @@ class ConversionReport:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, memory, bits,
-            groups, estimator_bytes and dry_run.
+            A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, memory, rows,
+            directions, wide_attention, groups,
+            estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -154,7 +179,9 @@ class ConversionReport:
             "checkpointed": list(self.checkpointed),
             "unfused": self.unfused,
             "memory": None if self.memory is None else self.memory.to_dict(),
-            "bits": self.bits,
+            "rows": self.rows,
+            "directions": self.directions,
+            "wide_attention": self.wide_attention,
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
@@ -194,14 +221,31 @@ class ConversionReport:
 
     def _rows(self) -> list[tuple[str, ...]]:
         converted = [
-            (layer.name, str(layer.in_features), str(layer.out_features), self._why_exact(layer) or _saved(layer))
+            (
+                layer.name,
+                str(layer.in_features),
+                str(layer.out_features),
+                self._why_exact(layer) or f"{_saved(layer)}{self._learned(layer.name)}",
+            )
             for layer in self.converted.values()
         ]
         packed = [
-            (entry.name, "", "", f"{entry.operation}: {self._why_exact(entry) or entry.saved}")
+            (
+                entry.name,
+                "",
+                "",
+                f"{entry.operation}: {self._why_exact(entry) or f'{entry.saved}{self._learned(entry.name)}'}",
+            )
             for entry in self.packed.values()
         ]
         return converted + packed + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+
+    def _learned(self, name: str) -> str:
+        """Say what a module has learned in its first steps."""
+        if name in self.wide_attention:
+            return f"; 8 for queries and keys, as scores spread by {self.wide_attention[name]:.1f}"
+        of_directions = f"; {self.directions[name]} fixed directions in 8 bits" if name in self.directions else ""
+        return of_directions + (f"; of {self.rows[name]} alone" if name in self.rows else "")
 
     def _why_exact(self, module: ConvertedLayer | PackedEntry) -> str | None:
         if module.name in self.checkpointed and module.config.checkpointed == "exact":
@@ -216,15 +260,18 @@ def _sketch_fields(config: RMMConfig) -> dict[str, Any]:
 
 
 def _amount(config: RMMConfig, between: str) -> str:
-    amount = ("ratio", config.ratio) if config.ratio is not None else ("memory", config.memory)
-    bits = "" if config.bits == "auto" and config.ratio is not None else f" bits{between}{config.bits}"
-    return f"{amount[0]}{between}{amount[1]:g}{bits}"
+    said = [f"{name}{between}{value:g}" for name in ("ratio", "memory") if (value := getattr(config, name)) is not None]
+    if config.ratio is None or config.bits != "auto":
+        said.append(f"bits{between}{config.width(1, 1) if config.memory is None else config.bits}")
+    return " ".join(said)
 
 
 def _saved(layer: ConvertedLayer) -> str:
     if layer.frozen:
         return "nothing: frozen"
     config = layer.config
+    if config.memory is None and config.ratio is None:
+        return "its rows as they are" if config.bits is None else f"its rows, {config.width(1, 1)} bits"
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
     return f"{config.kind}{expected}, {_amount(config, ' ')}, at least {config.min_rows} rows{block}"

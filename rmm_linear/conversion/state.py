@@ -1,8 +1,9 @@
 """Save and load the state of a conversion, which a checkpoint needs in addition to the parameters.
 
 Parameters and state_dict are those of the original model, so checkpoints stay interchangeable. A small JSON file next
-to them holds what ``bits="auto"`` has chosen or measured so far, and which layers share a sketch. The state of norm
-estimators consists of tensors; they go into a safetensors file next to it, see
+to them names the layers and those that share a sketch, and has what modules have learned in their first steps
+(:mod:`rmm_linear.context.learned`). The state of norm estimators consists of tensors; they go into a
+safetensors file next to it, see
 :mod:`rmm_linear.conversion.state_files`. Layers have the names of the unwrapped model.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +19,67 @@ from torch import Tensor, nn
 
 from rmm_linear._support.files import write_text
 from rmm_linear._version import __version__
-from rmm_linear.context.auto_bits import AutoBits
+from rmm_linear.context.directions import Directions
+from rmm_linear.context.learned import Learned, read_all
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.names import own_name, unwrapped
 from rmm_linear.conversion.state_files import read_tensors, tensors_beside
+from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.norm_estimators import NormEstimator, make_norm_estimator
 
+_DIRECTIONS = "directions"
+
 
 def sketch_state(model: nn.Module) -> dict[str, Any]:
-    """Return the choices of a model's sketched layers, as plain JSON types.
+    """Return what a model's sketched layers have learned, as plain JSON types.
 
     Args:
         model: A converted model.
 
     Returns:
-        The library's version, the choice of every sketched layer by its name, the groups of layers that share a sketch,
-        and the name of every layer's norm estimator.
+        The library's version, the names of the sketched layers, the groups of layers that share a sketch, what modules
+        have learned in their first steps, and the name of every layer's norm estimator.
     """
     layers = sketched_layers(model)
+    learned = _learned(model)
+    read_all(learned.values())
     groups = []
     for context, numbers in _contexts(layers).items():
         names = {number: name for name, number in numbers.items()}
         groups += [[names[n] for n in group] for group in context.sketch_cache.groups if set(group) <= set(names)]
     return {
         "rmm_linear_version": __version__,
-        "layers": {name: layer.rmm_auto_bits.to_dict() for name, layer in layers.items()},
+        "layers": list(layers),
         "groups": sorted(groups),
+        "learned": {name: one.to_dict() for name, one in learned.items() if one.steps},
+        "directions": {name: one.calls for name, one in _directions(layers).items() if one.calls},
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
     }
 
 
 def sketch_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of the norm estimators of a model.
+    """Return the state of the norm estimators of a model, and its fixed directions.
 
     Args:
         model: A converted model.
 
     Returns:
-        The tensors of :meth:`rmm_linear.estimators.NormEstimator.tensors`, as "LAYER:TENSOR"; not copied.
+        The tensors of :meth:`rmm_linear.estimators.NormEstimator.tensors`, as "LAYER:TENSOR", and the bases of fixed
+        directions as "LAYER:directions"; not copied.
     """
-    return {
+    layers = sketched_layers(model)
+    found = {
         f"{name}:{key}": tensor
-        for name, layer in sketched_layers(model).items()
+        for name, layer in layers.items()
         if layer.rmm_estimator is not None
         for key, tensor in layer.rmm_estimator.tensors().items()
     }
+    for name, one in _directions(layers).items():
+        one.settle()
+        if one.basis is not None:
+            found[f"{name}:{_DIRECTIONS}"] = one.basis
+    return found
 
 
 def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
@@ -71,36 +88,89 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
     Args:
         model: A converted model.
         state: The result of :func:`sketch_state`.
-        tensors: The result of :func:`sketch_tensors`; None starts the norm estimators without observations.
+        tensors: The result of :func:`sketch_tensors`; None starts the norm estimators without observations, and layers
+            without fixed directions.
 
     Raises:
         ValueError: If the layers or their norm estimators differ, or the state is malformed; then nothing changes.
     """
     layers = sketched_layers(model)
     try:
-        choices = {name: AutoBits.from_dict(values) for name, values in state["layers"].items()}
+        saved = set(map(str, state["layers"]))  # versions before 1.0 mapped them to bits that they had chosen
         groups = [tuple(map(str, group)) for group in state.get("groups", [])]
+        learned = {str(name): dict(values) for name, values in state.get("learned", {}).items()}
+        calls = {str(name): int(count) for name, count in state.get("directions", {}).items()}
         names = dict(state.get("norm_estimators", {}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"The sketch state must be the result of sketch_state, got something else ({error!r})."
         ) from None
-    different = sorted(set(layers) ^ set(choices))
+    different = sorted(set(layers) ^ saved)
     if different or not {name for group in groups for name in group} <= set(layers):
         raise ValueError(
             "The sketch state must be of a model with the same sketched layers, "
             f"got other ones: {', '.join(different[:3]) or 'other groups'}. "
             "Convert the model with the configuration that the state was saved under."
         )
-    estimators = _read_estimators(layers, names, tensors or {})
+    known = _learned(model)
+    for name, values in learned.items():
+        if name not in known:
+            raise ValueError(
+                f"The sketch state must be of a model with the same converted modules, got {name!r} in addition. "
+                "Convert the model with the configuration that the state was saved under."
+            )
+        replace(known[name]).load(values)  # an error leaves what is known unchanged
+    bases, others = dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in (tensors or {}).items():
+        name, _, part = key.rpartition(":")
+        (bases if part == _DIRECTIONS else others)[name if part == _DIRECTIONS else key] = tensor
+    directions = _directions(layers)
+    if unknown := sorted(set(bases) - set(directions)):
+        raise ValueError(
+            f"The tensors must be of layers with fixed directions, got those of {unknown[0]}. Convert the model with "
+            "the configuration it was saved under."
+        )
+    estimators = _read_estimators(layers, names, others)
+    for name, values in learned.items():
+        known[name].load(values)
+    checked: dict[str, tuple[Tensor, int, int]] = {}
+    for name, basis in bases.items():
+        replace(directions[name]).load(basis, calls.get(name, 0), _features(layers[name]))
+        weight: Any = layers[name].weight
+        checked[name] = basis.to(weight.device), calls.get(name, 0), basis.shape[0]
+    for name, one in directions.items():
+        one.basis, one.calls, one.pending = None, 0, None
+        if name in checked:
+            one.load(*checked[name])
     for name, layer in layers.items():
-        vars(layer.rmm_auto_bits).update(vars(choices[name]))
-        layer.rmm_auto_bits.choose()  # the saved step was complete
         layer._set_estimator(estimators.get(name))
     for context, numbers in _contexts(layers).items():
         context.sketch_cache.groups |= {
             tuple(numbers[n] for n in group) for group in groups if set(group) <= set(numbers)
         }
+
+
+def _features(layer: SketchedLayer) -> int:
+    return layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]  # pyright: ignore
+
+
+def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
+    """The fixed directions of the layers that may have some."""
+    found: dict[str, Directions] = {}
+    for context, numbers in _contexts(layers).items():
+        found |= {name: context.directions[n] for name, n in numbers.items() if n in context.directions}
+    return found
+
+
+def _learned(model: nn.Module) -> dict[str, Learned]:
+    """What the modules of a model have learned, by their names at its conversion."""
+    contexts = {module.rmm_context: None for module in model.modules() if isinstance(module, ConvertedModule)}
+    return {
+        context.names[index]: one
+        for context in contexts
+        if context is not None
+        for index, one in sorted(context.learned.items())
+    }
 
 
 def _read_estimators(

@@ -47,14 +47,14 @@ def _others(activation: int, norm: int, attention: int) -> dict[str, dict[str, A
     }
 
 
-_TENTH = {LINEAR: {"memory": 0.1, "bits": 4}}
+_DEFAULT: dict[str, dict[str, Any]] = {LINEAR: {}}
 # From the least noise to the least memory. "tenth" is convert's default.
 SETTINGS = (
-    Setting("linears", _TENTH),
+    Setting("linears", _DEFAULT),
     Setting("others", _others(4, 2, 4)),
-    Setting("wide", {LINEAR: {"ratio": 1.0, "bits": 8}, **_others(8, 4, 8)}),
-    Setting("tenth", {**_TENTH, **_others(4, 2, 4)}),
-    Setting(NARROW, {LINEAR: {"memory": 0.05, "bits": 2}, **_others(2, 2, 4)}),
+    Setting("wide", {LINEAR: {"bits": 8}, **_others(8, 4, 8)}),
+    Setting("tenth", {**_DEFAULT, **_others(4, 2, 4)}),
+    Setting(NARROW, {LINEAR: {"bits": 1.6}, **_others(4, 2, 4)}),
 )
 
 

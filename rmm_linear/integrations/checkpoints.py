@@ -26,11 +26,12 @@ _EARLY = re.compile(r"(?:sketch_state|rmm_plan)-(\d+)\.json")
 class SketchStateCallback(TrainerCallback):
     """Saves the state of the sketches, and the plan of :func:`rmm_linear.fit`, and restores them in a resumed run.
 
-    The state is the widths that ``bits="auto"`` chose, the groups of layers that share a sketch, and the tensors of
-    norm estimators. With it, a resumed run continues bit for bit like one that was never interrupted. The first process
-    writes its state as ``sketch_state.json``, with tensors in a safetensors file next to it. Each rank learns from its
-    own batches; after resuming, all ranks continue from the first one's state. The plan of a fitted model is written as
-    ``rmm_plan.json``; a resumed run trains by it, whatever plan the model has then.
+    The state is what modules have learned in their first steps, the groups of layers that share a sketch, and the
+    tensors of norm estimators and fixed directions. With it, a resumed run continues bit for bit like one that was
+    never interrupted. The first process writes its state as ``sketch_state.json``, with tensors in a safetensors file
+    next to it. Each rank learns from its own batches; after resuming, all ranks continue from the first one's state.
+    The plan of a fitted model is written as ``rmm_plan.json``; a resumed run trains by it, whatever plan the model has
+    then.
 
     The Trainer completes a checkpoint, and removes earlier ones, before it calls its callbacks. So that a process that
     is killed in between loses nothing, both are written before that, as ``sketch_state-STEP.json`` and

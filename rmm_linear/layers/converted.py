@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, is_checkpointed
 from rmm_linear.layers.function import SavingCall
@@ -32,6 +35,7 @@ class ConvertedModule(nn.Module):
 
     Attributes:
         rmm_operation: Its operation, one of :data:`rmm_linear.config.OPERATIONS`.
+        rmm_learns_rows: Whether what it saves of a row is for the gradient of the same row of its output.
         rmm_config: How the module saves its activations.
         rmm_context: The context of the converted model, or None for a module outside of one.
         rmm_index: Index of the module in the converted model.
@@ -40,6 +44,7 @@ class ConvertedModule(nn.Module):
     """
 
     rmm_operation: ClassVar[str]
+    rmm_learns_rows: ClassVar[bool] = True
     rmm_config: RMMConfig
     rmm_context: ModelContext | None
     rmm_index: int
@@ -51,6 +56,8 @@ class ConvertedModule(nn.Module):
         self.rmm_context = context
         self.rmm_index = index
         self.rmm_mask_checked = self.rmm_took_seed = False
+        if context is not None and self.rmm_learns_rows and self.rmm_config.mask_padding:
+            context.learned[index] = GradientRows()
 
     def _tear_down(self) -> None:
         for name in [name for name in vars(self) if name.startswith("rmm_")]:
@@ -60,8 +67,8 @@ class ConvertedModule(nn.Module):
         """Refuse torch.jit.script, which calls this."""
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
 
-    def _unwatched_call(self, tokens: int, device: torch.device, seeded: bool = True) -> SavingCall | None:
-        """Return the arguments of a call of N tokens that :func:`is_unwatched`; None for the general way."""
+    def _unwatched_call(self, shape: tuple[int, ...], device: torch.device, seeded: bool = True) -> SavingCall | None:
+        """Return the arguments of a call that :func:`is_unwatched`; None for the general way."""
         own = vars(self)
         if "_is_replica" in own:
             return None
@@ -70,12 +77,15 @@ class ConvertedModule(nn.Module):
             found = draw_seed() if seeded else None, None, None
         else:
             masked, is_checked = own["rmm_config"].mask_padding, own["rmm_mask_checked"]
-            found = context.unwatched_call(own["rmm_index"], tokens, device, masked, is_checked, seeded)
+            found = context.unwatched_call(own["rmm_index"], shape, device, masked, is_checked, seeded)
             if found is None:
                 return None
         own["rmm_took_seed"] = seeded  # nn.Module's own assignment takes 3 µs
         seed, mask, forward_pass = found
-        return SavingCall(seed, mask, None, False, forward_pass)
+        learned = None if context is None or mask is None else context.learned.get(own["rmm_index"])
+        is_pattern = getattr(learned, "pattern", 0) and own["rmm_config"].mask_padding
+        on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
+        return SavingCall(seed, mask, on_backward, False, forward_pass)
 
     def _refuse_transforms(self) -> None:
         """Refuse calls that run the forward pass without the backward pass that activations are compressed for."""
@@ -107,13 +117,31 @@ class ConvertedModule(nn.Module):
             context.checks.note_checkpointed(self.rmm_index)
         return True
 
-    def _note_backward(self, y: Tensor, mask: TokenMask | None) -> None:
-        """Check what the first backward pass shows: ``y`` is the gradient of the output, shape (N, O)."""
+    def _note_backward(
+        self, y: Tensor, mask: TokenMask | None, shape: tuple[int, ...] | None = None, *, is_pattern: bool = False
+    ) -> None:
+        """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it.
+
+        ``shape``: The leading dimensions of a call that saves every row, whose module may learn which have a gradient.
+        ``is_pattern``: Whether the mask is of the rows that it has learned, which every pass checks.
+        """
         if is_reverted(self):
             return
-        if self.rmm_context is not None:
-            self.rmm_context.note_backward()
-        if mask is None or self.rmm_mask_checked or is_capturing(y.device):
+        context, index = self.rmm_context, self.rmm_index
+        if context is not None:
+            context.note_backward()
+        if is_capturing(y.device):
+            return
+        rows = None if context is None or not self.rmm_config.mask_padding else context.rows_of(index)
+        if context is not None and is_pattern and mask is not None:
+            others = largest_of_rows(y).index_select(0, mask.order[mask.valid_count :])
+            context.note_left_out(index, ((others != 0) & others.isfinite()).any())
+            self.rmm_mask_checked = True  # by every pass, which takes no part of it on trust
+            return
+        if rows is not None and shape is not None:
+            with _disable_current_modes():  # what counts bytes or operators is to see those of training
+                rows.observe(y, shape, mask)
+        if mask is None or self.rmm_mask_checked:
             return
         padding = y[mask.order[mask.valid_count :]]
         finite = padding.isfinite()

@@ -16,17 +16,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import HostRead
+from rmm_linear.context.directions import Directions
 from rmm_linear.context.model_context import SketchCache
 from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import TokenMask
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -262,6 +264,7 @@ class LinearCall:
         expected: Returns ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), or None without a prediction. Called only
             where a sketch is made, so once for all layers that share it. None is a call without predictions.
         on_backward: Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them.
+        directions: The fixed directions of the input; None for none.
     """
 
     spec: SaveSpec
@@ -272,6 +275,12 @@ class LinearCall:
     index: int = 0
     expected: Callable[[], Tensor | None] | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
+    directions: Directions | None = None
+
+    @property
+    def index_of_rows(self) -> Tensor | None:
+        """The rows that are saved, int64, shape (n,); None for all."""
+        return None if self.mask is None else self.mask.index
 
 
 def sketched_linear(
@@ -300,8 +309,8 @@ def sketched_linear(
         seed: Seed of S, a signed 64-bit integer. None draws one from torch's global CPU generator, whether grad mode is
             on or not, so that later random numbers do not depend on it.
         token_mask: True, or a non-zero integer, for rows whose gradient with respect to the output is not zero; padding
-            is false and left out of the sketch. Shape (*), as the leading dimensions of ``input``. It is not checked: a
-            masked row with a gradient would be missing from dW.
+            is false and not saved. Shape (*), as the leading dimensions of ``input``. It is not checked: a masked row
+            with a gradient would be missing from dW. The host waits for the number of valid rows.
 
     Returns:
         Shape (*, O). Equal to the output of ``torch.nn.functional.linear`` to the bit.
@@ -319,12 +328,15 @@ def sketched_linear(
     """
     _check_arguments(input, config, seed, token_mask)
     dtype = autocast_dtype(input.device.type, input.dtype)
-    spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, config)
+    itemsize = (dtype or input.dtype).itemsize
+    spec = spec_for(input.shape, itemsize, weight, config)
     if spec is None:
         return F.linear(input, weight, bias)
-    if seed is None and not torch.compiler.is_compiling():
-        seed = draw_seed()
     mask = None if token_mask is None else TokenMask.of(token_mask.reshape(-1))
+    if not torch.compiler.is_compiling():
+        seed = draw_seed() if seed is None else seed
+        if mask is not None and not (is_capturing(input.device) or isinstance(mask.count, FakeTensor)):
+            spec = spec_for(input.shape, itemsize, weight, config, mask.valid_count) or spec
     return saved_linear(input, weight, bias, LinearCall(spec, seed, dtype, mask))
 
 
@@ -350,16 +362,23 @@ def _check_arguments(input: Tensor, config: object, seed: object, token_mask: Te
 
 
 def spec_for(
-    shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, bits: int | None = None
+    shape: torch.Size, itemsize: int, weight: Tensor, config: RMMConfig, valid: int | None = None
 ) -> SaveSpec | None:
     """Return how a layer saves its input of shape (*, I), from shapes and dtypes alone.
 
-    None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse. ``bits`` is the
-    width chosen for ``bits="auto"``.
+    None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse. ``valid`` is the
+    number of rows that are no padding, or None for all.
     """
-    if not weight.requires_grad or 0 in weight.shape or not shape or shape[-1] != weight.shape[-1]:
+    return spec_of(shape, itemsize, weight.shape, weight.requires_grad, config, valid)
+
+
+def spec_of(
+    shape: torch.Size, itemsize: int, weight: torch.Size, is_trained: bool, config: RMMConfig, valid: int | None
+) -> SaveSpec | None:
+    """As :func:`spec_for`, from the shape of the weight and whether it is trained."""
+    if not is_trained or 0 in weight or not shape or shape[-1] != weight[-1]:
         return None
-    return config.spec(shape[:-1].numel(), shape[-1], itemsize, bits)
+    return config.spec(shape[:-1].numel(), shape[-1], itemsize, valid)
 
 
 def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
@@ -388,7 +407,9 @@ def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
         if call.seed is None:
             return (save_traced(cast(input, call.dtype), call.spec, call.mask),)  # not a view: see save_traced
         expected = None if call.expected is None else call.expected()
-        saved = save_input(x.reshape(-1, x.shape[-1]), call.spec, call.mask, call.seed, expected)
+        rows = x.reshape(-1, x.shape[-1])
+        basis = None if call.directions is None else call.directions.basis_for(rows, call.index_of_rows)
+        saved = save_input(rows, call.spec, call.mask, call.seed, expected, basis)
     if entry is not None:
         entry.saved = saved
     return saved

@@ -8,16 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import AutoBits
+from rmm_linear.context.directions import Directions
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.surroundings import in_backward, is_unwatched
+from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
-from rmm_linear.layers.function import LinearCall, UnwatchedLinearFunction, saved_linear, spec_for, unsaved_linear
+from rmm_linear.layers.function import (
+    LinearCall,
+    UnwatchedLinearFunction,
+    saved_linear,
+    spec_for,
+    spec_of,
+    unsaved_linear,
+)
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_view_of_more, save
 from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
@@ -31,8 +37,10 @@ class LinearPlan(NamedTuple):
     """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike.
 
     Attributes:
+        by_valid: The decisions for fewer rows than all, by their number and whether they are of a learned pattern.
         spec: How the input is saved; None if the layer is exact.
         is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
+        is_directed: Whether fixed directions may be taken out of all rows that are saved.
         key: The spec as a string, for the cache of sketches.
     """
 
@@ -40,26 +48,27 @@ class LinearPlan(NamedTuple):
     spec: SaveSpec | None
     is_general: bool
     key: str
+    is_directed: bool = False  # models that older versions have pickled have neither this nor the next
+    by_valid: dict[tuple[int, bool], LinearPlan] | None = None
 
 
 class SketchedLayer(ConvertedModule):
     """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
 
     Attributes:
-        rmm_auto_bits: The width chosen for ``bits="auto"``.
         rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
     """
 
     rmm_operation = "linear"
-    rmm_auto_bits: AutoBits
     rmm_estimator: NormEstimator | None
     rmm_plan: LinearPlan | None  # of the last call
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
         super()._set_up(config, context, index)
         self.rmm_plan = None
-        self.rmm_auto_bits = AutoBits() if context is None else context.auto_bits_of(index)
         self._set_estimator(make_norm_estimator(self.rmm_config.norm_estimator))
+        if context is not None and self.rmm_config.directions:
+            context.directions[index] = Directions(self.rmm_config.directions)
 
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
@@ -85,7 +94,8 @@ class SketchedLayer(ConvertedModule):
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
             return run(input, weight, bias)
         dtype = autocast_dtype(input.device.type, input.dtype)
-        spec = self._spec(input.shape, (dtype or input.dtype).itemsize, weight, self._bits())
+        itemsize = (dtype or input.dtype).itemsize
+        spec = self._spec(input.shape, itemsize, weight)
         self._note_rows(input, spec)
         if spec is None and not is_view_of_more(input):
             return F.linear(input, weight, bias)
@@ -97,7 +107,7 @@ class SketchedLayer(ConvertedModule):
         if torch.compiler.is_compiling():
             call = self._traced_call(input, spec, dtype)
         else:
-            call = self._call(input, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
+            call = self._call(input, weight, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
         return saved_linear(input, weight, bias, call)
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -107,37 +117,48 @@ class SketchedLayer(ConvertedModule):
             return None
         if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
             return None
-        config, shape, bits = own["rmm_config"], input.shape, own["rmm_auto_bits"].bits
-        if bits is None and config.bits == "auto" and config.memory is not None:
-            return None
-        plan = self._plan(shape, input.itemsize, weight, bits)
-        call = None if plan.is_general else self._unwatched_call(shape[:-1].numel(), input.device)
+        shape = input.shape
+        plan = self._plan(shape, input.itemsize, weight)
+        call = None if plan.is_general else self._unwatched_call(shape[:-1], input.device)
         if call is None or call.seed is None or plan.spec is None:
             return None
+        if call.mask is not None:
+            plan = self._plan(shape, input.itemsize, weight, call.mask.valid_count, call.on_backward is not None)
         context, entry, saved = own["rmm_context"], None, None
         if context is not None and context.sketch_cache.is_shared(own["rmm_index"]):
             entry = context.sketch_cache.entry(input, (plan.key, call.mask, None), own["rmm_index"])
             saved = entry.saved
         if saved is None:
-            saved = save.run(input.detach().reshape(-1, shape[-1]), plan.spec, call.mask, call.seed)
+            x, basis = input.detach().reshape(-1, shape[-1]), None
+            if plan.is_directed and context is not None:
+                basis = context.directions[own["rmm_index"]].basis_for(x, call.index)
+            if basis is None:
+                saved = save.run(x, plan.spec, call.mask, call.seed)
+            else:
+                saved = *save.run(x, plan.spec, call.mask, call.seed, None, basis), basis
             if entry is not None:
                 entry.saved = saved
         return UnwatchedLinearFunction.run(input, weight, bias, plan.spec, call, *saved)
 
-    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> SaveSpec | None:
+    def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor) -> SaveSpec | None:
         """Return the decision of :func:`spec_for`."""
         if torch.compiler.is_compiling():
-            return spec_for(shape, itemsize, weight, self.rmm_config, bits)
-        return self._plan(shape, itemsize, weight, bits).spec
+            return spec_for(shape, itemsize, weight, self.rmm_config)
+        return self._plan(shape, itemsize, weight).spec
 
-    def _plan(self, shape: torch.Size, itemsize: int, weight: Tensor, bits: int | None) -> LinearPlan:
+    def _plan(
+        self, shape: torch.Size, itemsize: int, weight: Tensor, valid: int | None = None, is_pattern: bool = False
+    ) -> LinearPlan:
         own, config = vars(self), self.rmm_config
-        decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, bits, config), own["rmm_plan"]
+        decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, config), own["rmm_plan"]
         if type(known) is not LinearPlan or known.decided_by != decided_by:  # pickled models may have another
-            spec, tokens = spec_for(shape, itemsize, weight, config, bits), shape[:-1].numel()
-            is_general = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= tokens)
-            own["rmm_plan"] = known = LinearPlan(decided_by, spec, is_general, repr(spec))
-        return known
+            own["rmm_plan"] = known = _decided(decided_by)
+        if valid is None:
+            return known
+        plans, key = known.by_valid or {}, (valid, is_pattern)
+        if key not in plans:
+            plans[key] = _decided(decided_by, valid, is_pattern)
+        return plans[key]
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
         """Tell the context whether the input has enough rows for a sketch."""
@@ -148,35 +169,34 @@ class SketchedLayer(ConvertedModule):
         if is_other or (self.weight.requires_grad and tokens <= self.rmm_config.min_rows):  # pyright: ignore[reportAttributeAccessIssue]
             self.rmm_context.checks.note_rows(self.rmm_index, None if is_other else tokens)
 
-    def _bits(self) -> int | None:
-        """Return the width chosen for ``bits="auto"``, for this call."""
-        if torch.compiler.is_compiling():
-            return self.rmm_auto_bits.bits
-        if self.rmm_context is None and self.rmm_auto_bits.backward_seen and not in_backward():
-            self.rmm_auto_bits.backward_seen = False
-            self.rmm_auto_bits.choose()  # between steps: a checkpoint may hold several calls
-        return self.rmm_auto_bits.width()
-
-    def _call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None, shape: tuple[int, ...]) -> LinearCall:
+    def _call(
+        self, input: Tensor, weight: Tensor, spec: SaveSpec, dtype: torch.dtype | None, shape: tuple[int, ...]
+    ) -> LinearCall:
         """Return what this call saves, with a seed in every grad mode: both passes of a checkpoint must take one."""
         config, context, index = self.rmm_config, self.rmm_context, self.rmm_index
         if context is None:
             call = LayerCall(shape, input.device)
         else:
             call = context.call_of(index, shape, input.device, config.mask_padding)
-        is_choosing = config.bits == "auto" and config.memory is not None and self.rmm_auto_bits.bits is None
-        if is_choosing and not in_backward() and not is_capturing(input.device):
-            with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
-                x = input.detach().reshape(call.tokens, -1)
-                self.rmm_auto_bits.observe(x, config, (dtype or input.dtype).itemsize, call.mask)
+        mask = call.mask
+        if context is not None and config.mask_padding and self.rmm_estimator is None:
+            mask = context.saved_rows(index, call.shape, mask, input.device)
+        itemsize = (dtype or input.dtype).itemsize
+        valid = None if mask is None or is_capturing(input.device) else mask.valid_count
+        is_pattern = mask is not call.mask
+        plan = self._plan(input.shape, itemsize, weight, valid, is_pattern)
+        spec = plan.spec or spec
         # Set without an estimator too: layers that share the sketch may have one.
         expected = functools.partial(self._expected, call) if spec.samples_rows(call.tokens) else None
         held = None if context is None else context.current_pass  # by the node, for a recomputation
-        on_backward = functools.partial(self._on_backward, call, held=held)
+        on_backward = functools.partial(self._on_backward, call, held=held, is_pattern=is_pattern)
         if context is None:
-            return LinearCall(spec, draw_seed(), dtype, call.mask, expected=expected, on_backward=on_backward)
+            return LinearCall(spec, draw_seed(), dtype, mask, expected=expected, on_backward=on_backward)
         cache = context.sketch_cache if context.is_open() else None  # outside of a forward pass, nothing clears it
-        return LinearCall(spec, context.layer_seed(index), dtype, call.mask, cache, index, expected, on_backward)
+        is_directed = plan.is_directed and not is_capturing(input.device)
+        directions = context.directions.get(index) if is_directed else None
+        seed = context.layer_seed(index)
+        return LinearCall(spec, seed, dtype, mask, cache, index, expected, on_backward, directions)
 
     def _traced_call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None) -> LinearCall:
         mask = None
@@ -190,12 +210,12 @@ class SketchedLayer(ConvertedModule):
             return self.rmm_context.expected(self.rmm_index, call)
         return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
 
-    def _on_backward(self, call: LayerCall, y: Tensor, mask: TokenMask | None, held: object = None) -> None:
+    def _on_backward(
+        self, call: LayerCall, y: Tensor, mask: TokenMask | None, held: object = None, *, is_pattern: bool = False
+    ) -> None:
         if is_reverted(self):
             return
-        if self.rmm_context is None:
-            self.rmm_auto_bits.backward_seen = True
-        self._note_backward(y, mask)
+        self._note_backward(y, mask, call.shape, is_pattern=is_pattern)
         if self.rmm_estimator is not None:
             norms = row_norms(y.detach()).float()
             # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.
@@ -203,12 +223,12 @@ class SketchedLayer(ConvertedModule):
 
     def _describe(self) -> str:
         config = self.rmm_config
-        amount = (
-            f"ratio={config.ratio:g}" if config.ratio is not None else f"memory={config.memory:g}, bits={config.bits}"
-        )
-        block = "" if config.block is None else f", block={config.block}"
-        expected = f", norm_estimator={config.norm_estimator}" if self.rmm_estimator is not None else ""
-        return f"kind={config.kind}, {amount}{block}{expected}, min_rows={config.min_rows}"
+        said = [f"kind={config.kind}"]
+        said += [f"{name}={value:g}" for name in ("ratio", "memory") if (value := getattr(config, name)) is not None]
+        said += [] if config.ratio is not None else [f"bits={config.bits if config.memory else config.width(1, 1)}"]
+        said += [f"block={config.block}"] if config.block is not None else []
+        said += [f"norm_estimator={config.norm_estimator}"] if self.rmm_estimator is not None else []
+        return f"{', '.join(said)}, min_rows={config.min_rows}"
 
 
 class RMMLinear(SketchedLayer, nn.Linear):
@@ -295,6 +315,18 @@ class RMMLinear(SketchedLayer, nn.Linear):
             The fields of ``nn.Linear`` and of the sketch.
         """
         return f"{super().extra_repr()}, {self._describe()}"
+
+
+def _decided(by: tuple[Any, ...], valid: int | None = None, is_pattern: bool = False) -> LinearPlan:
+    shape, itemsize, weight_shape, is_trained, config = by
+    spec = spec_of(shape, itemsize, weight_shape, is_trained, config, valid)
+    if is_pattern and valid is not None and valid <= config.min_rows:  # a row per sequence, as it is
+        spec = SaveSpec("countsketch", valid)
+    rows = shape[:-1].numel() if valid is None else valid
+    is_general = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= rows)
+    is_coded = spec is not None and spec.bits is not None and spec.kind == "countsketch" and spec.rows >= rows
+    is_directed = is_coded and Directions(config.directions).fits(shape[-1], weight_shape[0])
+    return LinearPlan(by, spec, is_general, repr(spec), is_directed, {})
 
 
 def _shared_state(module: nn.Module) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
     """Attribute the bytes that autograd saves for the backward pass to the modules of a model.
 
     Works on any device, through ``torch.autograd.graph.saved_tensors_hooks``. Tensors that other such hooks inside the
-    block store themselves (activation checkpointing, ``save_on_cpu``) are not counted, nor are parameters, buffers, and
-    tensors on the meta device, which have no bytes.
+    block store themselves (activation checkpointing, ``save_on_cpu``) are not counted, nor are parameters, buffers,
+    fixed directions, which are kept from step to step, and tensors on the meta device, which have no bytes.
 
     Args:
         model: The model that runs inside the block.
@@ -138,12 +138,15 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         >>> saved.by_module  # the input, 10 × 4 × 4 bytes
         {'0': 160}
     """
+    contexts = {id(found): found for one in model.modules() if (found := getattr(one, "rmm_context", None)) is not None}
     own = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
     ledger = Ledger()
     running: list[str] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
         if not has_bytes(tensor) or not tensor.untyped_storage().nbytes() or storage_key(tensor) in own:
+            return _SavedTensor(tensor, None, None)
+        if any(one.basis is tensor for context in contexts.values() for one in context.directions.values()):
             return _SavedTensor(tensor, None, None)
         return _SavedTensor(tensor, ledger, ledger._add(tensor, running[-1] if running else ""))
 

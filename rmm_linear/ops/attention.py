@@ -30,6 +30,7 @@ from rmm_linear.packing import attention as plain
 from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec, Bits, additive, attention_parts, parts_of, score_rows
 from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
+from rmm_linear.packing.pack import unrotate
 from rmm_linear.packing.stored import empty_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
@@ -121,9 +122,9 @@ def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
 
 
 def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
-    codes, qparams, seed = stored
-    parts = packing.unpack_parts(codes, qparams, seed, bits, columns, dtype)
-    return lambda begin, end: packing.unrotate(parts(begin, end), seed)
+    codes, scales, seed = stored
+    parts = packing.unpack_parts(codes, scales, seed, bits, columns, dtype)
+    return lambda begin, end: unrotate(parts(begin, end), seed)
 
 
 def _unpacked_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:

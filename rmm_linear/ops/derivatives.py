@@ -108,11 +108,11 @@ def pack_derivative(
     if function.is_exact:
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
         return stored
-    seeds, codes, *qparams = views(stored, parts)
+    seeds, codes, *scales = views(stored, parts)
     fill_seed(seeds, seed)
     if not function.is_bounded:
         rows = torch.relu(x if index is None else x.index_select(0, index))
-        PACK(rows, bits, seeds, out=(codes, *qparams))
+        PACK(rows, bits, seeds, out=(codes, *scales))
     else:
         PACK_DERIVATIVE(x, codes, function, bits, seeds, index)
     return stored
@@ -139,11 +139,11 @@ def apply_derivative(
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
     if function.is_exact:
         return APPLY_DERIVATIVE(y, views(stored, parts)[0], function, bits, None, index)
-    seeds, codes, *qparams = views(stored, parts)
+    seeds, codes, *scales = views(stored, parts)
     if function.is_bounded:
         return APPLY_DERIVATIVE(y, codes, function, bits, seeds, index)
     wide = torch.promote_types(y.dtype, torch.float32)
-    relu = UNPACK(codes, *qparams, seeds, bits, y.shape[1], wide)
+    relu = UNPACK(codes, *scales, seeds, bits, y.shape[1], wide)
     if index is None:
         return relu.mul_(2).mul_(y).to(y.dtype)
     return y.new_zeros(y.shape).index_copy_(0, index, relu.mul_(2).mul_(y.index_select(0, index)).to(y.dtype))

@@ -69,7 +69,7 @@ def norm_bytes(rows: int, columns: int, bits: int) -> int:
 
     Example:
         >>> norm_bytes(1024, 768, 2), 1024 * 768 * 4
-        (249872, 3145728)
+        (213008, 3145728)
     """
     return stored_bytes(norm_parts(rows, columns, bits))
 
@@ -101,7 +101,7 @@ def _fused_samples(case: Case) -> Iterator[Call]:
     native=native.stored_norm,
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
-    """Normalize rows, and store them in few bits: :func:`norm_bytes` bytes, of seed, rstd, codes and qparams.
+    """Normalize rows, and store them in few bits: :func:`norm_bytes` bytes, of seed, rstd, codes and scales.
 
     x: Floating point; its last ``dims`` dimensions have H elements together, and make a row of the others' N. index:
     Rows to store, int64, shape (n,); None for all.
@@ -109,9 +109,9 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = empty_stored(x, parts).zero_()
-    seeds, rstd, codes, qparams = views(stored, parts)
+    seeds, rstd, codes, scales = views(stored, parts)
     fill_seed(seeds, seed)
-    PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, qparams, rstd))
+    PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, scales, rstd))
     return stored
 
 
@@ -169,10 +169,10 @@ def norm_backward(
     y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, shape (H,); None is 1. Returns dX,
     shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,).
     """
-    seeds, rstd, codes, qparams = views(
+    seeds, rstd, codes, scales = views(
         stored, norm_parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
     )
-    saved = NormCopy(codes, qparams, rstd)
+    saved = NormCopy(codes, scales, rstd)
     found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, centered=centered, index=index, dtype=dtype, sums=sums)
     return found.x.contiguous(), found.weight, found.bias
 
@@ -196,6 +196,6 @@ def _matrix(x: Tensor, dims: int) -> Tensor:
 
 def _store(seeds: Tensor, saved: NormCopy, parts: list[Part]) -> Tensor:
     stored = empty_stored(seeds, parts).zero_()
-    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.qparams), strict=True):
+    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.scales), strict=True):
         view.copy_(tensor)
     return stored

@@ -6,7 +6,8 @@ On CPU, intermediate results that are read only once are made a few rows at a ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from rmm_linear import packing, sketches
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.philox import Generator, philox
-from rmm_linear.spec import SaveSpec
+from rmm_linear.spec import COORDINATE_BITS, SaveSpec
 
 _CHUNK = 1 << 20  # elements that are unpacked at a time on CPU: they stay in its caches and need no new pages
 _BLOCK = 128  # rows of Z of which libraries of products like a multiple
@@ -42,36 +43,36 @@ def sketch(
 
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) of M, shape (N, D); on CPU, SᵀM never exists as a whole.
+    """Return encode(SᵀM) of M, shape (N, D); on CPU, SᵀM never exists as a whole.
 
     Of float16, sketches are made in float32: the sums may exceed it. ``seed`` is that of S and of the rounding.
     """
     matrix = matrix.float() if matrix.dtype == torch.float16 else matrix
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
     if matrix.device.type != "cpu":
-        return packing.pack(sketches.sketch(matrix, **shape), spec.bits or 0, seed)
+        return packing.encode(sketches.sketch(matrix, **shape), spec.bits or 0, seed)
     size = spec.kept_rows(matrix.shape[0]), matrix.shape[1]
-    return packing.pack_parts(sketches.sketch_parts(matrix, **shape), size, spec.bits or 0, seed)
+    return packing.encode_parts(sketches.sketch_parts(matrix, **shape), size, spec.bits or 0, seed)
 
 
 def unpacked_product(
-    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+    y: Tensor, codes: Tensor, scales: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return (SᵀY)ᵀ unpack(Z), shape (O, I), with float32 accumulation at least, for Y (N, O).
+    """Return (SᵀY)ᵀ decode(Z), shape (O, I), with float32 accumulation at least, for Y (N, O).
 
     The product is taken with Z still rotated and is unrotated afterwards, since it has O rows where Z has K.
     """
-    dtype, y = y.dtype, y.float() if y.dtype == torch.float16 else y
+    dtype, y, bits = y.dtype, y.float() if y.dtype == torch.float16 else y, packing.check_code(spec.bits)
     shape = {"kind": spec.kind, "seed": seed, "rows": spec.rows, "block": spec.block, "mask": mask}
     if y.device.type != "cpu":
         if mask is not None or len(codes) < y.shape[0]:
             y = sketches.sketch(y, **shape)
-        z = packing.unpack(codes, qparams, seed, spec.bits or 0, columns, y.dtype, rotated=True)
-        return packing.unrotate(y.T @ z, seed).to(dtype)
+        z = packing.decode(codes, scales, seed, bits, columns, y.dtype, rotated=True)
+        return packing.unrotate(y.T @ z, seed, bits, columns).to(dtype)
     sketched = sketches.sketch_parts(y, **shape)
-    unpacked = packing.unpack_parts(codes, qparams, seed, spec.bits or 0, columns, y.dtype)
-    product = product_of_parts(y, len(codes), columns, sketched, unpacked)
-    return packing.unrotate(product, seed).to(dtype)
+    unpacked = packing.decode_parts(codes, scales, seed, bits, columns, y.dtype)
+    product = product_of_parts(y, len(codes), packing.rotated_columns(columns, bits), sketched, unpacked)
+    return packing.unrotate(product, seed, bits, columns).to(dtype)
 
 
 def product_of_parts(
@@ -117,9 +118,91 @@ def sample_rows(
     return sketches.sample_rows(p, keys, SAMPLERS[spec.kind], mask)
 
 
-def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
-    """Return pack(SᵀM) of M, shape (N, D), for K sampled rows; on CPU, SᵀM never exists as a whole."""
-    return packing.pack_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
+def directed(
+    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes and scales of X − C Bᵀ, and of C = X B in 8 bits; on CPU, the former never exists as a whole.
+
+    basis: B, shape (I, k), orthonormal. index: The rows of X that are encoded, int64, shape (n,); None for all.
+    """
+    return directed_by(x, bits, seed, basis, index, CODER)
+
+
+class Coder(NamedTuple):
+    """The functions of :mod:`rmm_linear.packing` that fixed directions need, or others that do the same."""
+
+    encode_parts: Callable[..., tuple[Tensor, Tensor]]
+    encode: Callable[..., tuple[Tensor, Tensor]]
+    decode_parts: Callable[..., Callable[[int, int], Tensor]]
+    decode: Callable[..., Tensor]
+    rotate: Callable[[Tensor, Tensor, float], Tensor]
+    unrotate: Callable[[Tensor, Tensor, float, int], Tensor]
+
+
+CODER = Coder(
+    packing.encode_parts, packing.encode, packing.decode_parts, packing.decode, packing.rotate, packing.unrotate
+)
+
+
+def directed_by(
+    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None, coder: Coder
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what :func:`directed` does with other functions."""
+    rows = x.shape[0] if index is None else len(index)
+    dtype = x.dtype if x.device.type != "cpu" else torch.promote_types(x.dtype, torch.float32)
+    basis, coordinates = basis.to(dtype), x.new_empty(rows, basis.shape[1], dtype=dtype)
+    buffers: list[Tensor] = []  # new memory takes longer than a product
+
+    def rest(begin: int, end: int) -> Tensor:
+        values = (x[begin:end] if index is None else x.index_select(0, index[begin:end])).to(dtype)
+        found = torch.mm(values, basis, out=coordinates[begin:end])
+        if not buffers:
+            buffers.append(torch.empty_like(values))
+        return torch.addmm(values, found, basis.T, alpha=-1, out=buffers[0][: end - begin])
+
+    stored = coder.encode_parts(rest, (rows, x.shape[1]), bits, seed)
+    return *stored, *coder.encode(coordinates, COORDINATE_BITS, seed ^ 1)
+
+
+def directed_product(
+    y: Tensor, saved: Sequence[Tensor], bits: float, columns: int, index: Tensor | None = None
+) -> Tensor:
+    """Return the product of Yᵀ with what :func:`directed` has saved, shape (O, I).
+
+    saved: Codes and scales of the rest, the seed, codes and scales of the coordinates, and B.
+    """
+    return directed_product_by(y, saved, bits, columns, index, CODER)
+
+
+def directed_product_by(
+    y: Tensor,
+    saved: Sequence[Tensor],
+    bits: float,
+    columns: int,
+    index: Tensor | None,
+    coder: Coder,
+) -> Tensor:
+    """Do what :func:`directed_product` does with other functions."""
+    (codes, scales, seed, *coordinates, basis), dtype = saved, y.dtype
+    y = (y if index is None else y.index_select(0, index)).to(torch.float32 if dtype == torch.float16 else dtype)
+    found = coder.decode(*coordinates, seed ^ 1, COORDINATE_BITS, basis.shape[1], y.dtype)
+    rotated = coder.rotate(basis.T.contiguous(), seed, bits).to(y.dtype)
+    rest = coder.decode_parts(codes, scales, seed, bits, columns, y.dtype)
+
+    def rows(begin: int, end: int) -> Tensor:
+        return rest(begin, end).addmm_(found[begin:end], rotated)
+
+    width = packing.rotated_columns(columns, bits)
+    if y.device.type != "cpu":
+        product = y.T @ rows(0, len(codes))
+    else:
+        product = product_of_parts(y, len(codes), width, lambda begin, end: y[begin:end], rows)
+    return coder.unrotate(product, seed, bits, columns).to(dtype)
+
+
+def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: float) -> tuple[Tensor, Tensor]:
+    """Return encode(SᵀM) of M, shape (N, D), for K sampled rows; on CPU, SᵀM never exists as a whole."""
+    return packing.encode_parts(row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
 
 
 def row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:

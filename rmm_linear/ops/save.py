@@ -19,6 +19,7 @@ from rmm_linear.ops.dispatch import Call, Case, call, operator
 from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.ops.sketches import (
+    DIRECTED,
     GATHER_ROWS,
     PACKED_ROWS,
     PACKED_SKETCH,
@@ -31,15 +32,15 @@ from rmm_linear.ops.sketches import (
     to_arguments,
     weight_gradient,
 )
-from rmm_linear.packing import GROUP, empty_packed
+from rmm_linear.packing import GROUP, empty_encoded
 from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, RowSample, TokenMask
 from rmm_linear.sketches.seeds import draw_seed, seed_on
-from rmm_linear.spec import SaveSpec
+from rmm_linear.spec import COORDINATE_BITS, SaveSpec
 
 
 def _samples(case: Case) -> Iterator[Call]:
-    for spec in specs(case, None, 8, 4, 2):
+    for spec in specs(case, None, 8, 4, 1.6):
         yield call(case.matrix(), spec, case.mask, 77)
     for place, kind in enumerate(SAMPLERS if case.rows > 1 else ()):
         for bits in (None, 4):
@@ -48,7 +49,7 @@ def _samples(case: Case) -> Iterator[Call]:
 
 
 def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
-    (tokens, columns), (spec, _mask) = x, from_arguments(*how)
+    (tokens, columns), (spec, _mask) = x, from_arguments(*how[:7])
     if spec.samples_rows(tokens):
         made = 2 * tokens * columns + spec.rows * columns  # the norms of all rows, and the sampled rows
     else:
@@ -59,25 +60,36 @@ def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
 # PyTorch 2.6 accepts a list, but not a tuple, from an operator that returns Tensor[].
 @operator(
     "keep",
-    f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}) -> Tensor[]",
+    f"(Tensor x, SymInt seed, Tensor? expected, {SCHEMA}, Tensor? basis=None) -> Tensor[]",
     samples=_samples,
     flops=_flops,
     native=native.save,
-    flatten=lambda x, spec, mask, seed, expected=None: (x, seed, expected, *to_arguments(spec, mask)),
-    registered=lambda function, x, seed, expected, *how, **named: list(
-        function(x, *from_arguments(*how, **named), seed, expected)
+    flatten=lambda x, spec, mask, seed, expected=None, basis=None: (
+        x, seed, expected, *to_arguments(spec, mask), basis
     ),
-)
+    registered=lambda function, x, seed, expected, *how, basis=None, **named: list(
+        function(x, *from_arguments(*how[:7], **named), seed, expected, *(how[7:] or (basis,)))
+    ),
+)  # fmt: skip
 def save(
-    x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
+    x: Tensor,
+    spec: SaveSpec,
+    mask: TokenMask | None,
+    seed: int,
+    expected: Tensor | None = None,
+    basis: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compress an input X, shape (N, I): return the tensors that are saved.
 
-    They are (Z, seed), or (codes, qparams, seed) when packed. Where rows are sampled, (Z, index, scale), or (codes,
-    qparams, index, scale, seed) when packed. ``expected`` is ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds
-    that sample rows of X; None without a prediction.
+    They are (Z, seed), or (codes, scales, seed) when packed. Where rows are sampled, (Z, index, scale), or (codes,
+    scales, index, scale, seed) when packed. ``expected`` is ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), for kinds
+    that sample rows of X; None without a prediction. With ``basis``, the codes are of what the rows have besides these
+    fixed directions, and behind the seed are codes and scales of their coordinates (:func:`~plain.directed`).
     """
     seeds = seed_on(x.device, seed)
+    if basis is not None and spec.bits is not None:
+        codes, scales, *coordinates = DIRECTED(x, spec.bits, seeds, basis, None if mask is None else mask.index)
+        return codes, scales, seeds, *coordinates
     if spec.samples_rows(x.shape[0]):
         index, scale = SAMPLE_ROWS(x, seeds, spec, expected, mask)
         stored = RowSample(index, scale / fp16_scale(x.dtype, x.shape[0], spec.rows))
@@ -91,17 +103,25 @@ def save(
 
 
 @save.register_fake
-def _(x, seed, expected, *arguments, **named):
-    spec, _mask = from_arguments(*arguments, **named)
-    return list(empty_saved(x, x.shape[0], x.shape[1], spec))
+def _(x, seed, expected, *arguments, basis=None, **named):
+    (spec, _mask), basis = from_arguments(*arguments[:7], **named), (arguments[7] if len(arguments) > 7 else basis)
+    saved = empty_saved(x, x.shape[0], x.shape[1], spec)
+    return [*saved, *(() if basis is None else empty_encoded(spec.rows, basis.shape[1], COORDINATE_BITS, x))]
 
 
 def save_input(
-    x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None
+    x: Tensor,
+    spec: SaveSpec,
+    mask: TokenMask | None,
+    seed: int,
+    expected: Tensor | None = None,
+    basis: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Make the tensors of :func:`save` in eager code, with one operator; X alone where every row is saved as it is."""
     if mask is None and spec.bits is None and spec.kept_rows(x.shape[0]) >= x.shape[0]:
         return (x.clone(memory_format=torch.contiguous_format) if is_view_of_more(x) else x,)  # without the seed
+    if basis is not None:
+        return *save(x, spec, mask, seed, expected, basis), basis
     return tuple(save(x, spec, mask, seed, expected))
 
 
@@ -110,7 +130,7 @@ def empty_saved(like: Tensor, tokens: int, features: int, spec: SaveSpec) -> tup
     rows = spec.kept_rows(tokens)
     stored = (like.new_empty(rows, features),)
     if spec.bits is not None:
-        stored = empty_packed(rows, features, spec.bits, like)
+        stored = empty_encoded(rows, features, spec.bits, like)
     seeds = (like.new_empty(1, dtype=torch.int64),)
     if not spec.samples_rows(tokens):
         return *stored, *seeds

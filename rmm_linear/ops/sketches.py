@@ -17,18 +17,19 @@ from rmm_linear.ops import plain, triton
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, into, operation, operator
 from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.plain import fp16_scale
-from rmm_linear.packing import GROUP, WIDTHS
+from rmm_linear.packing import CODES, GROUP, WIDTHS
 from rmm_linear.sketches import FAMILIES, SAMPLERS, UNIFORM_MIX, RowSample, TokenMask, has_blocks, kept_rows
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.spec import SaveSpec
 
 _TRANSFORMS = "hadamard", "dct", "dft"
+_DIRECTED = 6  # tensors that are saved with fixed directions
 _KINDS = [*((kind, None) for kind in FAMILIES), *((kind, 4) for kind in FAMILIES if has_blocks(kind))]
 
 # The arguments that a spec and a token mask are in an operator. SymInt: an int would fix the number of tokens that rows
 # follow from in compiled code.
 SCHEMA = (
-    "str kind, SymInt rows, SymInt? block=None, SymInt? bits=None, float uniform_mix=0.0, "
+    "str kind, SymInt rows, SymInt? block=None, float? bits=None, float uniform_mix=0.0, "
     "Tensor? order=None, Tensor? count=None"
 )
 
@@ -43,17 +44,22 @@ def from_arguments(
     kind: str,
     rows: int,
     block: int | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     uniform_mix: float = 0.0,
     order: Tensor | None = None,
     count: Tensor | None = None,
 ) -> tuple[SaveSpec, TokenMask | None]:
     """Convert the arguments of :func:`to_arguments` back."""
     mask = None if order is None or count is None else TokenMask(order, count)
-    return SaveSpec(kind, rows, block, bits, uniform_mix), mask
+    return SaveSpec(kind, rows, block, whole(bits), uniform_mix), mask
 
 
-def specs(case: Case, *widths: int | None) -> Iterator[SaveSpec]:
+def whole(bits: float | None) -> float | None:
+    """Return a width as an integer if it is one, as operators get it as a float."""
+    return bits if bits is None or bits != int(bits) else int(bits)
+
+
+def specs(case: Case, *widths: float | None) -> Iterator[SaveSpec]:
     """Every kind that follows from a seed, with fewer rows than tokens where there are some, and every row once."""
     kinds = [(kind, block) for kind, block in _KINDS if case.columns or kind not in _TRANSFORMS]  # FFTs need a column
     for place, (kind, block) in enumerate(kinds):
@@ -70,14 +76,14 @@ def _sketch_samples(case: Case) -> Iterator[Call]:
 
 
 def _packed_sketch_samples(case: Case) -> Iterator[Call]:
-    for spec in specs(case, *WIDTHS):
+    for spec in specs(case, *CODES):
         yield call(case.matrix(), case.seeds, spec, case.mask)
 
 
 def _product_samples(case: Case) -> Iterator[Call]:
-    for spec in specs(case, *WIDTHS):
-        codes, qparams = plain.packed_sketch(case.matrix(), case.seeds, spec, case.mask)
-        yield call(case.matrix(1, 9), codes, qparams, case.seeds, spec, case.columns, case.mask)
+    for spec in specs(case, *CODES):
+        codes, scales = plain.packed_sketch(case.matrix(), case.seeds, spec, case.mask)
+        yield call(case.matrix(1, 9), codes, scales, case.seeds, spec, case.columns, case.mask)
 
 
 def _pack_samples(case: Case) -> Iterator[Call]:
@@ -87,9 +93,37 @@ def _pack_samples(case: Case) -> Iterator[Call]:
 
 def _unpack_samples(case: Case) -> Iterator[Call]:
     for bits in WIDTHS:
-        codes, qparams = packing.pack(case.matrix(), bits, case.seeds)
+        codes, scales = packing.pack(case.matrix(), bits, case.seeds)
         for rotated in (False, True):
-            yield call(codes, qparams, case.seeds, bits, case.columns, case.dtype, rotated=rotated)
+            yield call(codes, scales, case.seeds, bits, case.columns, case.dtype, rotated=rotated)
+
+
+def _encode_samples(case: Case) -> Iterator[Call]:
+    for bits in CODES:
+        yield call(case.matrix(), bits, case.seeds)
+
+
+def _decode_samples(case: Case) -> Iterator[Call]:
+    for bits in CODES:
+        codes, scales = packing.encode(case.matrix(), bits, case.seeds)
+        for rotated in (False, True):
+            yield call(codes, scales, case.seeds, bits, case.columns, case.dtype, rotated=rotated)
+
+
+def _basis(case: Case) -> Tensor:
+    return torch.linalg.qr(torch.randn(max(case.columns, 1), 2, generator=torch.Generator().manual_seed(0)))[0]
+
+
+def _directed_samples(case: Case) -> Iterator[Call]:
+    for bits in (4, 1.6) if case.columns > 1 else ():
+        yield call(case.matrix(), bits, case.seeds, _basis(case), case.index)
+
+
+def _directed_product_samples(case: Case) -> Iterator[Call]:
+    for (x, bits, seeds, basis, index), _named in _directed_samples(case):
+        codes, scales, *coordinates = plain.directed(x, bits, seeds, basis, index)
+        saved = codes, scales, seeds, *coordinates, basis
+        yield call(case.matrix(1, 9), saved, bits, case.columns, index)
 
 
 def _sampling_samples(case: Case) -> Iterator[Call]:
@@ -109,7 +143,7 @@ def _gather_samples(case: Case) -> Iterator[Call]:
 
 
 def _packed_rows_samples(case: Case) -> Iterator[Call]:
-    for bits in WIDTHS:
+    for bits in CODES:
         yield call(case.matrix(), case.seeds, _sample(case), bits)
 
 
@@ -131,6 +165,19 @@ PACK = operation(
 )  # fmt: skip
 UNPACK = operation(
     "UNPACK", packing.unpack, native.unpack, triton.unpack, _unpack_samples, native_dtypes=FLOATS
+)  # fmt: skip
+ENCODE = operation(
+    "ENCODE", packing.encode, native.encode, triton.encode, _encode_samples, native_dtypes=FLOATS, moved=0.002
+)  # fmt: skip
+DECODE = operation(
+    "DECODE", packing.decode, native.decode, triton.decode, _decode_samples, native_dtypes=FLOATS
+)  # fmt: skip
+DIRECTED = operation(
+    "DIRECTED", plain.directed, native.directed, triton.directed, _directed_samples, native_dtypes=FLOATS, moved=0.002
+)  # fmt: skip
+DIRECTED_PRODUCT = operation(
+    "DIRECTED_PRODUCT", plain.directed_product, native.directed_product, triton.directed_product,
+    _directed_product_samples, native_dtypes=FLOATS, by_row=False,
 )  # fmt: skip
 SAMPLE_ROWS = operation(
     "SAMPLE_ROWS", plain.sample_rows, native.sample_rows, triton.sample_rows, _sampling_samples,
@@ -157,7 +204,7 @@ def sketch_flops(shape: Sequence[int], kind: str, rows: int, block: int | None =
     return tokens * columns if kind == "countsketch" else rows * columns
 
 
-def _product_flops(y: Sequence[int], codes: Sequence[int], qparams, seed, columns: int, *how: Any) -> int:
+def _product_flops(y: Sequence[int], codes: Sequence[int], scales, seed, columns: int, *how: Any) -> int:
     stored_rows, outputs = codes[0], y[1]
     unpacking = 2 * stored_rows * columns + 2 * GROUP * outputs * columns
     return sketch_flops(y, *how) + 2 * stored_rows * outputs * columns + unpacking
@@ -195,31 +242,31 @@ def _(matrix, seed, kind, rows, block=None, *arguments, **named):
     return matrix.new_empty(kept_rows(matrix.shape[0], rows, block), matrix.shape[1])
 
 
-def _flat_product(function, y, codes, qparams, seed, columns, *how, **named):
+def _flat_product(function, y, codes, scales, seed, columns, *how, **named):
     spec, mask = from_arguments(*how, **named)
-    return function(y, codes, qparams, seed, spec, columns, mask)
+    return function(y, codes, scales, seed, spec, columns, mask)
 
 
 @operator(
     "unpacked_product",
-    f"(Tensor y, Tensor codes, Tensor qparams, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor",
+    f"(Tensor y, Tensor codes, Tensor scales, Tensor seed, SymInt columns, {SCHEMA}) -> Tensor",
     samples=_product_samples,
     flops=_product_flops,
     native=native.unpacked_product,
-    flatten=lambda y, codes, qparams, seed, spec, columns, mask: (
-        y, codes, qparams, seed, columns, *to_arguments(spec, mask)
+    flatten=lambda y, codes, scales, seed, spec, columns, mask: (
+        y, codes, scales, seed, columns, *to_arguments(spec, mask)
     ),
     registered=_flat_product,
 )  # fmt: skip
 def unpacked_product(
-    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+    y: Tensor, codes: Tensor, scales: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
-    """Return (SᵀY)ᵀ unpack(Z), see :func:`rmm_linear.ops.plain.unpacked_product`."""
-    return UNPACKED_PRODUCT(y, codes, qparams, seed, spec, columns, mask)
+    """Return (SᵀY)ᵀ decode(Z), see :func:`rmm_linear.ops.plain.unpacked_product`."""
+    return UNPACKED_PRODUCT(y, codes, scales, seed, spec, columns, mask)
 
 
 @unpacked_product.register_fake
-def _(y, codes, qparams, seed, columns, *arguments, **named):
+def _(y, codes, scales, seed, columns, *arguments, **named):
     return y.new_empty(y.shape[1], columns)
 
 
@@ -252,7 +299,8 @@ def weight_gradient(
 ) -> Tensor:
     """Return the estimate of dW = YᵀX from :func:`rmm_linear.ops.save.save`'s result: (SᵀY)ᵀ Z, shape (O, I).
 
-    ``in_operator`` says that the caller is an operator, which may call no other one.
+    Behind the result is the basis of fixed directions, if there is one. ``in_operator`` says that the caller is an
+    operator, which may call no other one.
     """
     sketch, gather, product = (
         one.function if in_operator else one for one in (scaled_sketch, gather_rows, unpacked_product)
@@ -264,6 +312,8 @@ def weight_gradient(
             return y.T @ saved[0]
         # SᵀY has K rows already, and K rows are not sketched again.
         return product(y, saved[0], saved[1], saved[-1], spec, features, None)
+    if len(saved) == _DIRECTED:
+        return DIRECTED_PRODUCT(y, saved, spec.bits, features, None if mask is None else mask.index)
     if spec.bits is not None:
         return product(y, *saved, spec, features, mask)
     rows = spec.kept_rows(y.shape[0])

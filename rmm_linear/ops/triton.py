@@ -5,6 +5,7 @@ Kinds without a kernel (dct, dft) run in plain PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,15 +43,15 @@ def sketch(
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, by a kernel that stores codes only."""
-    if spec.kind not in KINDS:
+    if spec.kind not in KINDS or packing.is_normal(spec.bits):
         return plain.packed_sketch(matrix, seed, spec, mask)
     if spec.kept_rows(matrix.shape[0]) < matrix.shape[0]:
-        return _sketch(matrix, seed, spec, mask, bits=packing.check_bits(spec.bits))
-    return pack(matrix if mask is None else mask.compact(matrix), packing.check_bits(spec.bits), seed)
+        return _sketch(matrix, seed, spec, mask, bits=packing.check_bits(int(spec.bits or 0)))
+    return pack(matrix if mask is None else mask.compact(matrix), packing.check_bits(int(spec.bits or 0)), seed)
 
 
 def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
-    """SᵀM with K < N: shape (K, D), of the dtype ``dtype``, or with ``bits`` its codes and qparams."""
+    """SᵀM with K < N: shape (K, D), of the dtype ``dtype``, or with ``bits`` its codes and scales."""
     tokens, rows = matrix.shape[0], spec.rows
     order, count = (None, None) if mask is None else (mask.order, mask.count)
     if spec.kind == "countsketch":
@@ -82,15 +83,17 @@ def _uniform_rows(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) 
 
 
 def unpacked_product(
-    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+    y: Tensor, codes: Tensor, scales: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
+    if packing.is_normal(spec.bits):
+        return plain.unpacked_product(y, codes, scales, seed, spec, columns, mask)
     scale, dtype = fp16_scale(y.dtype, y.shape[0], len(codes)), y.dtype
     wide = None if scale == 1 else torch.float32
     if mask is not None or len(codes) < y.shape[0]:
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
-    z = kernels().unpack(codes, qparams, seed, spec.bits, columns, wide or dtype)
+    z = kernels().unpack(codes, scales, seed, spec.bits, columns, wide or dtype)
     z = z if scale == 1 else z.mul_(1 / scale).to(dtype)
     return kernels().unrotate(y.T @ z, seed)
 
@@ -102,7 +105,7 @@ def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 def unpack(
     codes: Tensor,
-    qparams: Tensor,
+    scales: Tensor,
     seed: Tensor,
     bits: int,
     columns: int,
@@ -111,8 +114,53 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    z = kernels().unpack(codes, qparams, seed, bits, columns, dtype)
+    z = kernels().unpack(codes, scales, seed, bits, columns, dtype)
     return z if rotated else kernels().unrotate(z, seed)
+
+
+def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode as :func:`rmm_linear.packing.encode` does."""
+    return packing.encode(matrix, bits, seed) if packing.is_normal(bits) else pack(matrix, int(bits), seed)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype, *, rotated: bool = False
+) -> Tensor:
+    """Decode as :func:`rmm_linear.packing.decode` does."""
+    run = packing.decode if packing.is_normal(bits) else unpack
+    return run(codes, scales, seed, bits, columns, dtype, rotated=rotated)  # pyright: ignore[reportArgumentType]
+
+
+def directed(
+    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Encode as :func:`rmm_linear.ops.plain.directed` does."""
+    return plain.directed_by(x, bits, seed, basis, index, _CODER)
+
+
+def directed_product(
+    y: Tensor, saved: Sequence[Tensor], bits: float, columns: int, index: Tensor | None = None
+) -> Tensor:
+    """Return what :func:`rmm_linear.ops.plain.directed_product` does."""
+    return plain.directed_product_by(y, saved, bits, columns, index, _CODER)
+
+
+def _encode_parts(part: Callable[[int, int], Tensor], shape: Any, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    return encode(part(0, shape[0]), bits, seed)
+
+
+def _decode_parts(codes: Tensor, scales: Tensor, *how: Any) -> Callable[[int, int], Tensor]:
+    values = decode(codes, scales, *how, rotated=True)
+    return lambda begin, end: values[begin:end]
+
+
+def _unrotate(matrix: Tensor, seed: Tensor, bits: float, columns: int) -> Tensor:
+    return (
+        packing.unrotate(matrix, seed, bits, columns) if packing.is_normal(bits) else kernels().unrotate(matrix, seed)
+    )
+
+
+_CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, packing.rotate, _unrotate)
 
 
 def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
@@ -127,10 +175,14 @@ def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
     return kernels().sparse_sketch(matrix, None, len(sample.index), index=sample.index, scale=sample.scale)
 
 
-def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
+def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: float) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
+    if packing.is_normal(bits):
+        return plain.packed_rows(matrix, seed, sample, bits)
     index, scale = sample
-    return kernels().sparse_sketch(matrix, seed, len(index), index=index, scale=scale, bits=packing.check_bits(bits))
+    return kernels().sparse_sketch(
+        matrix, seed, len(index), index=index, scale=scale, bits=packing.check_bits(int(bits))
+    )
 
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ padding or not, and stay. Without a mask, all keys are seen.
 A NaN: groups of 64 columns are rotated and packed together, so a NaN of one head makes the group NaN, and reaches the
 gradients of all heads that have columns in it. Those of 64 features, or a multiple of 64, have groups of their own.
 
-Memory: 3 · (bits / 8 + 1/16) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout.
+Memory: 3 · (bits / 8 + 1/64) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout.
 Time of the backward pass: five products of the size of Q Kᵀ, as for every attention that does not save P.
 
 Source: Dao et al. 2022 (FlashAttention), arXiv 2205.14135, section 3, for the recomputed P and for δ.
@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.packing.rounding import GROUP
+from rmm_linear.packing.pack import packed_parts
 from rmm_linear.packing.stored import Part
 
 ATTENTION_WIDTHS = (8, 4)
@@ -104,11 +104,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def attention_parts(rows: int, kv_rows: int, columns: tuple[int, ...], bits: Bits) -> list[Part]:
-    """Return the parts that are saved: seeds, then codes and qparams of queries, keys and values."""
+    """Return the parts that are saved: seeds, then codes and scales of queries, keys and values."""
     parts = [SEEDS]
     for count, width, one in zip((rows, kv_rows, kv_rows), columns, bits, strict=True):
-        parts.append(((count, (width * one + 7) // 8), torch.uint8))
-        parts.append(((count, (width + GROUP - 1) // GROUP, 2), torch.bfloat16))
+        parts += packed_parts(count, width, one)
     return parts
 
 

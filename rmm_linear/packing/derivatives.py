@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
-from rmm_linear.packing.pack import check_bits, row_parts
+from rmm_linear.packing.pack import check_bits, packed_parts, row_parts
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.rounding import GROUP, RoundingNoise
 from rmm_linear.packing.stored import SEED, Part
@@ -95,7 +95,7 @@ def apply_derivative(
 def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> list[Part]:
     """Return the shapes and dtypes that are stored for a function's derivative.
 
-    They are the codes, with the seed before them where they are random, and for ReLU² the qparams of its groups after
+    They are the codes, with the seed before them where they are random, and for ReLU² the scales of its groups after
     them.
     """
     codes: Part = (rows, (columns * bits + 7) // 8), torch.uint8
@@ -103,7 +103,7 @@ def stored_parts(function: Pointwise, bits: int, rows: int, columns: int) -> lis
         return [codes]
     if function.is_bounded:
         return [SEED, codes]
-    return [SEED, codes, ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)]
+    return [SEED, *packed_parts(rows, columns, bits)]
 
 
 @functools.lru_cache(maxsize=1024)

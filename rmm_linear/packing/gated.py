@@ -22,19 +22,18 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
-from rmm_linear.packing.pack import pack_parts, unpack
+from rmm_linear.packing.pack import pack_parts, packed_parts, unpack
 from rmm_linear.packing.pointwise import FUNCTIONS
-from rmm_linear.packing.rounding import GROUP
 from rmm_linear.packing.stored import Part
 
 SEEDS: Part = ((2,), torch.int64)  # of p and of s
 
 
 class Packed(NamedTuple):
-    """Codes and qparams of a matrix, as :func:`rmm_linear.packing.pack` makes them."""
+    """Codes and scales of a matrix, as :func:`rmm_linear.packing.pack` makes them."""
 
     codes: Tensor
-    qparams: Tensor
+    scales: Tensor
 
 
 # The place of a name is its number in the C library and in the kernels.
@@ -53,8 +52,8 @@ def pack_gated(
     Example:
         >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
         >>> p, s = pack_gated(a, a, seeds, "relu", 8, (True, True), None)
-        >>> p.codes.shape, s.qparams.shape
-        (torch.Size([1, 2]), torch.Size([1, 1, 2]))
+        >>> p.codes.shape, s.scales.shape
+        (torch.Size([1, 2]), torch.Size([1, 1]))
     """
     rows = len(a) if index is None else len(index)
 
@@ -94,10 +93,8 @@ def apply_gated(
 
 
 def stored_parts(rows: int, columns: int, bits: int, count: int) -> list[Part]:
-    """Return the shapes and dtypes of the two seeds, and of codes and qparams of each product that is stored."""
-    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
-    qparams: Part = ((rows, (columns + GROUP - 1) // GROUP, 2), torch.bfloat16)
-    return [SEEDS, *[codes, qparams] * count]
+    """Return the shapes and dtypes of the two seeds, and of codes and scales of each product that is stored."""
+    return [SEEDS, *packed_parts(rows, columns, bits) * count]
 
 
 def check_factors(a: Tensor, b: Tensor) -> None:

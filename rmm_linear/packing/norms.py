@@ -13,7 +13,9 @@ same within it, so E[e eᵀ] = diag(v) in the original columns too (the shorter 
 
     E[ĥ ⟨ĥ, g⟩] = h ⟨h, g⟩ + E[e ⟨e, g⟩] = h ⟨h, g⟩ + v ∘ g
 
-and v is known from what is stored. Taken out again, the gradient from this one copy has the exact mean:
+and v is known from what is stored. (The random numbers of the rounding are mixed, so that the errors of these products
+are independent between rows: without, those of rows that repeat, with gradients that repeat, would add up.) Taken out
+again, the gradient from this one copy has the exact mean:
 
     dX = rstd · (g − mean(g) − ĥ ⟨ĥ, g⟩ / H + v ∘ g / H)        dγ = Σ y ∘ ĥ        dβ = Σ y, exact
 
@@ -28,8 +30,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
-from rmm_linear.packing.pack import pack, unpack
-from rmm_linear.packing.rounding import GROUP
+from rmm_linear.packing.pack import element_variance, pack, packed_parts, unpack
 from rmm_linear.packing.stored import SEED, Part
 
 
@@ -38,20 +39,18 @@ class NormCopy(NamedTuple):
 
     Attributes:
         codes: Of h, uint8, shape (n, ⌈H · bits / 8⌉).
-        qparams: Offset and scale of its groups, bfloat16, shape (n, ⌈H / 64⌉, 2).
+        scales: Of its groups, uint8, shape (n, ⌈H / 64⌉).
         rstd: float32, shape (n,).
     """
 
     codes: Tensor
-    qparams: Tensor
+    scales: Tensor
     rstd: Tensor
 
 
 def norm_parts(rows: int, columns: int, bits: int) -> list[Part]:
-    """Return what is saved of the input of a norm: seed, rstd, codes and qparams."""
-    groups = (columns + GROUP - 1) // GROUP
-    codes: Part = ((rows, (columns * bits + 7) // 8), torch.uint8)
-    return [SEED, ((rows,), torch.float32), codes, ((rows, groups, 2), torch.bfloat16)]
+    """Return what is saved of the input of a norm: seed, rstd, codes and scales."""
+    return [SEED, ((rows,), torch.float32), *packed_parts(rows, columns, bits)]
 
 
 class NormGradients(NamedTuple):
@@ -79,7 +78,7 @@ def pack_norm(
     x = wide(x if index is None else x.index_select(0, index))
     x = x - x.mean(1, keepdim=True) if centered else x
     rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
-    return NormCopy(*pack(x * rstd, bits, seed), rstd.squeeze(1).float())
+    return NormCopy(*pack(x * rstd, bits, seed, mixed=True), rstd.squeeze(1).float())
 
 
 @without_autocast
@@ -125,9 +124,9 @@ def norm_gradients(
     """
     rows = wide(y if index is None else y.index_select(0, index))
     columns, rstd = y.shape[1], saved.rstd.to(rows.dtype).unsqueeze(1)
-    h = unpack(saved.codes, saved.qparams, seed, bits, columns, rows.dtype)
+    h = unpack(saved.codes, saved.scales, seed, bits, columns, rows.dtype, mixed=True)
     g = rows if gamma is None else rows * gamma.to(rows.dtype)
-    x = g * (1 + copy_variance(saved.qparams, columns).to(rows.dtype) / columns) - h * (h * g).mean(1, keepdim=True)
+    x = g * (1 + element_variance(saved.scales, columns).to(rows.dtype) / columns) - h * (h * g).mean(1, keepdim=True)
     x = ((x - g.mean(1, keepdim=True) if centered else x) * rstd).to(dtype or y.dtype)
     if index is not None:
         x = x.new_zeros(y.shape).index_copy_(0, index, x)
@@ -135,18 +134,6 @@ def norm_gradients(
         return NormGradients(x, rows.new_empty(0), rows.new_empty(0))
     weight, bias = (sums_of.sum(0, dtype=torch.float64).to(rows.dtype) for sums_of in (rows * h, rows))
     return NormGradients(x, weight, bias)
-
-
-def copy_variance(qparams: Tensor, columns: int) -> Tensor:
-    """Return v = scale² / 12, the variance of every element of a packed copy, float64, shape (n, H).
-
-    qparams: Offset and scale of every group, shape (n, ⌈H / 64⌉, 2).
-
-    Example:
-        >>> copy_variance(torch.tensor([[[0.0, 6.0]]]), 2)
-        tensor([[3., 3.]], dtype=torch.float64)
-    """
-    return (qparams[..., 1].double().square() / 12).repeat_interleave(GROUP, dim=1)[:, :columns]
 
 
 def wide(tensor: Tensor) -> Tensor:

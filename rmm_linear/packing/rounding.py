@@ -1,4 +1,4 @@
-"""Packing of a group of columns: rotation, scale and offset, subtractive dither, and the layout in bytes."""
+"""Packing of a group of columns: rotation, scale, subtractive dither, and the layout in bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,25 @@ from torch import Tensor
 from rmm_linear.sketches.philox import Generator, philox, unpack_signs
 
 GROUP = 64
-WIDTHS = (8, 4, 2)
+WIDTHS = (8, 4, 3, 2)
 ROUNDING_STREAM = 3
 _EXPONENT_OF_ONE = 0x3F800000
 _MARGIN = 2.0**-18  # relative margin of a scale, so that a rounded sum of step and noise never exceeds the last code
-_SMALLEST = 2.0**-126  # smallest normal float32: the reciprocal of a smaller number may be infinite
-_ONES = {bits: sum(2**place for place in range(0, 8, bits)) for bits in WIDTHS}  # 1 in every code of a byte
+# The bits of a code that lie together: 3 bits are a plane of 2 and one of 1.
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+NOT_FINITE = 255  # in the place of a scale
+
+
+def _scale(byte: int) -> float:
+    """Return the scale that a byte stands for, as :func:`scales_of` describes."""
+    if byte == 0 or byte == NOT_FINITE:
+        return float("nan") if byte else 0.0
+    if byte < 9:
+        return 2.0 ** (-18 - 4 * (9 - byte))
+    return 2.0 ** ((byte - 9) / 8 - 18) if byte < 249 else 2.0 ** (12 + 4 * (byte - 249))
+
+
+_SCALES = [_scale(byte) for byte in range(256)]
 
 
 @dataclass(frozen=True)
@@ -27,58 +40,84 @@ class RoundingNoise:
         signs: Signs of the rotation, float32, shape (64,).
         rows: a, int32, shape (rows,).
         columns: c, int32, shape (columns,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
+        is_mixed: Whether a hash of these bits takes their place, which makes the numbers of more than two elements
+            independent.
     """
 
     signs: Tensor
     rows: Tensor
     columns: Tensor
+    is_mixed: bool = False
 
     @property
     def rotation(self) -> Tensor:
         """The signs, then the Hadamard transform, shape (64, 64)."""
-        return self.signs.unsqueeze(1) * _hadamard(self.signs.device)
+        return self.signs.unsqueeze(1) * hadamard(GROUP, self.signs.device)
 
     @classmethod
-    def of(cls, seed: Tensor, rows: int, columns: int, generator: Generator = philox) -> RoundingNoise:
+    def of(
+        cls, seed: Tensor, rows: int, columns: int, generator: Generator = philox, *, mixed: bool = False
+    ) -> RoundingNoise:
         """Draw the numbers for a matrix of so many rows and columns."""
         counters = torch.arange(max(rows, columns, 2), device=seed.device)
         a, c, words, _ = generator(seed, counters, ROUNDING_STREAM)
         signs = unpack_signs(words[:2]).view(GROUP).to(torch.float32)
         a, c = ((word >> 9).to(torch.int32) for word in (a[:rows], c[:columns]))
-        return cls(signs, a | _EXPONENT_OF_ONE, c)
+        return cls(signs, a | _EXPONENT_OF_ONE, c, mixed)
 
 
-def pack_rows(values: Tensor, bits: int, noise: RoundingNoise, a: Tensor, codes: Tensor, qparams: Tensor) -> None:
-    """Write the codes and qparams of some rows; ``a`` is :attr:`RoundingNoise.rows` of these rows."""
+def code_bytes(columns: int, bits: int) -> int:
+    """Return the bytes of the codes of a row: ⌈columns · width / 8⌉ for each plane."""
+    return sum((columns * width + 7) // 8 for width in PLANES[bits])
+
+
+def scales_of(scales: Tensor) -> Tensor:
+    """Return the scales that bytes stand for, float32, of the same shape.
+
+    Bytes 9 … 248 are 2^((byte − 9) / 8 − 18), eight to an octave from 2⁻¹⁸ to 2¹². Beyond them scales are four octaves
+    apart: 1 … 8 from 2⁻⁵⁰, 249 … 254 up to 2³². 0 is a group of zeros, 255 is NaN.
+    """
+    return torch.tensor(_SCALES, dtype=torch.float32, device=scales.device)[scales.int()]
+
+
+def pack_rows(values: Tensor, bits: int, noise: RoundingNoise, a: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes and scales of some rows; ``a`` is :attr:`RoundingNoise.rows` of these rows."""
     for span, places, groups in rotated_groups(values, noise.rotation):
-        qparams[:, places] = new_qparams = _group_qparams(groups, bits)
+        scales[:, places] = new_scales = _group_scales(groups, bits)
         # The code of a NaN is arbitrary: its scale is NaN.
-        above = _steps(groups, new_qparams).add_(_dither(noise, a, span, groups.shape)).to(torch.int32)
+        above = _steps(groups, new_scales, bits).add_(_dither(noise, a, span, groups.shape)).to(torch.int32).sub_(1)
         codes[:, _bytes(span, bits)] = _join(above, bits).flatten(1)
-    codes -= _ONES[bits]  # the random numbers lie in [1, 2), so every code was one too high
 
 
-def unpack_rows(codes: Tensor, qparams: Tensor, bits: int, noise: RoundingNoise, a: Tensor, values: Tensor) -> None:
-    """Write the rows, float32, that codes and qparams represent; whole groups stay rotated. ``a``: as for packing."""
+def unpack_rows(codes: Tensor, scales: Tensor, bits: int, noise: RoundingNoise, a: Tensor, values: Tensor) -> None:
+    """Write the rows, float32, that codes and scales represent; whole groups stay rotated. ``a``: as for packing."""
     for span, places, size in _spans(values.shape[1]):
-        offset, scale = qparams[:, places].to(torch.float32).unsqueeze(-1).unbind(2)
         groups = values[:, span].unflatten(1, (-1, size))
         _split(codes[:, _bytes(span, bits)], bits, groups)
-        groups.sub_(_dither(noise, a, span, groups.shape).sub_(1.5)).mul_(scale).add_(offset)
+        dither = _dither(noise, a, span, groups.shape).sub_(1.5)
+        groups.sub_(_middle(bits)).sub_(dither).mul_(scales_of(scales[:, places]).unsqueeze(-1))
 
 
 def _dither(noise: RoundingNoise, a: Tensor, span: slice, shape: torch.Size) -> Tensor:
     """1 + u for some rows and columns, float32, shape (rows, groups, size)."""
-    return (a[:, None, None] ^ noise.columns[span].view(shape[1:])).view(torch.float32)
+    words = a[:, None, None] ^ noise.columns[span].view(shape[1:])
+    return (mix(words) if noise.is_mixed else words).view(torch.float32)
 
 
-def _hadamard(device: torch.device) -> Tensor:
-    """The orthonormal Hadamard matrix of a group: the sign of (i, j) is the parity of the bits that i and j share."""
-    index = torch.arange(GROUP, device=device)
+def mix(words: Tensor) -> Tensor:
+    """Return the bits of 1 + u of a hash of the 23 lower bits of int32 words."""
+    words = (words & 0x7FFFFF).to(torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
+    words = (words ^ words >> 15) * 0x85EBCA6B & 0xFFFFFFFF
+    return (words >> 9).to(torch.int32) | _EXPONENT_OF_ONE
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """The orthonormal Hadamard matrix: the sign of (i, j) is the parity of the bits that i and j share."""
+    index = torch.arange(size, device=device)
     shared = index.unsqueeze(1) & index
     for shift in (4, 2, 1):
         shared = shared ^ (shared >> shift)
-    return (1 - 2 * (shared & 1)).to(torch.float32) * GROUP**-0.5
+    return (1 - 2 * (shared & 1)).to(torch.float32) * size**-0.5
 
 
 def rotate_groups(values: Tensor, rotation: Tensor) -> Tensor:
@@ -108,44 +147,49 @@ def _spans(columns: int) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _bytes(span: slice, bits: int) -> slice:
-    """Return the bytes that hold the codes of some columns."""
-    return slice(span.start * bits // 8, -(-span.stop * bits // 8))
+    """Return the bytes that hold the codes of some columns, which begin with a group."""
+    return slice(code_bytes(span.start, bits), code_bytes(span.stop, bits))
 
 
-def _group_qparams(groups: Tensor, bits: int) -> Tensor:
-    """Return the offset and scale, bfloat16, shape (rows, groups, 2), of groups of shape (rows, groups, size)."""
-    low, high = groups.amin(-1), groups.amax(-1)
-    offset = _round_down(low)
-    scale = _round_down((offset - high) * ((1 + _MARGIN) / (2**bits - 1))).neg_()
-    return torch.stack((offset, scale), dim=-1).to(torch.bfloat16)
+def _middle(bits: int) -> float:
+    """Return half of the largest code, which stands for 0."""
+    return (2**bits - 1) / 2
 
 
-def _steps(groups: Tensor, qparams: Tensor) -> Tensor:
-    """(element − offset) / scale for every element."""
-    offset, scale = qparams.to(torch.float32).unsqueeze(-1).unbind(2)
-    return (groups - offset).mul_(torch.where(scale < _SMALLEST, 0, 1 / scale))
+def _group_scales(groups: Tensor, bits: int) -> Tensor:
+    """Return the least scales that suffice, uint8 (rows, groups), for groups of shape (rows, groups, size)."""
+    least = groups.abs().amax(-1) * ((1 + _MARGIN) / _middle(bits))
+    return torch.bucketize(least, torch.tensor(_SCALES[:NOT_FINITE], device=least.device)).to(torch.uint8)
 
 
-def _round_down(values: Tensor) -> Tensor:
-    """Return the largest bfloat16 number that is not above a float32 number, as float32."""
-    bits = values.view(torch.int32)
-    away = (bits >> 31).bitwise_and_(0xFFFF)  # truncation moves a negative number up
-    return away.add_(bits).bitwise_and_(~0xFFFF).view(torch.float32)
+def _steps(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Element / scale, from the first code, for every element."""
+    scale = scales_of(scales).unsqueeze(-1)
+    return (groups * torch.where(scale == 0, 0, 1 / scale)).add_(_middle(bits))
 
 
 def _join(codes: Tensor, bits: int) -> Tensor:
-    """Join 8 / bits codes, each one too high, in one number: int32 (rows, groups, size) to (…, ⌈size · bits / 8⌉)."""
-    per_byte, size = 8 // bits, codes.shape[-1]
-    codes = torch.nn.functional.pad(codes, (0, -size % per_byte), value=1) if size % per_byte else codes
-    joined, *others = codes.chunk(per_byte, dim=-1)
-    for place, other in enumerate(others, start=1):
-        joined = torch.add(joined, other, alpha=2 ** (place * bits))
-    return joined
+    """Join the codes of a group in bytes, plane after plane: int32 (rows, groups, size) to uint8 (…, bytes)."""
+    planes, low = list[Tensor](), 0
+    for width in PLANES[bits]:
+        part = codes if width == bits else (codes >> low).bitwise_and_(2**width - 1)
+        per_byte, size = 8 // width, codes.shape[-1]
+        part = torch.nn.functional.pad(part, (0, -size % per_byte)) if size % per_byte else part
+        joined, *others = part.chunk(per_byte, dim=-1)
+        for place, other in enumerate(others, start=1):
+            joined = torch.add(joined, other, alpha=2 ** (place * width))
+        planes.append(joined.to(torch.uint8))
+        low += width
+    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
 
 
 def _split(stored: Tensor, bits: int, groups: Tensor) -> None:
     """Undo :func:`_join`: bytes (rows, groups · bytes) into codes (rows, groups, size)."""
+    size, low = groups.shape[-1], 0
     stored = stored.unflatten(1, (groups.shape[1], -1))
-    for place, part in enumerate(groups.split(stored.shape[-1], dim=-1)):
-        codes = stored[..., : part.shape[-1]] >> (place * bits)
-        part.copy_(codes.bitwise_and_(2**bits - 1))
+    sizes = [(size * width + 7) // 8 for width in PLANES[bits]]
+    for plane, width in zip(stored.split(sizes, -1), PLANES[bits], strict=True):
+        for place, part in enumerate(groups.split(plane.shape[-1], dim=-1)):
+            codes = (plane[..., : part.shape[-1]] >> (place * width)).bitwise_and_(2**width - 1)
+            part.add_(codes, alpha=2**low) if low else part.copy_(codes)
+        low += width

@@ -23,12 +23,12 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     sees: :func:`rmm_linear.planning.workspace` measures it in a real step. The model, its gradients and the random
     number generators stay as they are. It takes about as long as a step of a small model, whatever the size. Fake
     tensors have no values: a model that leaves a mask out because it masks nothing is simulated with the mask. What a
-    converted model saves depends on values, so its step runs on real tensors.
+    converted model saves depends on its padding, so its step runs on real tensors.
 
     A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
     large for the machine. A converted one is taken to have no padding, whatever its mask: no row is left out, so what
     it saves is an upper bound. (The first real step with padding checks once that none reaches the loss, which takes
-    memory for a moment.) Its ``bits="auto"`` are those of the first steps.
+    memory for a moment.)
 
     Args:
         model: The model, planned or not; or a plan made for one.

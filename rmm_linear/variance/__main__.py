@@ -127,10 +127,8 @@ def print_survey(
 ) -> list[MemoryNoise]:
     """Train on all batches but the last one, and print and plot the noise on that."""
     shape = {"memories": arguments.memory, "itemsize": arguments.itemsize}
-    records, choices = train_and_record(
-        model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate, **shape
-    )
-    noises = noise_at_memory(records, kinds=arguments.kinds, choices=choices, **shape)
+    records = train_and_record(model, batches, modules=arguments.modules, learning_rate=arguments.learning_rate)
+    noises = noise_at_memory(records, kinds=arguments.kinds, **shape)
     print(f"{title}{describe(records, noises, arguments.itemsize)}")
     if arguments.layers:
         print(f"\n{describe_layers(noises)}")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.ops.sketches import PACK, SKETCH
-from rmm_linear.packing import rounding_variance
+from rmm_linear.ops.sketches import DECODE, ENCODE, SKETCH
+from rmm_linear.packing import is_normal, rounding_variance
 from rmm_linear.sketches import FAMILIES, SAMPLERS, Moments, TokenMask, variance
 from rmm_linear.variance.arguments import check_pair, check_sketch, over_layers, sampling_probabilities
 
@@ -156,7 +156,7 @@ def sketch_variance(
     *,
     kind: str,
     rows: int,
-    bits: int | None = None,
+    bits: float | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
     probabilities: Tensor | None = None,
@@ -164,11 +164,12 @@ def sketch_variance(
 ) -> Tensor:
     """Return D²_sketch = E‖dŴ − dW‖² for one layer and batch, or for several layers.
 
-    Exact for ``bits=None``, as derived in each family's module. Packing adds E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖². The
-    inner terms are exact for each S and each rotation of the columns, from the rounding fractions. No closed form is
-    known for the outer mean, which is taken over ``draws`` fixed seeds. Each seed averages over all elements, so few
-    suffice for layers of usual size: on MiniLM's layers, 4 seeds were within 4 % of 16, in 4 and 2 bits. Use hundreds
-    for K below about 64; :func:`simulate_variance` checks the result.
+    Exact for ``bits=None``, as derived in each family's module. Symmetric codes (8, 4, 3 bits) add
+    E_S Σ_b ‖(SᵀY)_b‖² E‖ẑ_b − z_b‖², whose inner terms are exact for each S and each rotation of the columns, from the
+    scales. Normal codes (2, 1.6, 1 bits) have errors that rows may share, and add E ‖Σ_b (SᵀY)_b (ẑ_b − z_b)ᵀ‖². No
+    closed form is known for the outer means, which are taken over ``draws`` fixed seeds. Each seed averages over all
+    elements, so few suffice for layers of usual size. Use hundreds for K below about 64; :func:`simulate_variance`
+    checks the result.
 
     Cost: two or three products of N·I·O in float64; with ``bits``, also ``draws`` sketches of X and Y.
 
@@ -178,7 +179,7 @@ def sketch_variance(
             false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
-        bits: 8, 4, 2, or None for the dtype itself.
+        bits: 8, 4, 3, 2, 1.6, 1, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for valid tokens, shape (N,), the same for all layers; None is all.
         probabilities: Sampling probabilities of the rows for norm_rows and wta, up to a factor, shape (N,), or (L, N);
@@ -221,9 +222,13 @@ def sketch_variance(
             seed = torch.full((1,), draw, dtype=torch.int64, device=a.device)
             z = SKETCH(a, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
             y = SKETCH(b, kind=kind, seed=seed, rows=rows, block=block, mask=ranks, p=p)
-            rounding += (
-                y.double().square().sum(1) * rounding_variance(PACK(z, bits, seed)[1], z.shape[1])
-            ).sum() / draws
+            stored = ENCODE(z, bits, seed)
+            if is_normal(bits):
+                error = DECODE(*stored, seed, bits, z.shape[1], z.dtype).double() - z.double()
+                rounding += (y.double().T @ error).square().sum() / draws
+            else:
+                added = rounding_variance(stored[1], z.shape[1])
+                rounding += (y.double().square().sum(1) * added).sum() / draws
         return total + rounding
 
     return over_layers(noise, x, grad_output, probabilities)

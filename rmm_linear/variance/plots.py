@@ -128,7 +128,7 @@ def plot_noise_against_memory(noises: Sequence[MemoryNoise], ax: Axes | None = N
     """
     if not noises:
         raise ValueError("The plot needs the variance ratio of at least one layer, got none. See noise_at_memory.")
-    found: dict[str, dict[tuple[float, int], list[float]]] = {}
+    found: dict[str, dict[tuple[float, float], list[float]]] = {}
     for entry in noises:
         if entry.setting != AUTO:  # it equals one of the other points at each memory
             found.setdefault(entry.setting, {}).setdefault((entry.memory, entry.bits), []).append(entry.noise)

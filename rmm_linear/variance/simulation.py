@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear._support.validation import check_integer
-from rmm_linear.ops.sketches import PACK, SKETCH, UNPACK
+from rmm_linear.ops.sketches import DECODE, ENCODE, SKETCH
+from rmm_linear.packing import is_normal
 from rmm_linear.sketches import FAMILIES, TokenMask
 from rmm_linear.variance.arguments import check_pair, check_sketch, sampling_probabilities
 from rmm_linear.variance.closed_forms import rows_by_length
@@ -92,7 +93,7 @@ def simulate_variance(
     *,
     kind: str,
     rows: int,
-    bits: int | None = None,
+    bits: float | None = None,
     block: int | None = None,
     mask: Tensor | None = None,
     probabilities: Tensor | None = None,
@@ -109,7 +110,7 @@ def simulate_variance(
         grad_output: Gradient with respect to the layer's output, shape (N, O); zero where ``mask`` is false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
         rows: K.
-        bits: 8, 4, 2, or None for the dtype itself.
+        bits: 8, 4, 3, 2, 1.6, 1, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for valid tokens, shape (N,); None is all.
         probabilities: As for :func:`sketch_variance`, shape (N,).
@@ -142,8 +143,13 @@ def simulate_variance(
         sketched = draw_sketches(both, seeds, kind=kind, rows=rows, block=block, mask=ranks, p=p)
         z, y = sketched.split((x.shape[1], grad_output.shape[1]), dim=2)
         if bits is not None:
-            flat = z.reshape(-1, x.shape[1])
-            z = UNPACK(*PACK(flat, bits, seeds[:1]), seeds[:1], bits, x.shape[1], z.dtype).view(z.shape)
+            # The rows of symmetric codes have random numbers of their own, those of normal codes one rotation.
+            parts, own = (z, seeds) if is_normal(bits) else (z.reshape(1, -1, x.shape[1]), seeds[:1])
+            decoded = [
+                DECODE(*ENCODE(part, bits, one), one, bits, x.shape[1], z.dtype)
+                for part, one in zip(parts, own.split(1), strict=True)
+            ]
+            z = torch.stack(decoded).view(z.shape)
         errors = (b.double().T @ a.double() - exact for a, b in zip(z, y, strict=True))
         return [error.square().sum() for error in errors]
 

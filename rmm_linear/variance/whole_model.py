@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
-from rmm_linear.context.auto_bits import STEPS
+from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, exact_but, revert, set_aside
 from rmm_linear.variance.passes import Passes, measuring
@@ -37,11 +37,13 @@ class GradientNoise:
         sgd: Name of every trained parameter to D²_SGD of its gradient, over sequences.
         stand_ins: Operation, or "all" for all of them together, to the same for the D² that compression adds.
         weights: Names of the weights, of two and more dimensions, embeddings excluded.
+        draws: Operation to what every draw added, of which ``stand_ins`` has the means.
     """
 
     sgd: dict[str, float]
     stand_ins: dict[str, dict[str, float]]
     weights: tuple[str, ...]
+    draws: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
     def whole(self, operation: str = ALL) -> float:
         """Return the variance ratio of the whole gradient.
@@ -52,7 +54,7 @@ class GradientNoise:
         Returns:
             Σ D² / Σ D²_SGD over all trained parameters.
         """
-        return _ratio(sum(self.stand_ins[operation].values()), sum(self.sgd.values()))
+        return self._whole(self.stand_ins[operation])
 
     def median_of_weights(self, operation: str = ALL) -> float:
         """Return the median variance ratio over the weights.
@@ -63,7 +65,28 @@ class GradientNoise:
         Returns:
             The median of D² / D²_SGD; NaN without weights.
         """
-        found = [_ratio(self.stand_ins[operation][name], self.sgd[name]) for name in self.weights]
+        return self._median(self.stand_ins[operation])
+
+    def errors(self, operation: str = ALL) -> tuple[float, float]:
+        """Return the standard errors of :meth:`median_of_weights` and :meth:`whole`, over draws.
+
+        Args:
+            operation: Of which operation.
+
+        Returns:
+            Both; NaN for a single draw.
+        """
+        draws = self.draws.get(operation, ())
+        if len(draws) < 2:
+            return float("nan"), float("nan")
+        medians, wholes = [self._median(draw) for draw in draws], [self._whole(draw) for draw in draws]
+        return statistics.stdev(medians) / len(draws) ** 0.5, statistics.stdev(wholes) / len(draws) ** 0.5
+
+    def _whole(self, noise: Mapping[str, float]) -> float:
+        return _ratio(sum(noise.values()), sum(self.sgd.values()))
+
+    def _median(self, noise: Mapping[str, float]) -> float:
+        found = [_ratio(noise[name], self.sgd[name]) for name in self.weights]
         return statistics.median(found) if found else float("nan")
 
     def by_depth(self, operation: str = ALL) -> dict[str, float]:
@@ -94,12 +117,14 @@ class GradientNoise:
         return found
 
     def __str__(self) -> str:
-        """Return a table with a row per block, the whole gradient and the median of the weights."""
+        """Return a table: the median of the weights, the whole gradient, both ± standard errors, a row per block."""
         operations = list(self.stand_ins)
         columns = {operation: self.by_depth(operation) for operation in operations}
-        rows = [(block, *(f"{columns[one][block]:.4f}" for one in operations)) for block in columns[ALL]]
-        rows += [("whole gradient", *(f"{self.whole(one):.4f}" for one in operations))]
-        rows += [("median of weights", *(f"{self.median_of_weights(one):.4f}" for one in operations))]
+        errors = {one: self.errors(one) for one in operations}
+        medians = (_with_error(self.median_of_weights(one), errors[one][0]) for one in operations)
+        wholes = (_with_error(self.whole(one), errors[one][1]) for one in operations)
+        rows = [("median of weights", *medians), ("whole gradient", *wholes)]
+        rows += [(block, *(f"{columns[one][block]:.4f}" for one in operations)) for block in columns[ALL]]
         return table(("variance ratio", *operations), rows)
 
 
@@ -113,8 +138,8 @@ def gradient_noise(
 ) -> GradientNoise:
     """Measure the variance that a conversion adds to the gradient of every parameter.
 
-    A converted model is measured as it is converted, with the widths it has chosen and the estimators it has. Any other
-    is converted as by ``config``, and reverted afterwards; ``bits="auto"`` chooses on this batch. Parameters, their
+    A converted model is measured as it is converted, with what it has learned. Any other is converted as by ``config``,
+    learns from this batch what modules learn in their first steps, and is reverted afterwards. Parameters, their
     ``grad``, buffers, modes, everything that a conversion has learned and torch's random number generators are left as
     they were, so training goes on to the bit as without it.
 
@@ -147,25 +172,26 @@ def gradient_noise(
         there = {module.rmm_operation for module in converted_modules(model)}
         alone = [one for one in OPERATIONS if one in there and one not in _NOISELESS] or sorted(there)
 
-        def squares(operations: Sequence[str]) -> dict[str, float]:
-            """Return the mean of ‖ĝ − g‖² over the draws, for every parameter."""
-            sums = [0.0] * len(exact)
+        def squares(operations: Sequence[str]) -> list[dict[str, float]]:
+            """Return ‖ĝ − g‖² of every draw and parameter."""
+            found = list[dict[str, float]]()
             with exact_but(model, operations):
                 for draw in range(1, draws + 1):
                     for context in contexts:
                         context.salt = draw
-                    for place, (one, right) in enumerate(zip(passes.gradients(), exact, strict=True)):
-                        sums[place] += _square(one, right) / draws
-            return dict(zip(passes.trained, sums, strict=True))
+                    errors = map(_square, passes.gradients(), exact)
+                    found.append(dict(zip(passes.trained, errors, strict=True)))
+            return found
 
-        found = {ALL: squares(OPERATIONS)}
+        by_draw = {ALL: squares(OPERATIONS)}
         if by_operation:
-            found |= {one: found[ALL] if there == {one} else squares([one]) for one in alone}
+            by_draw |= {one: by_draw[ALL] if there == {one} else squares([one]) for one in alone}
     embeddings = {
         parameter for module in model.modules() if isinstance(module, nn.Embedding) for parameter in module.parameters()
     }
     weights = tuple(name for name, p in passes.trained.items() if p.dim() > 1 and p not in embeddings)
-    return GradientNoise(sgd, found, weights)
+    means = {one: {name: sum(d[name] for d in found) / draws for name in sgd} for one, found in by_draw.items()}
+    return GradientNoise(sgd, means, weights, by_draw)
 
 
 @contextmanager
@@ -174,11 +200,10 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
     model = passes.model
     modules = converted_modules(model)
     if not modules:
-        report = convert(model, config)
+        convert(model, config)
         try:
-            if any(layer.config.bits == "auto" for layer in report.converted.values()):
-                for _ in range(STEPS + 1):  # the choice comes with the next one
-                    passes.gradients()
+            for _ in range(STEPS + 2):
+                passes.gradients()
             yield
         finally:
             revert(model)
@@ -198,6 +223,10 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
 
 def _square(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).square().sum())
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:.4f}" if error != error else f"{value:.4f} ± {error:.4f}"
 
 
 def _block(name: str) -> str:

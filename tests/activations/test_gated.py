@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.models.t5.modeling_t5 import T5DenseActDense
 
 from rmm_linear import RMMConfig, RMMLinear
-from rmm_linear.activations.gated import PackedGatedMLP, activation_bits
+from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 
 GATE, UP = (
@@ -146,7 +146,7 @@ def test_another_module_is_refused():
 
 @pytest.mark.parametrize(("given", "taken"), [(2, 2), (4, 4), (8, 8), (1, 2), ("auto", 4)])
 def test_the_width_is_that_of_the_configuration(given, taken):
-    assert activation_bits(RMMConfig(activation_bits=given)) == taken
+    assert gated_bits(RMMConfig(activation_bits=given)) == taken
 
 
 class Scaled(MAKERS["llama"]().__class__):

@@ -6,7 +6,8 @@
 enum { ROWS = 37, COLUMNS = 64 * 19 + 23, ELEMENTS = ROWS * COLUMNS, GROUPS = 20, TAKEN = 20 };
 
 static float x[ELEMENTS], other[ELEMENTS], z[ELEMENTS], knots[256], gamma_[COLUMNS], buffer[5 * COLUMNS];
-static uint16_t half[ELEMENTS], half_z[ELEMENTS], qparams[2][ROWS * GROUPS * 2];
+static uint16_t half[ELEMENTS], half_z[ELEMENTS];
+static uint8_t scales[2][ROWS * GROUPS];
 static uint8_t codes[2][ELEMENTS];
 static float signs[2 * GROUP];
 static int32_t a[2 * ROWS], c[2 * COLUMNS];
@@ -35,29 +36,29 @@ static void try_packing(const void *m, int type, void *out, int bits) {
     int8_t token_signs[64];
     float rstd[ROWS];
     memset(codes, 0, sizeof codes), memset(buffer, 0, sizeof buffer), memset(wide, 0, sizeof wide);
-    rmm_pack_0(m, type, 0, ROWS, COLUMNS, COLUMNS, ROWS, 1, 0, 0, bits, signs, a, c, codes[0], qparams[0], 1);
-    PRINT(codes[0]), PRINT(qparams[0]);
-    rmm_unpack_0(codes[0], qparams[0], ROWS, COLUMNS, bits, a, c, z, FLOAT32, 1), PRINT(z);
-    rmm_unpack_0(codes[0], qparams[0], ROWS, COLUMNS, bits, a, c, out, type, 1), PRINT(z), PRINT(half_z);
+    rmm_pack_0(m, type, 0, ROWS, COLUMNS, COLUMNS, ROWS, 1, 0, 0, bits, signs, a, c, codes[0], scales[0], 1);
+    PRINT(codes[0]), PRINT(scales[0]);
+    rmm_unpack_0(codes[0], scales[0], ROWS, COLUMNS, bits, a, c, z, FLOAT32, 1), PRINT(z);
+    rmm_unpack_0(codes[0], scales[0], ROWS, COLUMNS, bits, a, c, out, type, 1), PRINT(z), PRINT(half_z);
     rmm_unrotate_0(z, ROWS, COLUMNS, signs, 1), PRINT(z);
     rmm_signs_and_shifts_0(5, ROWS, 7, token_signs, shifts), print("signs", token_signs, ROWS);
     rmm_pack_0(
-        m, type, 0, ROWS, COLUMNS, COLUMNS, 7, segments, shifts, token_signs, bits, signs, a, c, codes[0], qparams[0], 1);
+        m, type, 0, ROWS, COLUMNS, COLUMNS, 7, segments, shifts, token_signs, bits, signs, a, c, codes[0], scales[0], 1);
     PRINT(codes[0]);
     rmm_pack_norm_0(
-        m, type, COLUMNS, 0, ROWS, COLUMNS, 1, 1e-5f, bits, signs, a, c, codes[0], qparams[0], rstd, buffer, 1);
+        m, type, COLUMNS, 0, ROWS, COLUMNS, 1, 1e-5f, bits, signs, a, c, codes[0], scales[0], rstd, buffer, 1);
     PRINT(codes[0]), PRINT(rstd), memset(buffer, 0, sizeof buffer);
     rmm_norm_backward_0(
-        m, type, COLUMNS, 0, ROWS, COLUMNS, 1, bits, gamma_, signs, a, c, codes[0], qparams[0], rstd, out, type, buffer,
+        m, type, COLUMNS, 0, ROWS, COLUMNS, 1, bits, gamma_, signs, a, c, codes[0], scales[0], rstd, out, type, buffer,
         wide, 1);
     PRINT(z), PRINT(half_z), PRINT(wide);
     for (int activation = 0; activation < 4; activation++) {
         rmm_pack_gated_0(
-            m, m, type, COLUMNS, COLUMNS, ROWS, COLUMNS, 0, activation, bits, signs, a, c, codes[0], qparams[0], codes[1],
-            qparams[1], buffer, 1);
+            m, m, type, COLUMNS, COLUMNS, ROWS, COLUMNS, 0, activation, bits, signs, a, c, codes[0], scales[0], codes[1],
+            scales[1], buffer, 1);
         PRINT(codes);
         rmm_apply_gated_0(
-            m, type, ROWS, COLUMNS, 0, bits, signs, a, c, codes[0], qparams[0], codes[1], qparams[1], out, 0, 1);
+            m, type, ROWS, COLUMNS, 0, bits, signs, a, c, codes[0], scales[0], codes[1], scales[1], out, 0, 1);
         PRINT(z), PRINT(half_z);
     }
 }

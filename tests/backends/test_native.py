@@ -17,6 +17,7 @@ from rmm_linear.backends.native import library
 from rmm_linear.ops import sketches as table
 from rmm_linear.ops.dispatch import Operation
 from rmm_linear.ops.native import sketches as ops
+from rmm_linear.packing.rounding import scales_of
 from rmm_linear.sketches import sketch
 from rmm_linear.sketches.philox import philox
 
@@ -76,20 +77,20 @@ def test_random_numbers_are_the_same_to_the_bit(stream):
 def test_what_is_unpacked_in_parts_and_unrotated_later_is_the_same_to_the_bit(level, dtype, bits, monkeypatch):
     """At every level, with what is not finite in some groups; codes of those mean nothing."""
     x = torch.randn(37, 64 * 19 + 23)
-    x[3, 70], x[4, 200], x[5], x[6] = math.nan, math.inf, 0.0, x[6] * 1e-30
-    codes, qparams = ops.pack(x.to(dtype), bits, SEED)
+    x[3, 70], x[4, 200], x[5], x[6] = math.nan, math.inf, 0.0, x[6] * 1e-14
+    codes, scales = ops.pack(x.to(dtype), bits, SEED)
     monkeypatch.setattr(library, "level", lambda: level)
     again = ops.pack(x.to(dtype), bits, SEED)
-    torch.testing.assert_close(again[1], qparams, rtol=0, atol=0, equal_nan=True)
-    finite = qparams.float().isfinite().all(-1).repeat_interleave(8 * bits, 1)[:, : codes.shape[1]]
+    assert torch.equal(again[1], scales)
+    finite = scales_of(scales).isfinite().repeat_interleave(8 * bits, 1)[:, : codes.shape[1]]
     assert torch.equal(again[0][finite], codes[finite])
     assert 0.9 < finite.float().mean() < 1
-    expected = packing.unpack_parts(codes, qparams, SEED, bits, x.shape[1], torch.float32)
+    expected = packing.unpack_parts(codes, scales, SEED, bits, x.shape[1], torch.float32)
     for begin in (0, 18):
         found, whole = (torch.empty(37 - begin, x.shape[1]) for _ in range(2))
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, int(SEED), found, begin)
+        native.unpack(codes.data_ptr(), scales.data_ptr(), bits, int(SEED), found, begin)
         assert torch.equal(found.nan_to_num(), expected(begin, 37).nan_to_num())
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, int(SEED), whole, begin, rotated=False)
+        native.unpack(codes.data_ptr(), scales.data_ptr(), bits, int(SEED), whole, begin, rotated=False)
         native.unrotate(found, int(SEED))
         assert torch.equal(found.nan_to_num(), whole.nan_to_num())
 
@@ -98,33 +99,35 @@ def test_what_is_unpacked_in_parts_and_unrotated_later_is_the_same_to_the_bit(le
 def test_odd_values_are_packed_the_same(bits):
     z = torch.randn(6, 200)
     z[0], z[1], z[2, 70] = 0, -1.2345, math.nan
-    z[3] *= 2.0**100
-    z[4] *= 2.0**-100
-    codes, qparams = ops.pack(z, bits, SEED)
-    expected_codes, expected_qparams = packing.pack(z, bits, SEED)
-    assert torch.equal(qparams.isnan(), expected_qparams.isnan())
-    assert qparams.isnan().any(-1).sum() == 1
+    z[3] *= 2.0**25
+    z[4] *= 2.0**-40
+    codes, scales = ops.pack(z, bits, SEED)
+    expected_codes, expected_scales = packing.pack(z, bits, SEED)
+    assert (scales.int() - expected_scales.int()).abs().max() <= 1  # on the edge of two
+    assert (scales_of(scales).isnan().nonzero() == torch.tensor([[2, 1]])).all()
     finite = torch.tensor([0, 1, 3, 4, 5])
-    torch.testing.assert_close(qparams[finite], expected_qparams[finite], rtol=2**-7, atol=0)
     assert (codes[finite] != expected_codes[finite]).float().mean() < 0.01
     z[5, 199] = math.inf
     for pack in (packing.pack, ops.pack):
-        assert pack(z, bits, SEED)[1][5, 3].isnan().all()
+        assert scales_of(pack(z, bits, SEED)[1])[5, 3].isnan()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_range_beyond_float32_is_nan(backend, monkeypatch):
+def test_what_is_beyond_the_scales_is_nan(backend, monkeypatch):
+    """The largest is 2³², and 4 bits reach 7.5 of it."""
     monkeypatch.setenv("RMM_BACKEND", backend)
-    for z in (torch.tensor([[3e38, -3e38]]), torch.tensor([[1e39, 0.0]], dtype=torch.float64)):
-        assert table.PACK(z, 4, SEED)[1].isnan().all()
+    for large, is_beyond in ((3e38, True), (7.6 * 2.0**32, True), (7.4 * 2.0**32, False)):
+        z = torch.tensor([[large, -large]])
+        assert table.UNPACK(*table.PACK(z, 4, SEED), SEED, 4, 2, z.dtype).isnan().all() == is_beyond
+    assert scales_of(table.PACK(torch.tensor([[1e39, 0.0]], dtype=torch.float64), 4, SEED)[1]).isnan().all()
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_the_smallest_numbers_come_back(backend, monkeypatch):
+def test_the_smallest_numbers_come_back_within_the_smallest_scale(backend, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     z = torch.rand(3, 70) * 1e-40
     restored = table.UNPACK(*table.PACK(z, 4, SEED), SEED, 4, 70, z.dtype)
-    assert (restored - z).abs().max() < 1e-38
+    assert (restored - z).abs().max() < 64**0.5 * 2.0**-51  # half a step, in a group of 64 that is rotated
 
 
 @pytest.mark.parametrize(

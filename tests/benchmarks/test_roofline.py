@@ -107,7 +107,7 @@ def test_flops_of_a_sketched_layer_are_those_that_its_operators_declare(bits: in
 
 def test_bytes_stored_are_those_that_the_library_stores() -> None:
     for rows, columns in ((256, 768), (37, 130)):
-        for bits in (2, 4, 8):
+        for bits in (2, 3, 4, 8):
             assert one(work.norm(rows, columns, bits), "norm copy").stored == norm_bytes(rows, columns, bits)
             pair = one(work.gated(rows, columns, bits), "gated, pack").stored
             assert pair == stored_bytes(gated_parts(rows, columns, bits, 2))

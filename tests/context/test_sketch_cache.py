@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import convert
 from rmm_linear.layers import linear
 from rmm_linear.memory import track_saved
-from rmm_linear.packing.pack import packed_bytes
+from rmm_linear.packing import encoded_bytes
 
 
 class Siblings(nn.Module):
@@ -36,12 +36,12 @@ def kept_by(model, x):
     return kept.by_module, output
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4, 2])
+@pytest.mark.parametrize("bits", [None, 8, 4, 3, 2])
 def test_siblings_keep_one_sketch(bits):
     model = Siblings()
     report = convert(model, bits=bits, **ROUGH)
     by_module, output = kept_by(model, torch.randn(40, 8))
-    size = 10 * 8 * 4 if bits is None else packed_bytes(10, 8, bits)
+    size = 10 * 8 * 4 if bits is None else encoded_bytes(10, 8, bits)
     assert by_module == {"a": size + SEED_BYTES}
     output.sum().backward()
     assert report.groups == [("a", "b", "c")]
@@ -57,7 +57,7 @@ def test_query_key_and_value_keep_one_sketch_and_the_rest_the_formula():
     rows = 20
     for layer in (0, 1):
         stem = f"roberta.encoder.layer.{layer}"
-        one, wide = packed_bytes(rows, 16, 4) + SEED_BYTES, packed_bytes(rows, 32, 4) + SEED_BYTES
+        one, wide = encoded_bytes(rows, 16, 4) + SEED_BYTES, encoded_bytes(rows, 32, 4) + SEED_BYTES
         assert kept.by_module[f"{stem}.attention.self.query"] == one
         assert f"{stem}.attention.self.key" not in kept.by_module
         assert f"{stem}.attention.self.value" not in kept.by_module

@@ -218,7 +218,7 @@ def test_one_entry_without_match_is_logged(caplog):
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.ReLU()), nn.Module()])
 def test_a_model_without_linears(model):
-    with pytest.raises(ValueError, match="convert needs a model with linear layers"):
+    with pytest.raises(ValueError, match="convert needs a model with modules inside"):
         convert(model, operations="linear")
 
 

@@ -150,7 +150,6 @@ def test_a_copy_of_data_parallel_is_refused():
         (lambda: RMMConfig(checkpointed="pakced"), ValueError, "packed"),
         (lambda: RMMConfig(kind="wta", norm_estimator="postion"), ValueError, "position"),
         (lambda: RMMConfig(bits="atuo"), ValueError, "auto"),
-        (lambda: RMMConfig(activation_bits="atuo"), ValueError, "auto"),
         (lambda: build_config({"kind": "countsketh"}, ["kind"]), UserError, "countsketch"),
         (lambda: get_task("colaa"), UserError, "cola"),
     ],

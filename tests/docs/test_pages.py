@@ -77,7 +77,7 @@ CONVERTED = r"^rmm_linear: converted=14 "
 FIT = r"^rmm_linear fit: "
 PRINTS = {
     "README.md": [r"^rmm_linear: converted=\d+ .* logits=1 ", r"^rmm_linear: saved for backward: .* MiB \(\d+%\)", FIT],
-    "docs/use.md": [CONVERTED + r"norm=5 .* skipped=0 frozen=0 kind=countsketch memory=0\.1 bits=auto "],
+    "docs/use.md": [CONVERTED + r"norm=5 .* skipped=0 frozen=0 kind=countsketch bits=3 "],
     "docs/index.md": [CONVERTED],
     "docs/blocks.md": [
         r"^rmm_linear: (?=.* activation=)(?=.* norm=)(?=.* attention=).* dropout=",

@@ -228,7 +228,7 @@ def selected(model, choose=None):
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_that_saves_the_sketch_has_the_gradients_of_a_step_without_checkpointing(kind, bits):
-    """To the bit, with dropout: Z, codes, qparams, seeds and sampled rows are those of the forward pass."""
+    """To the bit, with dropout: Z, codes, scales, seeds and sampled rows are those of the forward pass."""
     model = checkpointed()
     convert(model, **{**ROUGH, "kind": kind, "bits": bits})
     found = []

@@ -251,7 +251,7 @@ def test_a_configuration_is_valid_or_names_the_field_that_is_not(name, value):
 def test_numbers_of_other_libraries_are_written_or_refused():
     import numpy as np
 
-    with pytest.raises(ValueError, match=r"bits must be 8, 4, 2, None or .auto., got np.int64\(4\)"):
+    with pytest.raises(ValueError, match=r"bits must be 8, 4, 3, 2, 1.6, 1, None or .auto., got np.int64\(4\)"):
         RMMConfig(bits=np.int64(4))
     assert json.loads(json.dumps(RMMConfig(ratio=np.float64(0.5)).to_dict()))["ratio"] == 0.5
 

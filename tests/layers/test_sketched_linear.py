@@ -4,10 +4,12 @@ import pytest
 import torch
 from helpers import SEED_BYTES, chances, heavy_tailed, sketch_matrix
 from statistical import TOKENS, assert_unbiased
+from torch import nn
 from torch.nn import functional as F
 
-from rmm_linear import RMMConfig, sketched_linear
+from rmm_linear import RMMConfig, convert, sketched_linear
 from rmm_linear.memory import track_saved
+from rmm_linear.packing import encoded_bytes
 from rmm_linear.sketches import KINDS
 
 
@@ -98,6 +100,31 @@ def test_no_and_all_tokens(mask):
         sketched_linear(x, unmasked, config=RMMConfig(ratio=0.5, min_rows=1), seed=1).backward(y)
         assert unmasked.grad.all()
         assert torch.allclose(w.grad, unmasked.grad)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 3)
+
+    def forward(self, x, attention_mask):
+        return self.layer(x) * attention_mask.unsqueeze(-1)
+
+
+@pytest.mark.parametrize(("fields", "bits"), [({}, 3), ({"memory": 0.16}, 8), ({"bits": 2}, 2)])
+def test_valid_rows_alone_are_saved_as_in_a_converted_layer(fields, bits):
+    """Codes and scales are all bytes but the seed, of 24 rows of 40. 0.16 holds 8 bits of these, and 4 of all rows."""
+    saved: list[torch.Tensor] = []
+    x, mask = torch.randn(4, 10, 64), (torch.arange(10) < 6).expand(4, 10)
+    how, model = RMMConfig(min_rows=1, operations="linear", **fields), Masked().train()
+    convert(model, how)
+    weight = nn.Parameter(torch.randn(3, 64))
+    for run in (lambda: sketched_linear(x, weight, config=how, token_mask=mask), lambda: model(x, mask.long())):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            run()
+        sizes = [tensor.nbytes for tensor in saved if tensor.dtype == torch.uint8]
+        assert sum(sizes) == encoded_bytes(24, 64, bits) == 24 * {3: 25, 8: 65, 2: 33}[bits]
 
 
 # Autocast

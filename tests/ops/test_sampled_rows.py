@@ -41,8 +41,8 @@ def test_drawn_rows_are_those_of_the_sketch(kind, mask, backend, monkeypatch):
     assert (index.dtype, scale.dtype) == (torch.int32, torch.float32)
     z = sketch(x, kind=kind, seed=SEED, rows=7, mask=chosen, p=chances(kind, x, chosen))
     torch.testing.assert_close(table.GATHER_ROWS(x, sampled), z, rtol=1e-5, atol=1e-5)
-    codes, qparams = table.PACKED_ROWS(x, SEED, sampled, 8)
-    restored = packing.unpack(codes, qparams, SEED, 8, 70, x.dtype)
+    codes, scales = table.PACKED_ROWS(x, SEED, sampled, 8)
+    restored = packing.unpack(codes, scales, SEED, 8, 70, x.dtype)
     torch.testing.assert_close(restored, z, rtol=0, atol=float(z.abs().max()) / 40)
 
 

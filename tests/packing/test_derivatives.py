@@ -30,8 +30,8 @@ def test_unbiased_with_the_stated_variance(function, bits, is_masked, draws):
         stored = pack_derivative(x, index, seed, *name)
         errors.append(apply_derivative(y, stored, index, *name) - exact)
         if not function.is_bounded:
-            qparams = views(stored, stored_parts(function, bits, rows, COLUMNS))[2]
-            variance = element_variance(function, bits, qparams, COLUMNS)
+            scales = views(stored, stored_parts(function, bits, rows, COLUMNS))[2]
+            variance = element_variance(function, bits, scales, COLUMNS)
             roundings.append(input_gradient_variance(y if index is None else y[index], variance))
     errors = torch.stack(errors)
     if index is not None:
@@ -106,5 +106,5 @@ def test_rows_and_columns_are_rounded_independently():
 
 
 def test_the_variance_of_what_has_no_range_needs_the_stored_scales():
-    with pytest.raises(ValueError, match="follows from stored scales: give qparams and columns"):
+    with pytest.raises(ValueError, match="follows from stored scales: give scales and columns"):
         element_variance(Pointwise("relu_squared"), 4)

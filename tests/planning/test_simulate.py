@@ -258,7 +258,6 @@ def test_a_simulation_without_weights_leaves_no_trace():
     state, parameters = torch.get_rng_state(), list(meta.parameters())
     simulate(meta, batch("llama", device="meta"))
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(layer.rmm_auto_bits.bits is None and not layer.rmm_auto_bits.steps for layer in layers)
     assert all(layer.rmm_context.sketch_cache is cache for layer, cache in zip(layers, caches, strict=True))
     assert all(a is b and a.is_meta and a.grad is None for a, b in zip(meta.parameters(), parameters, strict=True))
 

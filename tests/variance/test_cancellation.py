@@ -11,8 +11,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rmm_linear import RMMConfig
-from rmm_linear.context.auto_bits import predicted_noise
 from rmm_linear.estimators import LayerCall, RunningNorms
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms
 from rmm_linear.spec import SaveSpec
@@ -60,20 +58,6 @@ def test_the_probe():
     assert found.sgd_tokens == pytest.approx(float(over_tokens), rel=TOLERANCE)
     assert found.sgd == pytest.approx(float(over_sequences), abs=TOLERANCE * float(over_tokens))
     assert found.sketch == pytest.approx(float(Fraction(TOKENS - ROWS, ROWS) * over_tokens), rel=TOLERANCE)
-
-
-def test_the_prediction_of_bits(monkeypatch):
-    """With one Y for all tokens instead of random signs, and without the rounding's term, which is a sum."""
-    of_bits = "rmm_linear.context.auto_bits"
-    monkeypatch.setattr(f"{of_bits}.signs", lambda seed, count, stream: torch.ones(count, dtype=torch.int8))
-    monkeypatch.setattr(
-        f"{of_bits}.rounding_variance", lambda qparams, columns: qparams.new_zeros(len(qparams), dtype=torch.float64)
-    )
-    x, _ = nearly_one_gradient()
-    d, g, _ = moments()
-    config = RMMConfig(kind="rows", ratio=ROWS / TOKENS, bits="auto", min_rows=1)
-    stated = Fraction(TOKENS - ROWS, ROWS * (TOKENS - 1)) * (TOKENS * sum(d) - g) / (TOKENS * OUTPUTS)
-    assert float(predicted_noise(x, config, 4, 4, None)) == pytest.approx(float(stated), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -193,7 +193,7 @@ def test_nan_is_not_hidden():
         ({"kind": "fourier"}, ValueError, "kind must be one of countsketch, .*, got 'fourier'"),
         ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
         ({"rows": 2.0}, TypeError, "rows must be a positive integer, got 2.0"),
-        ({"bits": 3}, ValueError, "bits must be 8, 4 or 2, got 3"),
+        ({"bits": 5}, ValueError, "bits must be 8, 4, 3, 2, 1.6 or 1, got 5"),
         ({"block": 4}, ValueError, "block is for rademacher, gaussian, hadamard only, got block=4 with kind='rows'"),
         ({"mask": torch.ones(7)}, ValueError, r"mask must have the shape \(8,\) of the rows of x, got \(7,\)"),
         ({"draws": 0}, ValueError, "draws must be at least 1, got 0"),

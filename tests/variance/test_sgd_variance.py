@@ -145,14 +145,14 @@ def test_required_ratio_says_when_no_ratio_suffices():
 
 @pytest.mark.parametrize(("kind", "masked"), [("rademacher", True), ("hadamard", False), ("countsketch", False)])
 def test_required_ratio_finds_a_quiet_ratio_below_rows_that_are_stored_as_they_are(kind, masked):
-    """In 2 bits the noise is not monotone: where tokens are long in X and Y at once, storing all of them is louder."""
+    """In 1 bit the noise is not monotone: where tokens are long in X and Y at once, storing all of them is louder."""
     generator = torch.Generator().manual_seed(20)
     length = torch.exp(1.2 * torch.randn(64, 1, generator=generator, dtype=torch.float64))
     x = torch.randn(64, 64, generator=generator, dtype=torch.float64) * length
     y = torch.randn(64, 4, generator=generator, dtype=torch.float64) * length
     mask = torch.arange(64) % 4 > 0 if masked else torch.ones(64, dtype=torch.bool)
     y *= mask.unsqueeze(1)
-    given = {"kind": kind, "bits": 2, "mask": mask if masked else None}
+    given = {"kind": kind, "bits": 1, "mask": mask if masked else None}
     sgd = float(sgd_variance(x, y, samples=(16, 4)))
     noises = [float(sketch_variance(x, y, rows=rows, **given)) / sgd for rows in range(1, 129)]
     for share in (0.3, 0.7, 1.5):
@@ -163,7 +163,7 @@ def test_required_ratio_finds_a_quiet_ratio_below_rows_that_are_stored_as_they_a
         assert found - 1 not in quiet
         assert found <= quiet[0] + 8  # the rounding term of a few seeds wavers from K to K
     if kind != "countsketch":  # most rows of which hold few tokens long before
-        assert min(noises) < 0.7 * noises[-1]
+        assert min(noises) < 0.85 * noises[-1]
 
 
 def test_effective_batch_has_the_noise_of_both_together():

@@ -13,9 +13,10 @@ import pytest
 import torch
 from cases import KIND_AND_BLOCK
 from helpers import heavy_tailed
-from statistical import ROWS, assert_variance, padded
+from statistical import ROWS, TOKENS, Z, assert_variance, padded
 
 from rmm_linear.memory import peak
+from rmm_linear.packing.normal import LEVELS as NORMAL
 from rmm_linear.packing.pack import WIDTHS, pack, rounding_variance, unpack
 from rmm_linear.sketches import TokenMask, variance
 from rmm_linear.variance import sgd_variance, simulate_sgd_variance, simulate_variance, sketch_variance
@@ -67,7 +68,7 @@ def test_a_rounding_term_that_is_wrong_by_a_fifth_is_outside_the_band():
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)
 def test_sketch_variance_is_the_stated_one_and_the_mean_of_the_rounding_over_its_seeds(kind, block, bits):
     x, y, mask = padded()
@@ -78,6 +79,17 @@ def test_sketch_variance_is_the_stated_one_and_the_mean_of_the_rounding_over_its
     expected = variance(x, y, **shape) + torch.stack(roundings).mean()
     found = sketch_variance(x, y, kind=kind, rows=ROWS, block=block, bits=bits, mask=mask, draws=3)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [ROWS, TOKENS])
+@pytest.mark.parametrize("bits", NORMAL)
+def test_normal_codes_add_what_is_stated(bits, rows):
+    """Both are means over seeds, the simulation's over the masked rows of other ones."""
+    x, y, mask = padded()
+    found = simulate_variance(x, y, kind="countsketch", rows=rows, bits=bits, mask=mask, draws=1000, seed=10_000)
+    stated = sketch_variance(x, y, kind="countsketch", rows=rows, bits=bits, mask=mask, draws=1000)
+    assert abs(found.z_score(stated)) < Z * 2**0.5, (found, stated)
+    assert found.standard_error < 0.06 * found.variance
 
 
 @pytest.mark.parametrize("kind", ["countsketch", "rademacher"])

@@ -16,6 +16,7 @@ from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing.attention import attention_rows
 from rmm_linear.packing.attention_gradients import attention_gradients
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
+from rmm_linear.packing.rounding import scales_of
 from rmm_linear.packing.stored import views
 from rmm_linear.variance.simulation import Simulation
 from rmm_linear.variance.standins.attention import simulate_attention, value_variance
@@ -27,7 +28,7 @@ from rmm_linear.variance.standins.pointwise import element_variance, weight_grad
 
 
 def packed_values(q, k, v, y, spec, mask, bits, draws):
-    """Gradients from exact queries and keys and packed values, and the qparams of the values, for every seed."""
+    """Gradients from exact queries and keys and packed values, and the scales of the values, for every seed."""
     rows, values = exact_rows(q, k, v), attention_rows(q, k, v)[2]
     for seed in range(draws):
         packed = PACK(values.float(), bits, torch.tensor([seed]))
@@ -47,12 +48,12 @@ def test_packed_values_leave_gradients_unbiased_with_the_variance_of_the_closed_
     spec, mask = spec_of(q, k, is_causal=causal), None if causal else torch.rand(2, 1, 6, 6) > 0.2
     exact = attention_gradients(y, exact_rows(q, k, v), spec, mask)
     stated, squares, sums = [], [], []
-    for found, qparams in packed_values(q, k, v, y, spec, mask, bits, draws):
+    for found, scales in packed_values(q, k, v, y, spec, mask, bits, draws):
         assert torch.equal(found[2], exact[2])
         errors = [one - wanted for one, wanted in zip(found, exact, strict=True)]
         squares.append(torch.stack([errors[i].square().sum() for i in (0, 1)]))
         sums.append(torch.stack([(errors[i] * exact[i]).sum() for i in (0, 1)]))
-        variances = value_variance(q, k, y.transpose(1, 2), qparams, scale=spec.scale, mask=mask, is_causal=causal)
+        variances = value_variance(q, k, y.transpose(1, 2), scales, scale=spec.scale, mask=mask, is_causal=causal)
         stated.append(torch.stack(variances))
     squares, stated = torch.stack(squares), torch.stack(stated)
     # The ranges, and so the variance, differ from draw to draw with the rotation: compared draw by draw.
@@ -117,7 +118,7 @@ def test_a_gated_mlps_simulated_variance_by_the_stated_one_is_one(activation, bi
         seeds = torch.tensor([seed, seed + 1_000_000])
         packed = PACK_GATED(a, b, seeds, activation, bits, BOTH, None)
         found = APPLY_GATED(y, seeds, packed, bits, None)
-        stated = [product_variance(y, one.qparams) for one in packed]  # for every rotation its own
+        stated = [product_variance(y, one.scales) for one in packed]  # for every rotation its own
         errors = [(one - other).square().sum() for one, other in zip(found, exact, strict=True)]
         ratios.append(torch.stack([e / s for e, s in zip(errors, stated, strict=True)]))
     for ratio in torch.stack(ratios).T:
@@ -129,11 +130,10 @@ def test_the_variance_of_a_gated_mlp_is_that_of_both_products():
     seeds = torch.tensor([1, 2])
     packed = PACK_GATED(a, b, seeds, "silu", 4, BOTH, None)
     found = gated_variance(a, b, y, activation="silu", bits=4, seeds=seeds)
-    assert found == tuple(product_variance(y, one.qparams) for one in packed)
+    assert found == tuple(product_variance(y, one.scales) for one in packed)
+    scales = scales_of(packed[0].scales)
     by_hand = sum(
-        float(y[i, j].double() ** 2 * packed[0].qparams[i, j // 64, 1].double() ** 2 / 12)
-        for i in range(5)
-        for j in range(70)
+        float(y[i, j].double() ** 2 * scales[i, j // 64].double() ** 2 / 12) for i in range(5) for j in range(70)
     )
     assert float(found[0]) == pytest.approx(by_hand, rel=1e-12)
 
@@ -193,8 +193,8 @@ def simulate(function, bits, draws):
         stored = pack_derivative(z, None, seed, *how)
         errors.append(apply_derivative(y, stored, None, *how).double().T @ x.double() - exact)
         if not function.is_bounded:
-            qparams = views(stored, stored_parts(function, bits, TOKENS, COLUMNS))[2]
-            variances.append(weight_gradient_variance(x, y, element_variance(function, bits, qparams, COLUMNS)))
+            scales = views(stored, stored_parts(function, bits, TOKENS, COLUMNS))[2]
+            variances.append(weight_gradient_variance(x, y, element_variance(function, bits, scales, COLUMNS)))
     return x, y, exact, torch.stack(errors), variances
 
 

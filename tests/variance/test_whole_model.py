@@ -9,7 +9,7 @@ from torch import nn
 
 from rmm_linear import RMMLinear, convert
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import STEPS
+from rmm_linear.context.learned import STEPS
 from rmm_linear.variance import sgd_variance, sketch_variance
 from rmm_linear.variance.passes import Passes, _parts
 from rmm_linear.variance.whole_model import gradient_noise
@@ -113,17 +113,16 @@ def test_biases_of_sketched_layers_are_exact(measured):
 @pytest.mark.parametrize("architecture", ["roberta", "llama"])
 def test_a_converted_model_has_the_noise_of_the_same_conversion(architecture):
     """Seeds follow from the generator's state and the module's index, so the very same draws are compared."""
-    inputs, config = padded_batch(), RMMConfig(min_rows=4)  # bits="auto", which chooses on this batch
+    inputs, config = padded_batch(), RMMConfig(min_rows=4)
     if architecture == "llama":
         inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     found = []
     for is_converted in (False, True):
         model = tiny_model(architecture, dropout=0.1)
         if is_converted:
-            report = convert(model.train(), config)
-            for _ in range(STEPS + 1):
+            convert(model.train(), config)
+            for _ in range(STEPS + 2):  # learns what one that is converted to be measured learns
                 model(**inputs).loss.backward()
-            assert report.bits.keys() == report.converted.keys() - {"classifier.dense", "classifier.out_proj"}
         torch.manual_seed(8)
         found.append(gradient_noise(model, inputs, None if is_converted else config, draws=1))
     assert found[0] == found[1]

@@ -103,12 +103,12 @@ def _activate_kernel(
 
 @triton.jit
 def _square_kernel(
-    p_x, p_place, p_seed, p_out, p_codes, p_qparams, n_rows, n_columns, stride,
+    p_x, p_place, p_seed, p_out, p_codes, p_scales, n_rows, n_columns, stride,
     BITS: tl.constexpr, HAS_PLACE: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_x, p_place, p_seed, p_out: see _activate_kernel. p_codes, p_qparams: see store_packed.
+    p_x, p_place, p_seed, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -120,7 +120,7 @@ def _square_kernel(
     b_x = tl.where(b_x <= 0, 0.0, b_x)
     tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], (b_x * b_x).to(p_out.dtype.element_ty), mask=m_x)
     m_k = (o_k >= 0) & m_n
-    store_packed(b_x, tl.load(p_seed), tl.maximum(o_k, 0), m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
+    store_packed(b_x, tl.load(p_seed), tl.maximum(o_k, 0), m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
 
 
 def activate_and_pack(
@@ -174,18 +174,18 @@ def square_and_pack(
         index: Rows to pack, int64, shape (n,); None for all.
 
     Returns:
-        relu(x)² of all rows, shape (N, C), dtype of ``x``; codes, uint8, shape (n, ⌈C·bits/8⌉), and qparams, bfloat16,
-        shape (n, ⌈C/64⌉, 2).
+        relu(x)² of all rows, shape (N, C), dtype of ``x``; codes, uint8, shape (n, ⌈C·bits/8⌉), and scales, uint8,
+        shape (n, ⌈C/64⌉).
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    codes, qparams = empty_sketch(rows if index is None else index.shape[0], columns, bits, x)
+    codes, scales = empty_sketch(rows if index is None else index.shape[0], columns, bits, x)
     if out.numel():
         grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
         with on_device(x):
             _square_kernel[grid](
-                x, places(index, rows), seed, out, codes, qparams, rows, columns, x.stride(0), BITS=bits,
+                x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), BITS=bits,
                 HAS_PLACE=index is not None, PRECISION=precision(), B_K=32, num_warps=4,
             )  # fmt: skip
-    return out, codes, qparams
+    return out, codes, scales

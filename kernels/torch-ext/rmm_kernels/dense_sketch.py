@@ -34,7 +34,7 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
 
 @triton.jit
 def _dense_sketch_kernel(
-    p_m, p_seed, p_order, p_count, p_index, p_z, p_qparams,
+    p_m, p_seed, p_order, p_count, p_index, p_z, p_scales,
     n_tokens, n_blocks, block, n_rows, n_columns, stride, factor,
     KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
@@ -42,7 +42,7 @@ def _dense_sketch_kernel(
     """One tile of one block's rows, (B_R, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), valid rows first. p_count: int64
-    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_qparams: see
+    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_scales: see
     store_packed. block: tokens per block. factor: 1/√n_rows.
     """
     i_b = tl.program_id(0).to(tl.int64)
@@ -85,7 +85,7 @@ def _dense_sketch_kernel(
                 b_s, b_m = b_s.to(tl.float32), b_m.to(tl.float32)
             b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
         b_z = b_z * factor
-    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_qparams, BITS, PRECISION, B_D)
+    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_scales, BITS, PRECISION, B_D)
 
 
 def dense_sketch(
@@ -116,19 +116,19 @@ def dense_sketch(
         dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (⌈N/block⌉ · rows, D); or codes and qparams, see :func:`rmm_kernels.pack`.
+        Shape (⌈N/block⌉ · rows, D); or codes and scales, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
     blocks = triton.cdiv(tokens, block)
-    z, qparams = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
+    z, scales = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
     if z.numel():
         grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
         with on_device(matrix):
             _dense_sketch_kernel[grid](
-                matrix, seed, order, count, index, z, qparams,
+                matrix, seed, order, count, index, z, scales,
                 tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
                 KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
             )  # fmt: skip
-    return z if qparams is None else (z, qparams)
+    return z if scales is None else (z, scales)

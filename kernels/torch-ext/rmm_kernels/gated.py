@@ -30,14 +30,14 @@ def _activate(b_a, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _pack_gated_kernel(
-    p_a, p_b, p_index, p_seed, p_codes, p_qparams, p_s_codes, p_s_qparams, n_rows, n_columns, stride, stride_b,
+    p_a, p_b, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_columns, stride, stride_b,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
     PRECISION: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
     p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
-    p_codes, p_s_codes: uint8 (n, ⌈C·BITS/8⌉). p_qparams, p_s_qparams: bfloat16 (n, ⌈C/64⌉, 2).
+    p_codes, p_s_codes: uint8 (n, ⌈C·BITS/8⌉). p_scales, p_s_scales: uint8 (n, ⌈C/64⌉).
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -49,15 +49,15 @@ def _pack_gated_kernel(
     if HAS_P:
         _, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-        store_packed(b_p, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
+        store_packed(b_p, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
     if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
         b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_qparams, BITS, PRECISION)
+        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_scales, BITS, PRECISION)
 
 
 @triton.jit
 def _gate_kernel(
-    p_a, p_b, p_place, p_seed, p_out, p_codes, p_qparams, p_s_codes, p_s_qparams, n_rows, n_columns, stride, stride_b,
+    p_a, p_b, p_place, p_seed, p_out, p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_columns, stride, stride_b,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
     PRECISION: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
@@ -79,21 +79,21 @@ def _gate_kernel(
     b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
     tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
     if HAS_P:
-        store_packed(b_p * b_b, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_qparams, BITS, PRECISION)
+        store_packed(b_p * b_b, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
     if HAS_S:  # from the cache, as in _pack_gated_kernel
         b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_qparams, BITS, PRECISION)
+        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_scales, BITS, PRECISION)
 
 
 @triton.jit
 def _apply_gated_kernel(
-    p_y, p_index, p_seed, p_codes, p_qparams, p_s_codes, p_s_qparams, p_da, p_db, n_rows, n_columns, stride,
+    p_y, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales, p_da, p_db, n_rows, n_columns, stride,
     BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr, PRECISION: tl.constexpr,
     B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_y: (N, C), rows ``stride`` apart. p_index … p_s_qparams: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous.
+    p_y: (N, C), rows ``stride`` apart. p_index … p_s_scales: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous.
     """
     i_g = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -104,10 +104,10 @@ def _apply_gated_kernel(
     o_out = o_row[:, None] * n_columns + o_j[None, :]
     b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
     if HAS_P:
-        b_p, _ = load_packed(p_codes, p_qparams, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS, PRECISION)
+        b_p, _ = load_packed(p_codes, p_scales, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS, PRECISION)
         tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
     if HAS_S:
-        b_s, _ = load_packed(p_s_codes, p_s_qparams, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS, PRECISION)
+        b_s, _ = load_packed(p_s_codes, p_s_scales, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS, PRECISION)
         tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 
@@ -132,7 +132,7 @@ def pack_gated(
         index: Rows to store, int64, shape (n,); None for all.
 
     Returns:
-        For p and for s: codes, uint8, shape (n, ⌈C·bits/8⌉), and qparams, bfloat16, shape (n, ⌈C/64⌉, 2); or None.
+        For p and for s: codes, uint8, shape (n, ⌈C·bits/8⌉), and scales, uint8, shape (n, ⌈C/64⌉); or None.
     """
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]

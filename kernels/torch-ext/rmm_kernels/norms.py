@@ -46,14 +46,14 @@ def _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns):
 
 @triton.jit
 def _pack_norm_kernel(
-    p_x, p_index, p_seed, p_codes, p_qparams, p_rstd, n_rows, n_columns, stride, eps,
+    p_x, p_index, p_seed, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, eps,
     CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """B_K rows: their statistics, merged over blocks of B_D columns, then their groups.
 
     p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). p_codes,
-    p_qparams: see store_packed.
+    p_scales: see store_packed.
     """
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
     m_k = o_k < n_rows
@@ -66,12 +66,12 @@ def _pack_norm_kernel(
     # Where the matrix unit has no tf32, on AMD, masks that are made before the loop would not fit into its registers.
     for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=PRECISION == "ieee"):
         b_h = _normalized(p_rows, m_k, b_mean, b_rstd, i_g, n_columns)
-        store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+        store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
 
 
 @triton.jit
 def _normalize_kernel(
-    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_qparams, p_rstd, n_rows, n_columns, stride, eps,
+    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, eps,
     CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
     ROUND: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
@@ -104,11 +104,11 @@ def _normalize_kernel(
         p_tile = p_out + o_n[:, None] * n_columns + o_j[None, :]
         tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_j[None, :])
         if not SPLIT:
-            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
     if SPLIT:
         for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=True):
             b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns)
-            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_qparams, BITS, PRECISION)
+            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
 
 
 @triton.jit
@@ -126,14 +126,14 @@ def _load_gradient(
 
 @triton.jit
 def _norm_backward_kernel(
-    p_y, p_index, p_seed, p_gamma, p_codes, p_qparams, p_rstd, p_out, p_sums, n_rows, n_columns, stride,
+    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_out, p_sums, n_rows, n_columns, stride,
     CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, SUMS: tl.constexpr, BITS: tl.constexpr,
     PRECISION: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """B_K rows: their sums over columns, then their gradient; h is unpacked twice, not stored.
 
     p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_codes,
-    p_qparams: see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
+    p_scales: see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
     """
     i_k = tl.program_id(0).to(tl.int64)
     o_k = i_k * B_K + tl.arange(0, B_K)
@@ -143,7 +143,7 @@ def _norm_backward_kernel(
     b_sum_g = tl.zeros((B_K,), dtype=tl.float32)
     b_sum_gh = tl.zeros((B_K,), dtype=tl.float32)
     for i_g in range(0, tl.cdiv(n_columns, 64)):
-        b_h, _ = load_packed(p_codes, p_qparams, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION)
+        b_h, _ = load_packed(p_codes, p_scales, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION, True)
         b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
         b_sum_g += tl.sum(b_g, axis=1)
         b_sum_gh += tl.sum(b_g * b_h, axis=1)
@@ -156,7 +156,7 @@ def _norm_backward_kernel(
     b_mean = b_sum_g / n_columns
     b_slope = b_sum_gh / n_columns
     for i_g in range(0, tl.cdiv(n_columns, 64)):
-        b_h, b_scale = load_packed(p_codes, p_qparams, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION)
+        b_h, b_scale = load_packed(p_codes, p_scales, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION, True)
         _, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
         b_kept = 1.0 + b_scale * b_scale / (12.0 * n_columns)
         b_out = b_g * b_kept[:, None] - b_h * b_slope[:, None]
@@ -182,20 +182,20 @@ def pack_norm(
         index: Rows to save, int64, shape (n,); None for all.
 
     Returns:
-        Codes, uint8, shape (n, ⌈H·bits/8⌉), qparams, bfloat16, shape (n, ⌈H/64⌉, 2), and rstd, float32, shape (n,).
+        Codes, uint8, shape (n, ⌈H·bits/8⌉), scales, uint8, shape (n, ⌈H/64⌉), and rstd, float32, shape (n,).
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    codes, qparams = empty_sketch(rows, columns, bits, x)
+    codes, scales = empty_sketch(rows, columns, bits, x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if codes.numel():
         with on_device(x):
             _pack_norm_kernel[(triton.cdiv(rows, _ROWS),)](
-                x, index, seed, codes, qparams, rstd, rows, columns, x.stride(0), eps,
+                x, index, seed, codes, scales, rstd, rows, columns, x.stride(0), eps,
                 CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, PRECISION=precision(),
                 B_K=_ROWS, B_D=256, num_warps=4,
             )  # fmt: skip
-    return codes, qparams, rstd
+    return codes, scales, rstd
 
 
 def normalize_and_pack(
@@ -223,30 +223,30 @@ def normalize_and_pack(
         index: Rows to save, int64, shape (n,); None for all.
 
     Returns:
-        The result of all rows, shape (N, H), contiguous; codes, qparams and rstd.
+        The result of all rows, shape (N, H), contiguous; codes, scales and rstd.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, columns), saved = x.shape, x.shape[0] if index is None else index.shape[0]
     gamma = torch.ones_like(beta) if gamma is None and beta is not None else gamma
     parts = [one.to(torch.float32) for one in (gamma, beta) if one is not None]
     affine = torch.cat(parts) if parts else None
-    codes, qparams = empty_sketch(saved, columns, bits, x)
+    codes, scales = empty_sketch(saved, columns, bits, x)
     rstd = torch.empty(saved, dtype=torch.float32, device=x.device)
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
     if out.numel():
         with on_device(x):
             _normalize_kernel[(triton.cdiv(rows, _ROWS),)](
-                x, places(index, rows), seed, affine, out, codes, qparams, rstd, rows, columns, x.stride(0), eps,
+                x, places(index, rows), seed, affine, out, codes, scales, rstd, rows, columns, x.stride(0), eps,
                 CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
                 ROUND=_TYPES.get(dtypes[0]), BITS=bits, PRECISION=precision(), B_K=_ROWS, B_D=256, num_warps=4,
             )  # fmt: skip
-    return out, codes, qparams, rstd
+    return out, codes, scales, rstd
 
 
 def norm_gradients(
     y: torch.Tensor,
     codes: torch.Tensor,
-    qparams: torch.Tensor,
+    scales: torch.Tensor,
     rstd: torch.Tensor,
     bits: int,
     seed: torch.Tensor,
@@ -262,7 +262,7 @@ def norm_gradients(
     Args:
         y: Gradient with respect to the output, float16, bfloat16 or float32, shape (N, H), any row stride.
         codes: uint8, shape (n, ⌈H·bits/8⌉), contiguous.
-        qparams: bfloat16, shape (n, ⌈H/64⌉, 2), contiguous.
+        scales: uint8, shape (n, ⌈H/64⌉), contiguous.
         rstd: float32, shape (n,), contiguous.
         bits: 8, 4 or 2.
         seed: The seed it was packed with.
@@ -284,7 +284,7 @@ def norm_gradients(
     if rows and columns:
         with on_device(y):
             _norm_backward_kernel[(programs,)](
-                y, index, seed, gamma, codes, qparams, rstd, x, partial if sums else None, rows, columns, y.stride(0),
+                y, index, seed, gamma, codes, scales, rstd, x, partial if sums else None, rows, columns, y.stride(0),
                 CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums, BITS=bits,
                 PRECISION=precision(), B_K=_ROWS, num_warps=4,
             )  # fmt: skip

@@ -24,7 +24,7 @@ def _hash_kernel(p_seed, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl
 
 @triton.jit
 def _sparse_sketch_kernel(
-    p_m, p_seed, p_words, p_shifts, p_order, p_count, p_index, p_scale, p_z, p_qparams,
+    p_m, p_seed, p_words, p_shifts, p_order, p_count, p_index, p_scale, p_z, p_scales,
     n_tokens, n_rows, n_columns, stride,
     HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     B_K: tl.constexpr, B_D: tl.constexpr,
@@ -33,7 +33,7 @@ def _sparse_sketch_kernel(
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_words, p_shifts: see _hash_kernel. p_order: int64 (N,),
     valid rows first. p_count: int64 (1,), how many are valid. p_index: int32 or int64 (K,), and p_scale:
-    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_qparams: see store_packed.
+    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_scales: see store_packed.
     """
     i_d = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
@@ -59,7 +59,7 @@ def _sparse_sketch_kernel(
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
         b_z = b_m.to(tl.float32) * b_scale[:, None]
-    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_qparams, BITS, PRECISION, B_D)
+    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_scales, BITS, PRECISION, B_D)
 
 
 def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,20 +97,20 @@ def sparse_sketch(
         dtype: Of the result where it is not packed; None is that of ``matrix``.
 
     Returns:
-        Shape (K, D); or codes and qparams, see :func:`rmm_kernels.pack`.
+        Shape (K, D); or codes and scales, see :func:`rmm_kernels.pack`.
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
-    z, qparams = empty_sketch(rows, columns, bits, matrix, dtype)
+    z, scales = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
     if z.numel():
         grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
         with on_device(matrix):
             signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
             _sparse_sketch_kernel[grid](
-                matrix, seed, signs, shifts, order, count, index, scale, z, qparams,
+                matrix, seed, signs, shifts, order, count, index, scale, z, scales,
                 tokens, rows, columns, matrix.stride(0),
                 HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
                 B_K=tile[0], B_D=tile[1], num_warps=4,
             )  # fmt: skip
-    return z if qparams is None else (z, qparams)
+    return z if scales is None else (z, scales)

@@ -7,6 +7,7 @@ plain ones on CPU, see :func:`rmm_linear.backends.select.backend_of`.
 
 from rmm_linear.backends.native.library import (
     countsketch,
+    decode_normal,
     gather_rows,
     is_available,
     pack,
@@ -14,10 +15,12 @@ from rmm_linear.backends.native.library import (
     signs_and_shifts,
     unpack,
     unrotate,
+    unrotate_normal,
 )
 
 __all__ = [
     "countsketch",
+    "decode_normal",
     "gather_rows",
     "is_available",
     "pack",
@@ -25,4 +28,5 @@ __all__ = [
     "signs_and_shifts",
     "unpack",
     "unrotate",
+    "unrotate_normal",
 ]

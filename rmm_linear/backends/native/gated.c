@@ -5,7 +5,7 @@ enum { GATED_GELU, GATED_GELU_TANH, GATED_SILU, GATED_RELU };
 /* A packed matrix; codes is null where it is not wanted. */
 typedef struct {
     uint8_t *codes;
-    uint16_t *qparams;
+    uint8_t *scales;
 } packed;
 
 /* e^x; x beyond float32's range is cut off. */
@@ -48,31 +48,29 @@ INLINE lanes activate(lanes *x, int activation) {
 
 /* Where the numbers of a row and its packed form are. */
 INLINE void finish_row_part(
-    batch *b, const noise *n, int which, int64_t row, int64_t columns, int64_t first, int bits, packed to,
-    int *not_finite) {
-    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8;
+    batch *b, const noise *n, int which, int64_t row, int64_t columns, int64_t first, int bits, packed to) {
+    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = code_bytes(columns, bits);
     finish_batch(
-        b, bits, n[which].rows[row], n[which].columns + first * GROUP,
-        to.codes + row * bytes + first * 8 * bits, to.qparams + (row * groups + first) * 2, not_finite);
+        b, bits, 0, n[which].rows[row], n[which].columns + first * GROUP,
+        to.codes + row * bytes + first * 8 * bits, to.scales + row * groups + first);
 }
 
 INLINE void pack_last(
     const float *v, const noise *n, int which, int64_t row, int64_t columns, int64_t whole, int bits,
-    packed to, int *not_finite) {
-    int64_t bytes = (columns * bits + 7) / 8;
+    packed to) {
+    int64_t bytes = code_bytes(columns, bits);
     pack_short_group(
-        v, (int)(columns - whole * GROUP), bits, n[which].rows[row], n[which].columns + whole * GROUP,
+        v, (int)(columns - whole * GROUP), bits, 0, n[which].rows[row], n[which].columns + whole * GROUP,
         to.codes + row * bytes + whole * 8 * bits,
-        to.qparams + (row * (whole + 1) + whole) * 2, not_finite);
+        to.scales + row * (whole + 1) + whole);
 }
 
 /* buffer: 2 * columns. */
-INLINE int pack_all(
+INLINE void pack_all(
     const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
     float *buffer) {
     int64_t whole = columns / GROUP;
-    int not_finite = 0;
     lanes signs[2][PARTS];
     load_signs(n[0].signs, signs[0]), load_signs(n[1].signs, signs[1]);
     for (int64_t row = begin; row < end; row++) {
@@ -93,8 +91,8 @@ INLINE int pack_all(
                 if (p.codes) add_group(&products, product);
                 if (s.codes) add_group(&values, value);
             }
-            if (p.codes) finish_row_part(&products, n, 0, row, columns, first, bits, p, &not_finite);
-            if (s.codes) finish_row_part(&values, n, 1, row, columns, first, bits, s, &not_finite);
+            if (p.codes) finish_row_part(&products, n, 0, row, columns, first, bits, p);
+            if (s.codes) finish_row_part(&values, n, 1, row, columns, first, bits, s);
         }
         int64_t left = columns - whole * GROUP;
         if (left) {
@@ -105,45 +103,44 @@ INLINE int pack_all(
                 STORE(product + k * LANES, LOAD(product + k * LANES) * slope);
                 STORE(value + k * LANES, v);
             }
-            if (p.codes) pack_last(product, n, 0, row, columns, whole, bits, p, &not_finite);
-            if (s.codes) pack_last(value, n, 1, row, columns, whole, bits, s, &not_finite);
+            if (p.codes) pack_last(product, n, 0, row, columns, whole, bits, p);
+            if (s.codes) pack_last(value, n, 1, row, columns, whole, bits, s);
         }
     }
-    return not_finite;
 }
 
 /* The activation is a constant in each call, so that the compiler specializes it. */
 #define PACK(activation) \
-    return pack_all(a, b, type, stride_a, stride_b, begin, end, columns, index, activation, bits, n, p, s, buffer)
+    pack_all(a, b, type, stride_a, stride_b, begin, end, columns, index, activation, bits, n, p, s, buffer)
 
-static int pack_gated_rows(
+static void pack_gated_rows(
     const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t begin, int64_t end,
     int64_t columns, const int64_t *index, int activation, int bits, const noise *n, packed p, packed s,
     float *buffer) {
     if (activation == GATED_GELU) PACK(GATED_GELU);
-    if (activation == GATED_GELU_TANH) PACK(GATED_GELU_TANH);
-    if (activation == GATED_SILU) PACK(GATED_SILU);
-    PACK(GATED_RELU);
+    else if (activation == GATED_GELU_TANH) PACK(GATED_GELU_TANH);
+    else if (activation == GATED_SILU) PACK(GATED_SILU);
+    else PACK(GATED_RELU);
 }
 
 /* Writes the product of a group of y with its unpacked numbers at `place` of a matrix of `type`. */
 INLINE void unpack_and_multiply(
     const float *y, int64_t row, int64_t columns, int64_t group, int bits, const noise *n, int which,
     packed from, void *out, int type, int64_t place) {
-    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = (columns * bits + 7) / 8, left = columns - group * GROUP;
+    int64_t groups = (columns + GROUP - 1) / GROUP, bytes = code_bytes(columns, bits), left = columns - group * GROUP;
     int size = left < GROUP ? (int)left : GROUP;
     lanes v[PARTS];
     const uint8_t *codes = from.codes + row * bytes + group * 8 * bits;
-    const uint16_t *qparams = from.qparams + (row * groups + group) * 2;
+    const uint8_t *scales = from.scales + row * groups + group;
     int32_t a = n[which].rows[row];
     const int32_t *c = n[which].columns + group * GROUP;
     if (size < GROUP) {
         float last[GROUP];
-        unpack_short_group(size, bits, codes, a, c, qparams, last);
+        unpack_short_group(size, bits, 0, codes, a, c, scales, last);
         for (int i = 0; i < size; i++) store_element(out, type, place + i, y[i] * last[i]);
         return;
     }
-    unpack_group(bits, codes, a, c, qparams, v);
+    unpack_group(bits, 0, codes, a, c, scales, v);
     rotate(v);
     for (int k = 0; k < PARTS; k++) {
         lanes signs = LOAD(n[which].signs + k * LANES) * 0.125f;
@@ -182,22 +179,21 @@ static int begin_two(noise n[2], int64_t seed, int64_t other, int64_t rows, int6
 }
 
 /* a, b: rows of `columns` numbers, `stride` apart. index: `rows` of their rows, or null. Seeds are those of p and of s,
- * whose codes are null where not wanted. Returns 0; 1 if qparams are not finite; 2 or more if memory could not be
- * allocated. */
+ * whose codes are null where not wanted. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_pack_gated)(
     const void *a, const void *b, int type, int64_t stride_a, int64_t stride_b, int64_t rows, int64_t columns,
     const int64_t *index, int activation, int bits, int64_t p_seed, int64_t s_seed, uint8_t *p_codes,
-    uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams, int threads) {
+    uint8_t *p_scales, uint8_t *s_codes, uint8_t *s_scales, int threads) {
     noise n[2];
     if (!begin_two(n, p_seed, s_seed, rows, columns)) return 2;
-    packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
+    packed p = {p_codes, p_scales}, s = {s_codes, s_scales};
     int result = 0;
 #pragma omp parallel num_threads(threads) reduction(| : result)
     {
         float *buffer = malloc(2 * columns * sizeof(float) + 1);
         if (!buffer) result = 2;
         else
-            result = pack_gated_rows(
+            pack_gated_rows(
                 a, b, type, stride_a, stride_b, SHARE(rows), columns, index, activation, bits, n, p, s, buffer);
         free(buffer);
     }
@@ -209,11 +205,11 @@ int V(rmm_pack_gated)(
  * they are. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_apply_gated)(
     const void *y, int type, int64_t rows, int64_t columns, const int64_t *index, int bits, int64_t p_seed,
-    int64_t s_seed, uint8_t *p_codes, uint16_t *p_qparams, uint8_t *s_codes, uint16_t *s_qparams, void *da, void *db,
+    int64_t s_seed, uint8_t *p_codes, uint8_t *p_scales, uint8_t *s_codes, uint8_t *s_scales, void *da, void *db,
     int threads) {
     noise n[2];
     if (!begin_two(n, p_seed, s_seed, rows, columns)) return 2;
-    packed p = {p_codes, p_qparams}, s = {s_codes, s_qparams};
+    packed p = {p_codes, p_scales}, s = {s_codes, s_scales};
 #pragma omp parallel num_threads(threads)
     apply_gated_rows(y, type, SHARE(rows), columns, index, bits, n, p, s, da, db);
     end_noise(n), end_noise(n + 1);

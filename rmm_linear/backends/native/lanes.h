@@ -24,7 +24,8 @@ typedef int32_t stored_pairs __attribute__((vector_size(LANES * sizeof(int32_t))
 
 #define PICK(mask, a, b) ((lanes)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
 
-/* The lanes i ^ 1, i ^ 2 and so on of v; MIN(a, b) is a < b ? a : b, MAX(a, b) is a > b ? a : b, in every lane;
+/* The lanes i ^ 1, i ^ 2 and so on of v; MIN(a, b) is a < b ? a : b, MAX(a, b) is a > b ? a : b, in every lane, MAX_INTS
+ * the same of integers;
  * MULTIPLY_ADD(v, sign, w) is v * sign + w for a sign of 1 or -1, where one rounding or two are the same. */
 #if LANES == 16
 #define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
@@ -34,6 +35,7 @@ typedef int32_t stored_pairs __attribute__((vector_size(LANES * sizeof(int32_t))
 #define MIN(a, b) ((lanes)_mm512_min_ps((__m512)(a), (__m512)(b)))
 #define MAX(a, b) ((lanes)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #define MULTIPLY_ADD(v, sign, w) ((lanes)_mm512_fmadd_ps((__m512)(v), (__m512)(sign), (__m512)(w)))
+#define MAX_INTS(a, b) ((ints)_mm512_max_epi32((__m512i)(a), (__m512i)(b)))
 #define TRUNCATE(v) ((ints)_mm512_cvttps_epi32((__m512)(v)))
 #elif LANES == 8
 #define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6)
@@ -42,6 +44,7 @@ typedef int32_t stored_pairs __attribute__((vector_size(LANES * sizeof(int32_t))
 #define MIN(a, b) ((lanes)_mm256_min_ps((__m256)(a), (__m256)(b)))
 #define MAX(a, b) ((lanes)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #define MULTIPLY_ADD(v, sign, w) ((lanes)_mm256_fmadd_ps((__m256)(v), (__m256)(sign), (__m256)(w)))
+#define MAX_INTS(a, b) ((ints)_mm256_max_epi32((__m256i)(a), (__m256i)(b)))
 #define TRUNCATE(v) ((ints)_mm256_cvttps_epi32((__m256)(v)))
 #else
 #define SWAP_1(v) __builtin_shufflevector(v, v, 1, 0, 3, 2)
@@ -55,6 +58,7 @@ typedef int32_t stored_pairs __attribute__((vector_size(LANES * sizeof(int32_t))
 #define MAX(a, b) PICK((a) > (b), a, b)
 #define TRUNCATE(v) __builtin_convertvector(v, ints)
 #endif
+#define MAX_INTS(a, b) ((ints)PICK((a) > (b), a, b))
 #define MULTIPLY_ADD(v, sign, w) ((v) * (sign) + (w))
 #endif
 

@@ -14,6 +14,7 @@
 #include "derivatives.c"
 #include "gated.c"
 #include "masks.c"
+#include "normal.c"
 #include "norms.c"
 #include "packing.c"
 #include "transforms.c"

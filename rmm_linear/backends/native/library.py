@@ -28,6 +28,8 @@ SIGNATURES = {
     "rmm_apply_gated": "piqqpiqqppppppi",
     "rmm_apply_mask": "pipqqpfpi",
     "rmm_countsketch": "pipqqqqqqqpii",
+    "rmm_decode_normal": "ppqipii",
+    "rmm_encode_normal": "pipqqqqqqippi",
     "rmm_gather_rows": "piqqppqpi",
     "rmm_norm_backward": "piqpqqiipqppppippi",
     "rmm_pack": "pipqqqqqqippi",
@@ -41,6 +43,7 @@ SIGNATURES = {
     "rmm_transform": "piqqqppppppppqpi",
     "rmm_unpack": "ppqqqiqipii",
     "rmm_unrotate": "pqqqi",
+    "rmm_unrotate_normal": "pqqi",
 }
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
@@ -82,12 +85,10 @@ def _function(name: str, level: int) -> Callable[..., int]:
     return found
 
 
-def run(name: str, *arguments: float | None) -> bool:
+def run(name: str, *arguments: float | None) -> None:
     """Call a function of the library that returns a status."""
-    status = function(name)(*arguments)
-    if status > 1:
+    if function(name)(*arguments):
         raise MemoryError(f"No memory for the buffers of {name}, which take some rows of a matrix in each thread.")
-    return status == 1
 
 
 def write_seed(stored: Tensor, seed: int | None) -> int:
@@ -156,40 +157,56 @@ def signs_and_shifts(seed: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tens
 
 def pack(
     matrix: Tensor,
-    bits: int,
+    bits: float,
     seed: int,
     codes: int,
-    qparams: int,
+    scales: int,
     rows: int,
     first: int = 0,
     index: Tensor | None = None,
-) -> bool:
+    levels: int | None = None,
+) -> None:
     """Round rows to ``bits`` per element, as described in :mod:`rmm_linear.packing.pack`.
 
     matrix: float32, bfloat16 or float16, shape (N, I); elements of a row side by side. seed: Of the rounding, and of
-    the sketch. codes: Address to write to: uint8, shape (K, ⌈I · bits / 8⌉), contiguous. qparams: Address to write to:
-    bfloat16, shape (K, ⌈I / 64⌉, 2), contiguous. rows: K. Of fewer rows than ``matrix`` has, its CountSketch is packed,
+    the sketch. codes, scales: Addresses to write to, uint8, contiguous, of the shapes of
+    :func:`rmm_linear.packing.encoded_parts`. rows: K. Of fewer rows than ``matrix`` has, its CountSketch is packed,
     row by row; sums of bfloat16 are rounded to it before. first: The number of the first row, where they are a part of
     a matrix. index: Rows of ``matrix`` that are taken instead of all, int64, shape (N,), contiguous.
+    levels: Those of a normal code (:mod:`rmm_linear.packing.normal`), instead of ``bits``.
     """
-    return not run(
-        "rmm_pack", *matrix_arguments(matrix, index), rows, seed, first, bits, codes, qparams, threads(matrix)
-    )
+    name, how = ("rmm_pack", bits) if levels is None else ("rmm_encode_normal", levels)
+    run(name, *matrix_arguments(matrix, index), rows, seed, first, how, codes, scales, threads(matrix))
 
 
 def unpack(
-    codes: int, qparams: int, bits: int, seed: int, matrix: Tensor, first: int = 0, *, rotated: bool = True
+    codes: int, scales: int, bits: int, seed: int, matrix: Tensor, first: int = 0, *, rotated: bool = True
 ) -> None:
-    """Write rows that codes and qparams represent.
+    """Write rows that codes and scales represent.
 
-    codes: Address of uint8, shape (K, ⌈I · bits / 8⌉), contiguous. qparams: Address of bfloat16, shape (K, ⌈I / 64⌉,
-    2), contiguous. matrix: Written to; float32, bfloat16 or float16, shape (n, I), contiguous: the rows from ``first``
-    on. rotated: Whether whole groups stay rotated; where not, ``matrix`` is float32.
+    codes, scales: Addresses of what :func:`pack` wrote. matrix: Written to; float32, bfloat16 or float16, shape (n, I),
+    contiguous: the rows from ``first`` on. rotated: Whether whole groups stay rotated; else, ``matrix`` is float32.
     """
     run(
-        "rmm_unpack", codes, qparams, first, *matrix.shape, bits, seed, not rotated,
+        "rmm_unpack", codes, scales, first, *matrix.shape, bits, seed, not rotated,
         matrix.data_ptr(), TYPES[matrix.dtype], threads(matrix),
     )  # fmt: skip
+
+
+def decode_normal(codes: int, scales: int, levels: int, matrix: Tensor) -> None:
+    """Write the rows of a normal code, which stay rotated.
+
+    codes, scales: Addresses. matrix: Written to; float32, bfloat16 or float16, contiguous, of whole groups of 128.
+    """
+    groups = matrix.numel() // 128
+    function("rmm_decode_normal")(
+        codes, scales, groups, levels, matrix.data_ptr(), TYPES[matrix.dtype], threads(matrix)
+    )
+
+
+def unrotate_normal(matrix: Tensor, seed: int) -> None:
+    """Undo the rotations of a normal code in a contiguous float32 matrix of whole groups, in place."""
+    run("rmm_unrotate_normal", matrix.data_ptr(), matrix.numel() // 128, seed, threads(matrix))
 
 
 def unrotate(matrix: Tensor, seed: int) -> None:

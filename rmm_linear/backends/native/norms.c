@@ -16,7 +16,7 @@ INLINE float row_sum(const float *x, int64_t columns, float shift, int squared) 
 
 INLINE void pack_norm_groups(
     const float *x, int64_t groups, float mean, float rstd, int bits, const lanes signs[PARTS], int32_t a,
-    const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
+    const int32_t *c, uint8_t *codes, uint8_t *scales) {
     for (int64_t first = 0; first < groups; first += LANES) {
         batch b;
         begin_batch(&b);
@@ -25,36 +25,33 @@ INLINE void pack_norm_groups(
             for (int k = 0; k < PARTS; k++) v[k] = (LOAD(x + group * GROUP + k * LANES) - mean) * rstd * signs[k];
             add_group(&b, v);
         }
-        finish_batch(&b, bits, a, c + first * GROUP, codes + first * 8 * bits, qparams + first * 2, not_finite);
+        finish_batch(&b, bits, 1, a, c + first * GROUP, codes + first * 8 * bits, scales + first);
     }
 }
 
 /* buffer: `columns` numbers. */
-static int pack_norm_rows(
+static void pack_norm_rows(
     const void *x, int type, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
-    float eps, int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
+    float eps, int bits, const float *signs, const int32_t *a, const int32_t *c, uint8_t *codes, uint8_t *scales,
     float *rstds, float *buffer) {
-    int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
-    int not_finite = 0;
+    int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = code_bytes(columns, bits);
     lanes sign[PARTS];
     load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
         const float *from = widened(x, type, (index ? index[row] : row) * stride, columns, buffer);
         uint8_t *to = codes + row * length;
-        uint16_t *row_qparams = qparams + row * groups * 2;
+        uint8_t *row_scales = scales + row * groups;
         float mean = centered ? row_sum(from, columns, 0, 0) / columns : 0;
         float rstd = rstds[row] = 1 / sqrtf(row_sum(from, columns, mean, 1) / columns + eps);
-        pack_norm_groups(from, whole, mean, rstd, bits, sign, a[row], c, to, row_qparams, &not_finite);
+        pack_norm_groups(from, whole, mean, rstd, bits, sign, a[row], c, to, row_scales);
         if (whole < groups) {
             int size = (int)(columns - whole * GROUP);
             float last[GROUP];
             for (int i = 0; i < size; i++) last[i] = (from[whole * GROUP + i] - mean) * rstd;
             pack_short_group(
-                last, size, bits, a[row], c + whole * GROUP, to + whole * 8 * bits, row_qparams + whole * 2,
-                &not_finite);
+                last, size, bits, 1, a[row], c + whole * GROUP, to + whole * 8 * bits, row_scales + whole);
         }
     }
-    return not_finite;
 }
 
 /* What one row adds to sums over its columns. */
@@ -75,11 +72,11 @@ INLINE void add_part(
 
 /* Writes h of whole groups and adds to the sums. */
 INLINE void unpack_norm_groups(
-    const uint8_t *codes, const uint16_t *qparams, int64_t groups, int bits, const lanes signs[PARTS], int32_t a,
+    const uint8_t *codes, const uint8_t *scales, int64_t groups, int bits, const lanes signs[PARTS], int32_t a,
     const int32_t *c, const float *y, const float *gamma, float *h, float *to_gamma, float *to_beta, sums *s) {
     for (int64_t group = 0; group < groups; group++) {
         lanes v[PARTS];
-        unpack_group(bits, codes + group * 8 * bits, a, c + group * GROUP, qparams + group * 2, v);
+        unpack_group(bits, 1, codes + group * 8 * bits, a, c + group * GROUP, scales + group, v);
         rotate(v);
         for (int k = 0; k < PARTS; k++) {
             int64_t i = group * GROUP + k * LANES;
@@ -98,8 +95,8 @@ static void add_wide(float *from, int64_t columns, double *to) {
 static void norm_backward_rows(
     const void *y, int type, int64_t stride, const int64_t *index, int64_t begin, int64_t end, int64_t columns, int centered,
     int bits, const float *gamma, const float *signs, const int32_t *a, const int32_t *c, const uint8_t *codes,
-    const uint16_t *qparams, const float *rstds, void *out, int out_type, float *buffer, double *wide) {
-    int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
+    const uint8_t *scales, const float *rstds, void *out, int out_type, float *buffer, double *wide) {
+    int64_t whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP, length = code_bytes(columns, bits);
     float *h = buffer, *row_y = buffer + columns, *row_out = buffer + 4 * columns;
     float *to_gamma = wide ? buffer + 2 * columns : 0, *to_beta = buffer + 3 * columns;
     lanes sign[PARTS];
@@ -108,11 +105,12 @@ static void norm_backward_rows(
         int64_t place = index ? index[row] : row;
         const float *from = widened(y, type, place * stride, columns, row_y);
         const uint8_t *row_codes = codes + row * length;
-        const uint16_t *row_qparams = qparams + row * groups * 2;
+        const uint8_t *row_scales = scales + row * groups;
         sums s = {{0}, {0}};
 #define UNPACK(width)                                                                                                 \
-    unpack_norm_groups(row_codes, row_qparams, whole, width, sign, a[row], c, from, gamma, h, to_gamma, to_beta, &s)
+    unpack_norm_groups(row_codes, row_scales, whole, width, sign, a[row], c, from, gamma, h, to_gamma, to_beta, &s)
         if (bits == 4) UNPACK(4);
+        else if (bits == 3) UNPACK(3);
         else if (bits == 2) UNPACK(2);
         else UNPACK(8);
 #undef UNPACK
@@ -120,8 +118,8 @@ static void norm_backward_rows(
         int64_t done = whole * GROUP;
         if (whole < groups)
             unpack_short_group(
-                (int)(columns - done), bits, row_codes + whole * 8 * bits, a[row], c + done,
-                row_qparams + whole * 2, h + done);
+                (int)(columns - done), bits, 1, row_codes + whole * 8 * bits, a[row], c + done,
+                row_scales + whole, h + done);
         for (int64_t i = done; i < columns; i++) {
             float g = from[i] * gamma[i];
             sum_g += g, sum_gh += g * h[i];
@@ -130,7 +128,7 @@ static void norm_backward_rows(
         float *to = out_type == FLOAT32 ? (float *)out + place * columns : row_out;
         float rstd = rstds[row], mean = centered ? sum_g / columns * rstd : 0, slope = sum_gh / columns * rstd;
         for (int64_t group = 0; group < groups; group++) {
-            float scale = from_bfloat16(row_qparams[group * 2 + 1]);
+            float scale = scale_of(row_scales[group]);
             float kept = (1 + scale * scale / (12.0f * columns)) * rstd; /* the variance of the copy is taken out */
             int64_t first = group * GROUP, last = first + GROUP < columns ? first + GROUP : columns;
             for (int64_t i = first; i < last; i++) to[i] = from[i] * gamma[i] * kept - mean - h[i] * slope;
@@ -141,11 +139,11 @@ static void norm_backward_rows(
     }
 }
 
-/* x: rows `stride` apart. index: `rows` rows of it, or null. codes, qparams, rstds: contiguous. Returns 0; 1 if qparams
- * are not finite; 2 or more if memory could not be allocated. */
+/* x: rows `stride` apart. index: `rows` rows of it, or null. codes, scales, rstds: contiguous. Returns 0, or 2 or more
+ * if memory could not be allocated. */
 int V(rmm_pack_norm)(
     const void *x, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, float eps,
-    int bits, int64_t seed, uint8_t *codes, uint16_t *qparams, float *rstds, int threads) {
+    int bits, int64_t seed, uint8_t *codes, uint8_t *scales, float *rstds, int threads) {
     noise n;
     if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
     int result = 0;
@@ -154,9 +152,9 @@ int V(rmm_pack_norm)(
         float *buffer = malloc(columns * sizeof(float) + 1);
         if (!buffer) result = 2;
         else
-            result = pack_norm_rows(
+            pack_norm_rows(
                 x, type, stride, index, SHARE(rows), columns, centered, eps, bits, n.signs, n.rows, n.columns, codes,
-                qparams, rstds, buffer);
+                scales, rstds, buffer);
         free(buffer);
     }
     end_noise(&n);
@@ -167,7 +165,7 @@ int V(rmm_pack_norm)(
  * are. to_gamma, to_beta: columns, the sums over rows, or null. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_norm_backward)(
     const void *y, int type, int64_t stride, const int64_t *index, int64_t rows, int64_t columns, int centered, int bits,
-    const float *gamma, int64_t seed, const uint8_t *codes, const uint16_t *qparams, const float *rstds, void *out,
+    const float *gamma, int64_t seed, const uint8_t *codes, const uint8_t *scales, const float *rstds, void *out,
     int out_type, float *to_gamma, float *to_beta, int threads) {
     noise n;
     if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
@@ -184,7 +182,7 @@ int V(rmm_norm_backward)(
         int64_t thread = omp_get_thread_num();
         norm_backward_rows(
             y, type, stride, index, SHARE(rows), columns, centered, bits, gamma ? gamma : ones, n.signs, n.rows, n.columns,
-            codes, qparams, rstds, out, out_type, buffers + thread * 5 * columns,
+            codes, scales, rstds, out, out_type, buffers + thread * 5 * columns,
             to_gamma ? wide + thread * 2 * columns : 0);
     }
     for (int64_t i = 0; to_gamma && i < columns; i++) {

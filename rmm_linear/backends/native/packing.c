@@ -1,11 +1,11 @@
-/* Packing of rows into 8, 4 or 2 bits, and back: rmm_linear/packing/ in compiled form.
+/* Packing of rows into 8, 4, 3 or 2 bits, and back: rmm_linear/packing/ in compiled form.
  *
  * Results equal those of plain PyTorch but for the last bits of the rotation, whose sums are made in another order.
  */
 
 INLINE void pack_whole_groups(
     const float *z, int64_t groups, int bits, const lanes signs[PARTS], int32_t a, const int32_t *c, uint8_t *codes,
-    uint16_t *qparams, int *not_finite) {
+    uint8_t *scales) {
     for (int64_t first = 0; first < groups; first += LANES) {
         batch b;
         begin_batch(&b);
@@ -14,62 +14,62 @@ INLINE void pack_whole_groups(
             for (int k = 0; k < PARTS; k++) v[k] = LOAD(z + group * GROUP + k * LANES) * signs[k];
             add_group(&b, v);
         }
-        finish_batch(&b, bits, a, c + first * GROUP, codes + first * 8 * bits, qparams + first * 2, not_finite);
+        finish_batch(&b, bits, 0, a, c + first * GROUP, codes + first * 8 * bits, scales + first);
     }
 }
 
-static int pack_rows(
+static void pack_rows(
     const hashed *m, float *buffer, int64_t begin, int64_t end, int bits, const float *signs, const int32_t *a,
-    const int32_t *c, uint8_t *codes, uint16_t *qparams) {
+    const int32_t *c, uint8_t *codes, uint8_t *scales) {
     int64_t columns = m->columns, whole = columns / GROUP, groups = (columns + GROUP - 1) / GROUP;
-    int64_t length = (columns * bits + 7) / 8;
-    int not_finite = 0;
+    int64_t length = code_bytes(columns, bits);
     lanes sign[PARTS];
     load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++) {
         const float *z = hashed_row(m, row, buffer);
         uint8_t *to = codes + row * length;
-        uint16_t *row_qparams = qparams + row * groups * 2;
-        pack_whole_groups(z, whole, bits, sign, a[row], c, to, row_qparams, &not_finite);
+        uint8_t *row_scales = scales + row * groups;
+        pack_whole_groups(z, whole, bits, sign, a[row], c, to, row_scales);
         if (whole < groups)
             pack_short_group(
-                z + whole * GROUP, (int)(columns - whole * GROUP), bits, a[row], c + whole * GROUP,
-                to + whole * 8 * bits, row_qparams + whole * 2, &not_finite);
+                z + whole * GROUP, (int)(columns - whole * GROUP), bits, 0, a[row], c + whole * GROUP,
+                to + whole * 8 * bits, row_scales + whole);
     }
-    return not_finite;
 }
 
 INLINE void unpack_row(
-    const uint8_t *codes, const uint16_t *qparams, int64_t columns, int bits, int32_t a, const int32_t *c, void *z,
+    const uint8_t *codes, const uint8_t *scales, int64_t columns, int bits, int32_t a, const int32_t *c, void *z,
     int type, int64_t place) {
     int64_t whole = columns / GROUP;
     for (int64_t group = 0; group < whole; group++) {
         lanes v[PARTS];
-        unpack_group(bits, codes + group * 8 * bits, a, c + group * GROUP, qparams + group * 2, v);
+        unpack_group(bits, 0, codes + group * 8 * bits, a, c + group * GROUP, scales + group, v);
         for (int k = 0; k < PARTS; k++) store_elements(z, type, place + group * GROUP + k * LANES, v[k]);
     }
     int left = (int)(columns - whole * GROUP);
     if (left) {
         float last[GROUP];
-        unpack_short_group(left, bits, codes + whole * 8 * bits, a, c + whole * GROUP, qparams + whole * 2, last);
+        unpack_short_group(left, bits, 0, codes + whole * 8 * bits, a, c + whole * GROUP, scales + whole, last);
         narrow(last, type, left, z, place + whole * GROUP);
     }
 }
 
 static void unpack_rows(
-    const uint8_t *codes, const uint16_t *qparams, int64_t begin, int64_t end, int64_t columns, int bits,
+    const uint8_t *codes, const uint8_t *scales, int64_t begin, int64_t end, int64_t columns, int bits,
     const int32_t *a, const int32_t *c, void *z, int type) {
-    int64_t groups = (columns + GROUP - 1) / GROUP, length = (columns * bits + 7) / 8;
+    int64_t groups = (columns + GROUP - 1) / GROUP, length = code_bytes(columns, bits);
     for (int64_t row = begin; row < end; row++) {
         const uint8_t *from = codes + row * length;
-        const uint16_t *row_qparams = qparams + row * groups * 2;
+        const uint8_t *row_scales = scales + row * groups;
         int64_t place = row * columns;
         /* bits and the commonest types are constants in each call, so that the compiler specializes it. */
-#define UNPACK(width, kind) unpack_row(from, row_qparams, columns, width, a[row], c, z, kind, place)
+#define UNPACK(width, kind) unpack_row(from, row_scales, columns, width, a[row], c, z, kind, place)
         if (bits == 4 && type == FLOAT32) UNPACK(4, FLOAT32);
+        else if (bits == 3 && type == FLOAT32) UNPACK(3, FLOAT32);
         else if (bits == 2 && type == FLOAT32) UNPACK(2, FLOAT32);
         else if (type == FLOAT32) UNPACK(8, FLOAT32);
         else if (bits == 4) UNPACK(4, type);
+        else if (bits == 3) UNPACK(3, type);
         else if (bits == 2) UNPACK(2, type);
         else UNPACK(8, type);
 #undef UNPACK
@@ -90,11 +90,11 @@ static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t columns,
 }
 
 /* Packs the rows of m, or where there are more tokens than `rows` its CountSketch. Random numbers of the rounding, of the
- * rows from `first` on, and the sketch follow from the seed. codes, qparams: of these rows, contiguous. Returns 0; 1 if
- * qparams are not finite; 2 or more if memory could not be allocated. */
+ * rows from `first` on, and the sketch follow from the seed. codes, scales: of these rows, contiguous. Returns 0, or 2
+ * if memory could not be allocated. */
 int V(rmm_pack)(
     const void *m, int type, const int64_t *index, int64_t tokens, int64_t columns, int64_t stride, int64_t rows,
-    int64_t seed, int64_t first, int bits, uint8_t *codes, uint16_t *qparams, int threads) {
+    int64_t seed, int64_t first, int bits, uint8_t *codes, uint8_t *scales, int threads) {
     int64_t segments = tokens > rows && rows ? (tokens + rows - 1) / rows : 1;
     int64_t *shifts = segments > 1 ? malloc(segments * sizeof(int64_t) + tokens) : NULL;
     int8_t *signs = (int8_t *)(shifts + (shifts ? segments : 0));
@@ -111,7 +111,7 @@ int V(rmm_pack)(
     {
         float *buffer = malloc(columns * sizeof(float) + 1);
         if (!buffer) result = 2;
-        else result = pack_rows(&source, buffer, SHARE(rows), bits, n.signs, n.rows, n.columns, codes, qparams);
+        else pack_rows(&source, buffer, SHARE(rows), bits, n.signs, n.rows, n.columns, codes, scales);
         free(buffer);
     }
     end_noise(&n);
@@ -119,17 +119,17 @@ int V(rmm_pack)(
     return result;
 }
 
-/* The `rows` rows from `first` on; codes and qparams: contiguous, of all rows. z: of a type, contiguous, of these rows.
+/* The `rows` rows from `first` on; codes and scales: contiguous, of all rows. z: of a type, contiguous, of these rows.
  * Whole groups are rotated back for `is_rotated_back`, which is for float32. Returns 0, or 2 without memory. */
 int V(rmm_unpack)(
-    const uint8_t *codes, const uint16_t *qparams, int64_t first, int64_t rows, int64_t columns, int bits, int64_t seed,
+    const uint8_t *codes, const uint8_t *scales, int64_t first, int64_t rows, int64_t columns, int bits, int64_t seed,
     int is_rotated_back, void *z, int type, int threads) {
     noise n;
     if (!begin_noise(&n, seed, first, rows, columns)) return 2;
-    codes += first * ((columns * bits + 7) / 8), qparams += first * ((columns + GROUP - 1) / GROUP) * 2;
+    codes += first * code_bytes(columns, bits), scales += first * ((columns + GROUP - 1) / GROUP);
 #pragma omp parallel num_threads(threads)
     {
-        unpack_rows(codes, qparams, SHARE(rows), columns, bits, n.rows, n.columns, z, type);
+        unpack_rows(codes, scales, SHARE(rows), columns, bits, n.rows, n.columns, z, type);
         if (is_rotated_back) unrotate_rows(z, SHARE(rows), columns, n.signs);
     }
     end_noise(&n);

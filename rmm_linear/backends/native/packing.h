@@ -3,10 +3,10 @@
 #define GROUP 64
 #define PARTS (GROUP / LANES)
 
-/* Replaces v by 8 H v, with the orthonormal Hadamard matrix H. */
-INLINE void rotate(lanes v[PARTS]) {
+/* Replaces v, of `parts` vectors, by √n H v, with the orthonormal Hadamard matrix H of its n elements. */
+INLINE void rotate_parts(lanes *v, int parts) {
     lanes sign_1 = alternating(1), sign_2 = alternating(2);
-    for (int k = 0; k < PARTS; k++) {
+    for (int k = 0; k < parts; k++) {
         v[k] = MULTIPLY_ADD(v[k], sign_1, SWAP_1(v[k]));
         v[k] = MULTIPLY_ADD(v[k], sign_2, SWAP_2(v[k]));
 #if LANES >= 8
@@ -16,23 +16,25 @@ INLINE void rotate(lanes v[PARTS]) {
         v[k] = MULTIPLY_ADD(v[k], alternating(8), SWAP_8(v[k]));
 #endif
     }
-    for (int h = 1; h < PARTS; h *= 2)
-        for (int k = 0; k < PARTS; k++)
+    for (int h = 1; h < parts; h *= 2)
+        for (int k = 0; k < parts; k++)
             if (!(k & h)) {
                 lanes sum = v[k] + v[k + h];
                 v[k + h] = v[k] - v[k + h], v[k] = sum;
             }
 }
 
+INLINE void rotate(lanes v[PARTS]) { rotate_parts(v, PARTS); }
+
 /* Signs of the rotation times the 1/8 that `rotate` leaves out. */
 INLINE void load_signs(const float *signs, lanes to[PARTS]) {
     for (int k = 0; k < PARTS; k++) to[k] = LOAD(signs + k * LANES) * 0.125f;
 }
 
-/* Some groups of a row, at most one for each lane: their ranges are found together. */
+/* Some groups of a row, at most one for each lane: their scales are found together. */
 typedef struct {
     float rotated[LANES * GROUP];
-    lanes low[LANES], high[LANES], sum[LANES]; /* a sum is NaN where an element is; a minimum need not be */
+    ints top[LANES]; /* the bits of absolute values, whose order is theirs; those of a NaN are the largest */
     int count;
 } batch;
 
@@ -41,21 +43,19 @@ INLINE void begin_batch(batch *b) { b->count = 0; }
 /* Rotates a group, which is multiplied by `load_signs` already, and adds it. */
 INLINE void add_group(batch *b, lanes v[PARTS]) {
     rotate(v);
-    lanes low = v[0], high = v[0], sum = v[0];
-    STORE(b->rotated + b->count * GROUP, v[0]);
-    for (int k = 1; k < PARTS; k++) {
+    ints top = {0};
+    for (int k = 0; k < PARTS; k++) {
         STORE(b->rotated + b->count * GROUP + k * LANES, v[k]);
-        low = MIN(low, v[k]), high = MAX(high, v[k]), sum += v[k];
+        top = MAX_INTS(top, (ints)v[k] & 0x7FFFFFFF);
     }
-    b->low[b->count] = low, b->high[b->count] = high, b->sum[b->count] = sum;
-    b->count++;
+    b->top[b->count++] = top;
 }
 
-/* Lane i of the result is the minimum of v[i]. */
-INLINE lanes lowest_of_each(lanes v[LANES]) {
+/* Lane i of the result is the maximum of v[i]. */
+INLINE ints highest_of_each(ints v[LANES]) {
 #define HALVE(h)                                \
     for (int i = 0; i < LANES; i += 2 * h)      \
-        v[i] = MIN(BLEND_##h(v[i], v[i + h]), CROSS_##h(v[i], v[i + h]));
+        v[i] = MAX_INTS(BLEND_##h(v[i], v[i + h]), CROSS_##h(v[i], v[i + h]));
     HALVE(1)
     HALVE(2)
 #if LANES >= 8
@@ -68,119 +68,197 @@ INLINE lanes lowest_of_each(lanes v[LANES]) {
     return v[0];
 }
 
-/* The largest bfloat16 numbers that are not above float32 numbers. */
-INLINE lanes round_down(lanes v) {
-    ints bits = (ints)v;
-    return (lanes)((bits + ((bits >> 31) & 0xFFFF)) & ~0xFFFF);
+/* The largest code, which stands for the most, by that for 0. */
+INLINE float middle_of(int bits) { return ((1 << bits) - 1) * 0.5f; }
+
+INLINE float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
 }
 
-/* Offsets and scales of groups, and 1 / scale. */
-typedef struct {
-    lanes offset, scale, inverse;
-} range;
+/* The mantissa of 2^(k / 8). */
+static const uint32_t eighths[8] = {0, 0x0B95C2, 0x1837F0, 0x25FED7, 0x3504F3, 0x45672A, 0x5744FD, 0x6AC0C7};
 
-INLINE range range_of(lanes low, lanes high, int bits) {
-    float share = (float)((1 + 0x1p-18) / ((1 << bits) - 1));
-    lanes offset = round_down(low), scale = -round_down((offset - high) * share);
-    ints is_small = scale < 0x1p-126f;
-    return (range){offset, scale, PICK(is_small, all(0), 1 / scale)};
+/* The scale that a byte stands for, as scales_of in rmm_linear/packing/rounding.py describes. */
+INLINE float scale_of(int byte) {
+    if (byte >= 9 && byte < 249) return as_float((uint32_t)((byte - 9) / 8 + 109) << 23 | eighths[(byte - 9) % 8]);
+    if (byte == 0 || byte == 255) return byte ? NAN : 0;
+    return as_float((uint32_t)(127 + (byte < 9 ? 4 * byte - 54 : 4 * byte - 984)) << 23);
 }
 
-/* Codes of a part plus 1: (v - offset) / scale plus a random number in [1, 2), truncated; any number for NaN. */
-INLINE ints round_part(lanes v, lanes offset, lanes inverse, ints chance) {
-    return TRUNCATE((v - offset) * inverse + (lanes)chance);
+/* The byte of the least scale that is not below a number, which is not negative. */
+INLINE int scale_byte(float least) {
+    uint32_t bits;
+    memcpy(&bits, &least, 4);
+    int exponent = (int)(bits >> 23) - 127, steps = 0;
+    uint32_t mantissa = bits & 0x7FFFFF;
+    if (!bits) return 0;
+    int octave = exponent + (mantissa > 0); /* rounded up */
+    if (exponent < -18) {
+        int byte = 9 - ((-18 - octave) >> 2);
+        return byte < 1 ? 1 : byte;
+    }
+    if (exponent >= 12) {
+        int byte = 249 + ((octave - 9) >> 2);
+        return byte > 254 ? 255 : byte;
+    }
+    for (int k = 0; k < 8; k++) steps += mantissa > eighths[k];
+    return 9 + 8 * (exponent + 18) + steps;
 }
 
-/* Writes the codes and qparams of a batch, and sets `not_finite` if a group has a NaN or is beyond float32. */
+/* The factor of the largest absolute value of a group that gives the least scale: rounded sums stay below the last code. */
+INLINE float share_of(int bits) { return (float)((1 + 0x1p-18) / (((1 << bits) - 1) * 0.5)); }
+
+INLINE float inverse_of(float scale) { return scale == 0 ? 0 : 1 / scale; }
+
+/* The bits of 1 + u of rows a and columns c, or for `mixed` of their hash: see RoundingNoise in packing/rounding.py. */
+INLINE ints chances(ints c, int32_t a, int mixed) {
+    ints words = c ^ a;
+    if (!mixed) return words;
+    uints hash = (uints)(words & 0x7FFFFF) * 0x9E3779B1u;
+    hash = (hash ^ hash >> 15) * 0x85EBCA6Bu;
+    return (ints)(hash >> 9 | 0x3F800000u);
+}
+
+INLINE float chance_of(int32_t c, int32_t a, int mixed) {
+    uint32_t words = (uint32_t)(c ^ a);
+    if (!mixed) return as_float(words);
+    words = (words & 0x7FFFFF) * 0x9E3779B1u;
+    words = (words ^ words >> 15) * 0x85EBCA6Bu;
+    return as_float(words >> 9 | 0x3F800000u);
+}
+
+/* Codes of a part plus 1: v / scale from the first code plus a random number in [1, 2), truncated; any number for NaN. */
+INLINE ints round_part(lanes v, float middle, lanes inverse, ints chance) {
+    return TRUNCATE(v * inverse + middle + (lanes)chance);
+}
+
+/* Bytes of the codes of `columns` columns. */
+INLINE int64_t code_bytes(int64_t columns, int bits) {
+    return bits == 3 ? (columns * 2 + 7) / 8 + (columns + 7) / 8 : (columns * bits + 7) / 8;
+}
+
+/* Writes `width` bits of the codes of a group, from bit `low` on: byte i holds those of the elements i, i + h, …, where h is
+ * the number of bytes. */
+INLINE void join_plane(const ints codes[PARTS], int low, int width, uint8_t *to) {
+    int mask = (1 << width) - 1;
+#if LANES == 16
+    if (width == 1) {
+        ints byte = {0};
+        uint8_t twice[LANES];
+        for (int k = 0; k < PARTS; k++) byte += ((codes[k] >> low) & mask) << (2 * k);
+        store_bytes(twice, byte + (SWAP_8(byte) << 1)); /* of which the first half is meant */
+        memcpy(to, twice, LANES / 2);
+        return;
+    }
+#endif
+    int joined = 8 / width, places = PARTS / joined;
+    for (int k = 0; k < places; k++) {
+        ints byte = {0};
+        for (int j = 0; j < joined; j++) byte += ((codes[k + j * places] >> low) & mask) << (j * width);
+        store_bytes(to + k * LANES, byte);
+    }
+}
+
+/* Adds to codes what `join_plane` wrote. */
+INLINE void split_plane(const uint8_t *from, int low, int width, ints codes[PARTS]) {
+    int mask = (1 << width) - 1;
+#if LANES == 16
+    if (width == 1) {
+        uint8_t twice[LANES];
+        ints half;
+        for (int i = 0; i < LANES; i++) half[i] = i / 8;
+        memcpy(twice, from, LANES / 2), memcpy(twice + LANES / 2, from, LANES / 2);
+        ints bytes = load_bytes(twice) >> half;
+        for (int k = 0; k < PARTS; k++) codes[k] += ((bytes >> (2 * k)) & mask) << low;
+        return;
+    }
+#endif
+    int joined = 8 / width, places = PARTS / joined;
+    for (int k = 0; k < places; k++) {
+        ints bytes = load_bytes(from + k * LANES);
+        for (int j = 0; j < joined; j++) codes[k + j * places] += ((bytes >> (j * width)) & mask) << low;
+    }
+}
+
+/* Writes the codes and scales of a batch. */
 INLINE void finish_batch_of(
-    batch *b, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
-    for (int i = b->count; i < LANES; i++) b->low[i] = b->high[i] = all(0);
-    for (int i = 0; i < LANES; i++) b->high[i] = -b->high[i];
-    lanes low = lowest_of_each(b->low), high = -lowest_of_each(b->high);
-    lanes sum = b->sum[0];
-    for (int i = 1; i < b->count; i++) sum += b->sum[i];
-    if (any_nan(sum))
-        for (int i = 0; i < b->count; i++)
-            for (int k = 0; k < PARTS; k++)
-                if (any_nan(LOAD(b->rotated + i * GROUP + k * LANES))) low[i] = NAN;
-    range r = range_of(low, high, bits);
-    ints joined_qparams = (ints)((uints)r.offset >> 16) | ((ints)r.scale & ~0xFFFF);
-    memcpy(qparams, &joined_qparams, b->count * 4);
-    *not_finite |= any_nan(r.scale * 0.0f);
-    int joined = 8 / bits, places = PARTS / joined; /* byte i holds the elements i, i + 64 / joined, … */
-    int ones = 255 / ((1 << bits) - 1);             /* 1 in every code of a byte */
+    batch *b, int bits, int mixed, int32_t a, const int32_t *c, uint8_t *codes, uint8_t *scales) {
+    for (int i = b->count; i < LANES; i++) b->top[i] = (ints){0};
+    lanes least = (lanes)highest_of_each(b->top) * share_of(bits);
+    float middle = middle_of(bits);
     for (int group = 0; group < b->count; group++) {
         const float *v = b->rotated + group * GROUP;
-        const int32_t *chances = c + group * GROUP;
-        lanes offset = all(r.offset[group]), inverse = all(r.inverse[group]);
-        for (int k = 0; k < places; k++) {
-            ints byte = {0};
-            for (int j = 0; j < joined; j++) {
-                int at = (k + j * places) * LANES;
-                byte += round_part(LOAD(v + at), offset, inverse, LOAD_INTS(chances + at) ^ a) << (j * bits);
-            }
-            store_bytes(codes + group * 8 * bits + k * LANES, byte - ones);
-        }
+        const int32_t *group_c = c + group * GROUP;
+        uint8_t *to = codes + group * 8 * bits;
+        scales[group] = (uint8_t)scale_byte(least[group]);
+        lanes inverse = all(inverse_of(scale_of(scales[group])));
+        ints found[PARTS];
+        for (int k = 0; k < PARTS; k++)
+            found[k] = round_part(LOAD(v + k * LANES), middle, inverse, chances(LOAD_INTS(group_c + k * LANES), a, mixed)) - 1;
+        join_plane(found, 0, bits == 3 ? 2 : bits, to);
+        if (bits == 3) join_plane(found, 2, 1, to + 16);
     }
 }
 
 static __attribute__((noinline)) void finish_batch(
-    batch *b, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams, int *not_finite) {
-    /* bits is a constant in each call, so that the compiler specializes it. */
-    if (bits == 4) finish_batch_of(b, 4, a, c, codes, qparams, not_finite);
-    else if (bits == 2) finish_batch_of(b, 2, a, c, codes, qparams, not_finite);
-    else finish_batch_of(b, 8, a, c, codes, qparams, not_finite);
+    batch *b, int bits, int mixed, int32_t a, const int32_t *c, uint8_t *codes, uint8_t *scales) {
+    /* bits and mixed are constants in each call, so that the compiler specializes it. */
+    if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, c, codes, scales);
+    else if (mixed) finish_batch_of(b, bits, 1, a, c, codes, scales);
+    else if (bits == 4) finish_batch_of(b, 4, 0, a, c, codes, scales);
+    else if (bits == 3) finish_batch_of(b, 3, 0, a, c, codes, scales);
+    else if (bits == 2) finish_batch_of(b, 2, 0, a, c, codes, scales);
+    else finish_batch_of(b, 8, 0, a, c, codes, scales);
 }
 
 /* The last group, if it has fewer columns. It is not rotated. */
 static __attribute__((noinline)) void pack_short_group(
-    const float *from, int size, int bits, int32_t a, const int32_t *c, uint8_t *codes, uint16_t *qparams,
-    int *not_finite) {
-    float low = from[0], high = from[0], sum = 0;
-    for (int i = 0; i < size; i++)
-        low = from[i] < low ? from[i] : low, high = from[i] > high ? from[i] : high, sum += from[i];
-    range r = range_of(all(sum == sum ? low : NAN), all(high), bits);
-    float offset = r.offset[0], inverse = r.inverse[0];
-    qparams[0] = bfloat16(offset), qparams[1] = bfloat16(r.scale[0]);
-    *not_finite |= !(r.scale[0] * 0.0f == 0);
-    int length = (size * bits + 7) / 8;
-    memset(codes, 0, length);
+    const float *from, int size, int bits, int mixed, int32_t a, const int32_t *c, uint8_t *codes, uint8_t *scales) {
+    int32_t top = 0;
     for (int i = 0; i < size; i++) {
-        int32_t word = a ^ c[i];
-        float chance;
-        memcpy(&chance, &word, 4);
-        float above = (from[i] - offset) * inverse + chance;
-        int32_t code = (int32_t)(above >= 1 ? above : 1) - 1;
-        codes[i % length] |= (uint8_t)(code << i / length * bits);
+        int32_t word;
+        memcpy(&word, from + i, 4);
+        word &= 0x7FFFFFFF;
+        top = word > top ? word : top;
+    }
+    scales[0] = (uint8_t)scale_byte(as_float((uint32_t)top) * share_of(bits));
+    float inverse = inverse_of(scale_of(scales[0])), middle = middle_of(bits);
+    memset(codes, 0, code_bytes(size, bits));
+    for (int low = 0, width = bits == 3 ? 2 : bits; low < bits; low += width, width = bits - low) {
+        int length = (size * width + 7) / 8;
+        for (int i = 0; i < size; i++) {
+            float above = from[i] * inverse + middle + chance_of(c[i], a, mixed);
+            int32_t code = (int32_t)(above >= 1 ? above : 1) - 1;
+            codes[i % length] |= (uint8_t)((code >> low & ((1 << width) - 1)) << i / length * width);
+        }
+        codes += length;
     }
 }
 
-/* Unpacks a whole group, still rotated. The element with a code is offset + scale · (code + ½ − u); a xor c holds the bits
+/* Unpacks a whole group, still rotated. The element with a code is scale · (code − middle + ½ − u); a xor c holds the bits
  * of 1 + u, u the number that was added before it was rounded. */
 INLINE void unpack_group(
-    int bits, const uint8_t *codes, int32_t a, const int32_t *c, const uint16_t *qparams, lanes v[PARTS]) {
-    float offset = from_bfloat16(qparams[0]), scale = from_bfloat16(qparams[1]);
-    int joined = 8 / bits, places = PARTS / joined;
-    for (int k = 0; k < places; k++) {
-        ints wide = load_bytes(codes + k * LANES);
-        for (int j = 0; j < joined; j++) {
-            int part = k + j * places;
-            ints code = (wide >> (j * bits)) & ((1 << bits) - 1);
-            lanes chance = (lanes)(LOAD_INTS(c + part * LANES) ^ a);
-            v[part] = (__builtin_convertvector(code, lanes) - (chance - 1.5f)) * scale + offset;
-        }
+    int bits, int mixed, const uint8_t *codes, int32_t a, const int32_t *c, const uint8_t *scales, lanes v[PARTS]) {
+    float scale = scale_of(scales[0]), middle = middle_of(bits);
+    ints found[PARTS] = {0};
+    split_plane(codes, 0, bits == 3 ? 2 : bits, found);
+    if (bits == 3) split_plane(codes + 16, 2, 1, found);
+    for (int k = 0; k < PARTS; k++) {
+        lanes chance = (lanes)chances(LOAD_INTS(c + k * LANES), a, mixed);
+        v[k] = (__builtin_convertvector(found[k], lanes) - middle - (chance - 1.5f)) * scale;
     }
 }
 
 /* The last group, if it has fewer columns. */
 static __attribute__((noinline)) void unpack_short_group(
-    int size, int bits, const uint8_t *codes, int32_t a, const int32_t *c, const uint16_t *qparams, float *to) {
-    float offset = from_bfloat16(qparams[0]), scale = from_bfloat16(qparams[1]);
-    int length = (size * bits + 7) / 8;
+    int size, int bits, int mixed, const uint8_t *codes, int32_t a, const int32_t *c, const uint8_t *scales, float *to) {
+    float scale = scale_of(scales[0]), middle = middle_of(bits);
+    int first = bits == 3 ? 2 : bits, length = (size * first + 7) / 8, second = (size + 7) / 8;
     for (int i = 0; i < size; i++) {
-        int32_t word = a ^ c[i];
-        float chance;
-        memcpy(&chance, &word, 4);
-        to[i] = ((float)(codes[i % length] >> i / length * bits & ((1 << bits) - 1)) - (chance - 1.5f)) * scale + offset;
+        int code = codes[i % length] >> i / length * first & ((1 << first) - 1);
+        if (bits == 3) code |= (codes[length + i % second] >> i / second & 1) << 2;
+        to[i] = ((float)code - middle - (chance_of(c[i], a, mixed) - 1.5f)) * scale;
     }
 }

@@ -12,7 +12,6 @@ from rmm_linear.backends import native
 from rmm_linear.backends.native.library import function, pointer, read_seed, threads, write_seeds
 from rmm_linear.ops.native.masks import apply_mask
 from rmm_linear.ops.native.sketches import unpacked_rows
-from rmm_linear.packing import mark_infinite
 from rmm_linear.packing.attention import (
     AttentionSpec,
     Bits,
@@ -22,7 +21,7 @@ from rmm_linear.packing.attention import (
     block_size,
 )
 from rmm_linear.packing.attention_gradients import Rows, Steps
-from rmm_linear.packing.stored import offsets, views
+from rmm_linear.packing.stored import offsets
 
 
 def stored_attention(
@@ -42,14 +41,11 @@ def stored_attention(
     counts = rows[0].shape[0], rows[1].shape[0], tuple(one.shape[1] for one in rows), bits
     (_, *places), size = _layout(*counts)
     stored = query.new_zeros(size, dtype=torch.uint8)
-    seeds, base, is_finite = write_seeds(stored, seed, 3), stored.data_ptr(), True
+    seeds, base = write_seeds(stored, seed, 3), stored.data_ptr()
     for i, matrix in enumerate(rows):
         matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
         at = base + places[2 * i], base + places[2 * i + 1]
-        is_finite &= native.pack(matrix, bits[i], seeds[i], *at, matrix.shape[0])
-    if not is_finite:
-        for qparams in views(stored, attention_parts(*counts))[2::2]:
-            mark_infinite(qparams)
+        native.pack(matrix, bits[i], seeds[i], *at, matrix.shape[0])
     return stored
 
 
@@ -119,9 +115,9 @@ def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
     function("rmm_softmax_gradients")(pointer(scores), pointer(dp), rows, columns, threads(scores))
 
 
-def rows_of(codes: Tensor, qparams: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
+def rows_of(codes: Tensor, scales: Tensor, seed: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
     """Unpack rows, some at a time; in float32, whatever the dtype."""
-    return unpacked_rows(codes, qparams, seed, bits, columns, dtype)
+    return unpacked_rows(codes, scales, seed, bits, columns, dtype)
 
 
 def steps_of(dtype: torch.dtype) -> Steps:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from rmm_linear.backends import native
 from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
-from rmm_linear.packing import mark_infinite
 from rmm_linear.packing.derivatives import stored_layout
 from rmm_linear.packing.pointwise import Pointwise
-from rmm_linear.packing.stored import Part, offsets, views
+from rmm_linear.packing.stored import offsets
 
 _TABLE = 0
 _KINDS = {"relu": 1, "leaky_relu": 2}
@@ -86,7 +85,7 @@ def stored_derivative(
 ) -> Tensor:
     """Return the bytes of :func:`rmm_linear.ops.derivatives.pack_derivative`."""
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    pointwise, parts, places, size = _layout(name, tuple(parameters), bits, rows, columns)
+    pointwise, places, size = _layout(name, tuple(parameters), bits, rows, columns)
     stored = x.new_zeros(size, dtype=torch.uint8)
     base = stored.data_ptr()
     seed = 0 if pointwise.is_exact else write_seed(stored, seed)
@@ -94,8 +93,7 @@ def stored_derivative(
         write_derivative(x, index, rows, seed, pointwise, bits, base + places[-1])
         return stored
     kept = torch.relu(x if index is None else x.index_select(0, index)).contiguous()
-    if not native.pack(kept, bits, seed, base + places[1], base + places[2], rows):
-        mark_infinite(views(stored, parts)[2])
+    native.pack(kept, bits, seed, base + places[1], base + places[2], rows)
     return stored
 
 
@@ -104,13 +102,13 @@ def apply_stored(
 ) -> Tensor:
     """Return dX̂ as :func:`rmm_linear.ops.derivatives.apply_derivative` does."""
     rows = y.shape[0] if index is None else index.shape[0]
-    pointwise, _, places, _ = _layout(name, tuple(parameters), bits, rows, y.shape[1])
+    pointwise, places, _ = _layout(name, tuple(parameters), bits, rows, y.shape[1])
     seed = 0 if pointwise.is_exact else read_seed(stored)
     if pointwise.is_bounded:
         return read_derivative(y, index, rows, seed, pointwise, bits, stored.data_ptr() + places[-1])
     relu = y.new_empty(rows, y.shape[1], dtype=torch.float32)
-    codes, qparams = (stored.data_ptr() + place for place in places[1:])
-    native.unpack(codes, qparams, bits, seed, relu, rotated=False)
+    codes, scales = (stored.data_ptr() + place for place in places[1:])
+    native.unpack(codes, scales, bits, seed, relu, rotated=False)
     if index is None:
         return relu.mul_(2).mul_(y).to(y.dtype)
     return y.new_zeros(y.shape).index_copy_(0, index, relu.mul_(2).mul_(y.index_select(0, index)).to(y.dtype))
@@ -119,9 +117,9 @@ def apply_stored(
 @functools.lru_cache(maxsize=1024)
 def _layout(
     name: str, parameters: tuple[float, ...], bits: int, rows: int, columns: int
-) -> tuple[Pointwise, tuple[Part, ...], list[int], int]:
+) -> tuple[Pointwise, list[int], int]:
     function, parts = stored_layout(name, parameters, bits, rows, columns)
-    return function, parts, *offsets(parts)
+    return function, *offsets(parts)
 
 
 def write_derivative(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seeds
-from rmm_linear.packing import check_bits, empty_packed, mark_infinite
+from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
-from rmm_linear.packing.stored import Part, offsets, views
+from rmm_linear.packing.stored import offsets
 
 
 def pack_gated(
@@ -21,10 +21,7 @@ def pack_gated(
     check_bits(bits)
     rows, columns = len(a) if index is None else len(index), a.shape[1]
     packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]
-    if write_gated(a, b, index, rows, seeds.tolist(), activation, bits, _pointers(packed)):
-        for one in packed:
-            if one is not None:
-                mark_infinite(one.qparams)
+    write_gated(a, b, index, rows, seeds.tolist(), activation, bits, _pointers(packed))
     return packed
 
 
@@ -41,13 +38,11 @@ def stored_gated(
     """Return the bytes of :func:`rmm_linear.ops.gated.keep_gated`."""
     check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
-    parts, places, size = _layout(rows, columns, bits, needs_a, needs_b)
+    places, size = _layout(rows, columns, bits, needs_a, needs_b)
     stored = a.new_zeros(size, dtype=torch.uint8)
     seeds, base = write_seeds(stored, seed, 2), stored.data_ptr()
     at = [None if place is None else base + place for place in places]
-    if write_gated(a, b, index, rows, seeds, activation, bits, at):
-        for qparams in views(stored, parts)[2::2]:
-            mark_infinite(qparams)
+    write_gated(a, b, index, rows, seeds, activation, bits, at)
     return stored
 
 
@@ -56,19 +51,16 @@ def apply_stored(
 ) -> list[Tensor | None]:
     """Return what :func:`rmm_linear.ops.gated.apply_gated` does."""
     rows, base = y.shape[0] if index is None else index.shape[0], stored.data_ptr()
-    at = [None if one is None else base + one for one in _layout(rows, y.shape[1], bits, needs_a, needs_b)[1]]
+    at = [None if one is None else base + one for one in _layout(rows, y.shape[1], bits, needs_a, needs_b)[0]]
     return read_gated(y, index, rows, (read_seed(stored), read_seed(stored, 1)), bits, at)
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(
-    rows: int, columns: int, bits: int, needs_a: bool, needs_b: bool
-) -> tuple[tuple[Part, ...], list[int | None], int]:
-    """The parts; where codes and qparams of both products begin, None for one that is not stored; and all bytes."""
-    parts = tuple(stored_parts(rows, columns, check_bits(bits), needs_a + needs_b))
-    (_, *places), size = offsets(parts)
+def _layout(rows: int, columns: int, bits: int, needs_a: bool, needs_b: bool) -> tuple[list[int | None], int]:
+    """Where codes and scales of both products begin, None for one that is not stored; and all bytes."""
+    (_, *places), size = offsets(tuple(stored_parts(rows, columns, check_bits(bits), needs_a + needs_b)))
     absent: list[int | None] = [None, None]
-    return parts, [*(places[:2] if needs_a else absent), *(places[-2:] if needs_b else absent)], size
+    return [*(places[:2] if needs_a else absent), *(places[-2:] if needs_b else absent)], size
 
 
 def write_gated(
@@ -80,11 +72,11 @@ def write_gated(
     activation: str,
     bits: int,
     places: Sequence[int | None],
-) -> bool:
-    """Write both products at addresses, None for one that is not wanted; returns whether qparams are not finite."""
+) -> None:
+    """Write both products at addresses, None for one that is not wanted."""
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     index = None if index is None else index.contiguous()
-    return run(
+    run(
         "rmm_pack_gated", a.data_ptr(), b.data_ptr(), TYPES[a.dtype], a.stride(0), b.stride(0), rows, a.shape[1],
         pointer(index), ACTIVATIONS.index(activation), bits, *seeds, *places, threads(a),
     )  # fmt: skip

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
-from rmm_linear.packing import check_bits, empty_packed, mark_infinite
+from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.norms import NormCopy, NormGradients, norm_parts
-from rmm_linear.packing.stored import offsets, views
+from rmm_linear.packing.stored import offsets
 
 
 def pack_norm(
@@ -26,13 +26,12 @@ def pack_norm(
 ) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    codes, qparams, rstd = out or (
+    codes, scales, rstd = out or (
         *empty_packed(rows, columns, check_bits(bits), x),
         x.new_empty(rows, dtype=torch.float32),
     )
-    if write_norm(x, index, int(seed), bits, eps, centered, rstd.data_ptr(), codes.data_ptr(), qparams.data_ptr()):
-        mark_infinite(qparams)
-    return NormCopy(codes, qparams, rstd)
+    write_norm(x, index, int(seed), bits, eps, centered, rstd.data_ptr(), codes.data_ptr(), scales.data_ptr())
+    return NormCopy(codes, scales, rstd)
 
 
 def stored_norm(
@@ -45,8 +44,7 @@ def stored_norm(
     (_, *places), size = _layout(x.shape[0] if index is None else index.shape[0], x.shape[1], check_bits(bits))
     stored = x.new_zeros(size, dtype=torch.uint8)
     seed, base = write_seed(stored, seed), stored.data_ptr()
-    if write_norm(x, index, seed, bits, eps, centered, *[base + place for place in places]):
-        mark_infinite(views(stored, norm_parts(x.shape[0] if index is None else index.shape[0], x.shape[1], bits))[3])
+    write_norm(x, index, seed, bits, eps, centered, *[base + place for place in places])
     return stored
 
 
@@ -83,14 +81,14 @@ def write_norm(
     centered: bool,
     rstd: int,
     codes: int,
-    qparams: int,
-) -> bool:
-    """Write what :func:`pack_norm` returns at addresses; returns whether some qparams are not finite."""
+    scales: int,
+) -> None:
+    """Write what :func:`pack_norm` returns at addresses."""
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     x, index = _rows(x), None if index is None else index.contiguous()
-    return run(
+    run(
         "rmm_pack_norm", x.data_ptr(), TYPES[x.dtype], x.stride(0), pointer(index), rows, columns, centered, eps, bits,
-        seed, codes, qparams, rstd, threads(x),
+        seed, codes, scales, rstd, threads(x),
     )  # fmt: skip
 
 
@@ -107,8 +105,8 @@ def norm_gradients(
     sums: bool = True,
 ) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
-    codes, qparams, rstd = (tensor.contiguous() for tensor in saved)
-    places = rstd.data_ptr(), codes.data_ptr(), qparams.data_ptr()
+    codes, scales, rstd = (tensor.contiguous() for tensor in saved)
+    places = rstd.data_ptr(), codes.data_ptr(), scales.data_ptr()
     return read_norm(y, gamma, index, len(rstd), int(seed), bits, centered, dtype or y.dtype, sums, *places)
 
 
@@ -124,7 +122,7 @@ def read_norm(
     sums: bool,
     rstd: int,
     codes: int,
-    qparams: int,
+    scales: int,
 ) -> NormGradients:
     """Compute :func:`norm_gradients` from what lies at addresses."""
     columns = y.shape[1]
@@ -135,7 +133,7 @@ def read_norm(
     weight, bias = (y.new_empty(columns if sums else 0, dtype=torch.float32) for _ in range(2))
     run(
         "rmm_norm_backward", y.data_ptr(), TYPES[y.dtype], y.stride(0), pointer(index), rows, columns, centered, bits,
-        pointer(gamma), seed, codes, qparams, rstd, x.data_ptr(), TYPES[dtype], pointer(weight) if sums else 0,
+        pointer(gamma), seed, codes, scales, rstd, x.data_ptr(), TYPES[dtype], pointer(weight) if sums else 0,
         pointer(bias) if sums else 0, threads(y),
     )  # fmt: skip
     return NormGradients(x, weight, bias)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,21 @@ from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
 from rmm_linear.backends.native.library import TYPES
 from rmm_linear.ops import plain
-from rmm_linear.packing import GROUP
+from rmm_linear.packing import normal
+from rmm_linear.packing.normal import GROUP as NORMAL_GROUP
+from rmm_linear.packing.normal import LEVELS
+from rmm_linear.packing.rounding import hadamard, rotate_groups
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.philox import signs as random_signs
+from rmm_linear.sketches.philox import unpack_signs
 from rmm_linear.sketches.rows import sample
 from rmm_linear.sketches.transforms import next_power_of_two
 from rmm_linear.spec import SaveSpec
 
 _CHUNK = 1 << 20  # elements that are packed or unpacked at a time
+_parts = functools.lru_cache(maxsize=4096)(packing.encoded_parts)
+_SYMMETRIC = 8  # any width of symmetric codes, whose rotation is the same
 
 
 def sketch(
@@ -98,8 +105,10 @@ def _is_hashed(matrix: Tensor, kind: str, rows: int, mask: TokenMask | None) -> 
 
 
 def _is_whole(matrix: Tensor, spec: SaveSpec, mask: TokenMask | None) -> bool:
-    """Say whether a sketch is the matrix itself."""
-    return spec.kind == "countsketch" and mask is None and 0 < matrix.shape[0] <= spec.rows
+    """Say whether a sketch is the matrix itself, or all of its valid rows and no others."""
+    if spec.kind != "countsketch" or not matrix.shape[0]:
+        return False
+    return matrix.shape[0] <= spec.rows if mask is None else mask.valid_count == spec.rows
 
 
 def _valid_rows(mask: TokenMask | None) -> Tensor | None:
@@ -114,29 +123,38 @@ def _contiguous_rows(matrix: Tensor) -> Tensor:
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does: a CountSketch is packed row by row."""
     bits = spec.bits or 0
-    if matrix.dtype not in TYPES or not _is_hashed(matrix, spec.kind, spec.rows, mask):
+    is_row_by_row = _is_hashed(matrix, spec.kind, spec.rows, mask) or (
+        mask is not None and _is_whole(matrix, spec, mask)
+    )
+    if matrix.dtype not in TYPES or not is_row_by_row:
         if matrix.dtype == torch.float16 and spec.kind != "countsketch":  # whose rows are those of the matrix then
             matrix = matrix.float()
         parts = _sketch_parts(matrix, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask)
-        return _pack_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
-    codes, qparams = packing.empty_packed(spec.rows, matrix.shape[1], packing.check_bits(bits), seed)
-    _pack(_contiguous_rows(matrix), bits, int(seed), codes, qparams, 0, _valid_rows(mask))
-    return codes, qparams
+        return _encode_parts(parts, (spec.kept_rows(matrix.shape[0]), matrix.shape[1]), bits, seed)
+    codes, scales = packing.empty_encoded(spec.rows, matrix.shape[1], packing.check_code(bits), seed)
+    _encode(_contiguous_rows(matrix), bits, int(seed), codes, scales, 0, _valid_rows(mask))
+    return codes, scales
 
 
-def _pack(
-    matrix: Tensor, bits: int, seed: int, codes: Tensor, qparams: Tensor, first: int = 0, index: Tensor | None = None
+def _encode(
+    matrix: Tensor, bits: float, seed: int, codes: Tensor, scales: Tensor, first: int = 0, index: Tensor | None = None
 ) -> None:
-    """Write the codes and qparams of rows, or of fewer rows those of a CountSketch of them."""
-    rows = codes.shape[0]
-    if not native.pack(matrix, bits, seed, codes.data_ptr(), qparams.data_ptr(), rows, first, index):
-        packing.mark_infinite(qparams)
+    """Write the codes and scales of rows, or of fewer rows those of a CountSketch of them."""
+    rows, levels = codes.shape[0], LEVELS.get(bits)
+    native.pack(matrix, bits, seed, codes.data_ptr(), scales.data_ptr(), rows, first, index, levels)
 
 
-def save(x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected: Tensor | None = None) -> Any:
+def save(
+    x: Tensor,
+    spec: SaveSpec,
+    mask: TokenMask | None,
+    seed: int,
+    expected: Tensor | None = None,
+    basis: Tensor | None = None,
+) -> Any:
     """Return what :func:`rmm_linear.ops.save.save` does, of a CountSketch or of all rows, packed."""
     is_hashed = _is_hashed(x, spec.kind, spec.rows, mask)
-    if not is_hashed and not _is_whole(x, spec, mask):
+    if basis is not None or (not is_hashed and not _is_whole(x, spec, mask)):
         return NotImplemented
     if spec.bits is None and (x.dtype == torch.float16 or not is_hashed):
         return NotImplemented
@@ -144,10 +162,9 @@ def save(x: Tensor, spec: SaveSpec, mask: TokenMask | None, seed: int, expected:
     if spec.bits is None:
         return native.countsketch(x, seed, spec.rows, 0, spec.rows, _valid_rows(mask)), seeds
     rows, columns = min(spec.rows, x.shape[0]), x.shape[1]
-    codes = x.new_empty(rows, (columns * spec.bits + 7) // 8, dtype=torch.uint8)
-    qparams = x.new_empty(rows, (columns + GROUP - 1) // GROUP, 2, dtype=torch.bfloat16)
-    _pack(x, spec.bits, seed, codes, qparams, 0, _valid_rows(mask))
-    return codes, qparams, seeds
+    codes, scales = (x.new_empty(shape, dtype=dtype) for shape, dtype in _parts(rows, columns, spec.bits))
+    _encode(x, spec.bits, seed, codes, scales, 0, _valid_rows(mask))
+    return codes, scales, seeds
 
 
 def scaled_sketch(
@@ -160,21 +177,27 @@ def scaled_sketch(
 
 
 def unpacked_product(
-    y: Tensor, codes: Tensor, qparams: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
+    y: Tensor, codes: Tensor, scales: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
     dtype, wide = y.dtype, torch.float32 if y.dtype == torch.float16 else y.dtype
+    bits = packing.check_code(spec.bits)
     is_hashed = _is_hashed(y, spec.kind, spec.rows, mask)
     is_small = dtype in TYPES and codes.shape[0] * max(columns, y.shape[1]) <= _CHUNK
     if is_small and (is_hashed or _is_whole(y, spec, mask)):  # at once
-        value, sketched = int(seed), y.to(wide)
+        value, sketched = int(seed), y.to(wide) if mask is None else y
+        if not is_hashed and mask is not None:
+            sketched = y.index_select(0, mask.index).to(wide)
         if is_hashed:
             sketched = native.countsketch(_contiguous_rows(y), value, spec.rows, 0, spec.rows, _valid_rows(mask), wide)
-        is_last = codes.shape[0] > y.shape[1]  # rotates the smaller one of Z and the product back
-        values = codes.new_empty(codes.shape[0], columns, dtype=wide if is_last else torch.float32)
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), spec.bits or 0, value, values, rotated=is_last)
+        is_last = packing.is_normal(spec.bits) or codes.shape[0] > y.shape[1]  # the smaller of Z and the product
+        if packing.is_normal(spec.bits):
+            values = _decoded(codes, scales, bits, columns, wide)
+        else:
+            values = codes.new_empty(codes.shape[0], columns, dtype=wide if is_last else torch.float32)
+            native.unpack(codes.data_ptr(), scales.data_ptr(), int(bits), value, values, rotated=is_last)
         product = torch.mm(sketched.T, values.to(wide))
-        return (_unrotate(product, seed) if is_last else product).to(dtype)
+        return (_unrotate(product, seed, bits, columns) if is_last else product).to(dtype)
     if dtype != wide and not is_hashed:
         y = y.to(wide)
     sketched = _sketch_parts(
@@ -186,40 +209,54 @@ def unpacked_product(
         mask=mask,
         dtype=None if y.dtype == wide else wide,
     )
-    unpacked = unpacked_rows(codes, qparams, seed, spec.bits or 0, columns, wide, rotated=True)
-    like = y if y.dtype == wide else y.new_empty(0, y.shape[1], dtype=wide)
-    return _unrotate(plain.product_of_parts(like, codes.shape[0], columns, sketched, unpacked), seed).to(dtype)
+    unpacked = decoded_rows(codes, scales, seed, bits, columns, wide)
+    like, width = (
+        y if y.dtype == wide else y.new_empty(0, y.shape[1], dtype=wide),
+        packing.rotated_columns(columns, bits),
+    )
+    product = plain.product_of_parts(like, codes.shape[0], width, sketched, unpacked)
+    return _unrotate(product, seed, bits, columns).to(dtype)
 
 
 def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Pack as :func:`rmm_linear.packing.pack` does."""
     rows, columns = matrix.shape
     if matrix.dtype not in TYPES or rows * columns > _CHUNK:
-        return _pack_parts(lambda begin, end: matrix[begin:end], (rows, columns), bits, seed, out)
-    codes, qparams = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
-    _pack(_contiguous_rows(matrix), bits, int(seed), codes, qparams)
-    return codes, qparams
+        out = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
+        return _encode_parts(lambda begin, end: matrix[begin:end], (rows, columns), bits, seed, out)
+    codes, scales = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
+    native.pack(_contiguous_rows(matrix), bits, int(seed), codes.data_ptr(), scales.data_ptr(), rows)
+    return codes, scales
 
 
-def _pack_parts(
+def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode as :func:`rmm_linear.packing.encode` does."""
+    return _encode_parts(lambda begin, end: matrix[begin:end], (matrix.shape[0], matrix.shape[1]), bits, seed)
+
+
+def _encode_parts(
     part: Callable[[int, int], Tensor],
     shape: tuple[int, int],
-    bits: int,
+    bits: float,
     seed: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
+    chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    codes, qparams = out or packing.empty_packed(*shape, packing.check_bits(bits), seed)
-    for rows in packing.row_parts(*shape, seed.device, _CHUNK):
+    """Encode some rows at a time; with ``out``, whose shapes are those of symmetric codes, pack them."""
+    codes, scales = out or packing.empty_encoded(*shape, packing.check_code(bits), seed)
+    levels = None if out else LEVELS.get(bits)
+    for rows in packing.row_parts(*shape, seed.device, chunk):
         values = part(rows.start, rows.stop)
         values = _contiguous_rows(values if values.dtype in TYPES else values.float())
-        _pack(values, bits, int(seed), codes[rows], qparams[rows], rows.start)
-    return codes, qparams
+        places = codes[rows].data_ptr(), scales[rows].data_ptr()
+        native.pack(values, bits, int(seed), *places, rows.stop - rows.start, rows.start, None, levels)
+    return codes, scales
 
 
 @without_autocast
 def unpack(
     codes: Tensor,
-    qparams: Tensor,
+    scales: Tensor,
     seed: Tensor,
     bits: int,
     columns: int,
@@ -228,19 +265,47 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    unpacked = unpacked_rows(codes, qparams, seed, bits, columns, dtype, rotated=True)
+    unpacked = unpacked_rows(codes, scales, seed, bits, columns, dtype, rotated=True)
     if dtype in TYPES:
         matrix = unpacked(0, len(codes))
     else:
         matrix = codes.new_empty(len(codes), columns, dtype=dtype)
         for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
             matrix[rows] = unpacked(rows.start, rows.stop)
-    return matrix if rotated else _unrotate(matrix, seed)
+    return matrix if rotated else _unrotate(matrix, seed, _SYMMETRIC, columns)
+
+
+@without_autocast
+def decode(
+    codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype, *, rotated: bool = False
+) -> Tensor:
+    """Decode as :func:`rmm_linear.packing.decode` does."""
+    if not packing.is_normal(bits):
+        return unpack(codes, scales, seed, int(bits), columns, dtype, rotated=rotated)
+    matrix = _decoded(codes.contiguous(), scales.contiguous(), bits, columns, dtype)
+    return matrix if rotated else _unrotate(matrix, seed, bits, columns)
+
+
+def _decoded(codes: Tensor, scales: Tensor, bits: float, columns: int, dtype: torch.dtype) -> Tensor:
+    """The rows of a normal code, rotated. codes, scales: contiguous."""
+    made = dtype if dtype in TYPES else torch.float32
+    matrix = codes.new_empty(codes.shape[0], packing.rotated_columns(columns, bits), dtype=made)
+    native.decode_normal(codes.data_ptr(), scales.data_ptr(), LEVELS[bits], matrix)
+    return matrix.to(dtype)
+
+
+def decoded_rows(
+    codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Return a function of ``begin`` and ``end`` that decodes rows, which stay rotated."""
+    if packing.is_normal(bits):
+        return lambda begin, end: _decoded(codes[begin:end], scales[begin:end], bits, columns, dtype)
+    return unpacked_rows(codes, scales, seed, int(bits), columns, dtype, rotated=True)
 
 
 def unpacked_rows(
     codes: Tensor,
-    qparams: Tensor,
+    scales: Tensor,
     seed: Tensor,
     bits: int,
     columns: int,
@@ -249,23 +314,26 @@ def unpacked_rows(
     rotated: bool = False,
 ) -> Callable[[int, int], Tensor]:
     """Return a function of ``begin`` and ``end`` that unpacks rows as :func:`rmm_linear.packing.unpack` does."""
-    codes, qparams, value = codes.contiguous(), qparams.contiguous(), int(seed)
+    codes, scales, value = codes.contiguous(), scales.contiguous(), int(seed)
     made = dtype if dtype in TYPES and rotated else torch.float32
 
     def part(begin: int, end: int) -> Tensor:
         values = codes.new_empty(end - begin, columns, dtype=made)
-        native.unpack(codes.data_ptr(), qparams.data_ptr(), bits, value, values, begin, rotated=rotated)
+        native.unpack(codes.data_ptr(), scales.data_ptr(), bits, value, values, begin, rotated=rotated)
         return values.to(dtype)
 
     return part
 
 
-def _unrotate(matrix: Tensor, seed: Tensor) -> Tensor:
+def _unrotate(matrix: Tensor, seed: Tensor, bits: float, columns: int) -> Tensor:
     """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
     if matrix.dtype != torch.float32 or not matrix.is_contiguous():
-        return packing.unrotate(matrix, seed)
-    native.unrotate(matrix, int(seed))
-    return matrix
+        return packing.unrotate(matrix, seed, bits, columns)
+    if not packing.is_normal(bits):
+        native.unrotate(matrix, int(seed))
+        return matrix
+    native.unrotate_normal(matrix, int(seed))
+    return matrix if matrix.shape[1] == columns else matrix[:, :columns].contiguous()
 
 
 def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
@@ -273,9 +341,45 @@ def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None
     return plain.sample_rows(x, seed, spec, expected, mask, native.philox)
 
 
-def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: int) -> tuple[Tensor, Tensor]:
+def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: float) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
-    return _pack_parts(_row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
+    return _encode_parts(_row_parts(matrix, sample), (len(sample.index), matrix.shape[1]), bits, seed)
+
+
+def directed(
+    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Encode as :func:`rmm_linear.ops.plain.directed` does."""
+    return plain.directed_by(x, bits, seed, basis, index, _coder())
+
+
+def directed_product(
+    y: Tensor, saved: Sequence[Tensor], bits: float, columns: int, index: Tensor | None = None
+) -> Tensor:
+    """Return what :func:`rmm_linear.ops.plain.directed_product` does."""
+    return plain.directed_product_by(y, saved, bits, columns, index, _coder())
+
+
+@functools.cache
+def _coder() -> plain.Coder:
+    encode_parts = functools.partial(_encode_parts, chunk=_CHUNK >> 2)  # what is read at once comes from the cache
+    return plain.Coder(encode_parts, encode, decoded_rows, decode, _rotate, _unrotate)
+
+
+def _rotate(matrix: Tensor, seed: Tensor, bits: float) -> Tensor:
+    """As :func:`rmm_linear.packing.rotate`."""
+    size = NORMAL_GROUP if packing.is_normal(bits) else packing.GROUP
+    counters = torch.arange((2 if packing.is_normal(bits) else 1) * size // 32, device=seed.device)
+    signs = unpack_signs(native.philox(seed, counters, packing.ROUNDING_STREAM)[2]).view(-1, size).to(torch.float32)
+    rotation = signs[0].unsqueeze(1) * _hadamard(size)
+    if not packing.is_normal(bits):
+        return rotate_groups(matrix, rotation)
+    return normal.rotate(normal.padded(matrix), rotation @ (signs[1].unsqueeze(1) * _hadamard(size)))
+
+
+@functools.cache
+def _hadamard(size: int) -> Tensor:
+    return hadamard(size, torch.device("cpu"))
 
 
 def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:

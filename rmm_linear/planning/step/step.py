@@ -18,7 +18,6 @@ from rmm_linear.memory.inputs import call_with, restored
 
 _PACKED = "find_packed_sequence_indices"
 _IGNORES = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-FIRST_BITS = 4  # of bits="auto" before the layers have chosen
 Run = Callable[[nn.Module, Any], Any]
 
 
@@ -130,7 +129,8 @@ def prepared(
         }
         follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
-        with _without_values(model), masks_by_values(example), fakes_of.mode:
+        _refuse_estimators(model)
+        with masks_by_values(example), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
 
 
@@ -154,24 +154,13 @@ class _Fakes:
         return self._known[id(tensor)]
 
 
-@contextmanager
-def _without_values(model: nn.Module) -> Iterator[None]:
-    """Run a converted model without values inside the block: widths that follow from them are those of a first step."""
-    layers = [module for module in model.modules() if isinstance(module, SketchedLayer)]
-    for layer in layers:
-        if layer.rmm_estimator is not None:
+def _refuse_estimators(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, SketchedLayer) and layer.rmm_estimator is not None:
             raise ValueError(
                 f"A model on the meta device is simulated without norm estimators, got norm_estimator="
                 f"{layer.rmm_config.norm_estimator!r}: they learn from values. Convert with norm_estimator=None."
             )
-    choosing = [layer.rmm_auto_bits for layer in layers if layer.rmm_auto_bits.bits is None]
-    try:
-        for choice in choosing:
-            choice.bits = FIRST_BITS
-        yield
-    finally:
-        for choice in choosing:
-            choice.bits = None
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class ProbeCall:
     kind: str
     spec: SaveSpec | None
     mask_padding: bool
-    bits: int
+    bits: float
     shape: torch.Size
     mask: Tensor | None
     expected: Tensor | None = None
@@ -74,12 +74,12 @@ class ProbeCall:
         x: Tensor,
         mask: Tensor | None,
         config: RMMConfig,
-        bits: int | None,
     ) -> ProbeCall:
         """Record a call that has just been made, with input (*, I)."""
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
-        spec = None if _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, bits)
+        valid = None if mask is None or not config.mask_padding else int(mask.count_nonzero())
+        spec = None if _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, valid)
         width = None if spec is None else spec.bits
         expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize

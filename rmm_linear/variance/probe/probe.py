@@ -39,10 +39,9 @@ class GradientProbe(ProbeResults):
     the model. After the backward pass only floats remain, in ``rows``.
 
     For a sketched layer the sketch is the layer's own, with its mask and its norm estimator's prediction. For other
-    linear layers it is the sketch that ``config`` would give them, without a prediction, and with 4 bits for
-    ``bits="auto"``, because the automatic choice needs inputs of several steps. The rounding term of packed sketches is
-    computed for one S instead of averaged over several. Under loss scaling all variances are in units of the scaled
-    gradient.
+    linear layers it is the sketch that ``config`` would give them, without a prediction. The rounding term of packed
+    sketches is computed for one S instead of averaged over several. Under loss scaling all variances are in units of
+    the scaled gradient.
 
     D²_SGD is over sequences if X has the shape (batch, sequence, I) or an ``attention_mask`` defines the sequences.
     Otherwise, and if the batch has only one sequence, it is over tokens. ``samples`` names the case in every row, and
@@ -242,11 +241,11 @@ class GradientProbe(ProbeResults):
 
     def _describe(self, name: str, module: nn.Module, x: Tensor) -> ProbeCall:
         if isinstance(module, SketchedLayer):
-            config, context, bits = module.rmm_config, module.rmm_context, module.rmm_auto_bits.bits
+            config, context = module.rmm_config, module.rmm_context
         else:
-            config, context, bits = self._config.for_module(name), self._context, None
+            config, context = self._config.for_module(name), self._context
         mask = None if context is None else context.known_mask(x.shape[:-1].numel())
-        return ProbeCall.of(self._step or 0, name, module, x, mask, config, bits)
+        return ProbeCall.of(self._step or 0, name, module, x, mask, config)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> ProbeCall | None:
         """Return the call that is recomputed; if several are pending, the one with the same input."""

@@ -51,7 +51,7 @@ class ProbeRow:
     module: str
     kind: str
     rows: int
-    bits: int
+    bits: float
     tokens: int
     samples: str
     alpha: float

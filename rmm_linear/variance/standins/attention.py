@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rmm_linear._support.validation import check_integer
 from rmm_linear.ops.attention import attention_backward, pack_attention
-from rmm_linear.packing import GROUP
+from rmm_linear.packing import element_variance
 from rmm_linear.packing.attention import AttentionSpec, additive, attention_rows, check_attention_bits
 from rmm_linear.packing.attention_gradients import attention_gradients
 from rmm_linear.sketches.seeds import mix
@@ -34,7 +34,7 @@ def value_variance(
     query: Tensor,
     key: Tensor,
     grad_output: Tensor,
-    qparams: Tensor,
+    scales: Tensor,
     *,
     scale: float,
     mask: Tensor | None = None,
@@ -48,8 +48,8 @@ def value_variance(
         query: Shape (B, h, Tq, d).
         key: Shape (B, hk, Tk, d).
         grad_output: dO, shape (B, h, Tq, dv).
-        qparams: Offsets and scales of the packed values, (B · Tk, hk · dv), as :func:`rmm_linear.packing.pack` returns
-            them: shape (B · Tk, ⌈hk · dv / 64⌉, 2).
+        scales: Of the packed values, (B · Tk, hk · dv), as :func:`rmm_linear.packing.pack` returns them: uint8, shape
+            (B · Tk, ⌈hk · dv / 64⌉).
         scale: Factor of the scores.
         mask: Bool or additive, of a shape that (B, h, Tq, Tk) broadcasts with, or None.
         is_causal: Whether query i sees the keys 0 … i only.
@@ -68,7 +68,7 @@ def value_variance(
         for tensor in (scores.softmax(-1), query, grad_output)
     )
     k, columns = key.double(), kv_heads * grad_output.shape[-1]
-    w = (qparams[..., 1].double().square() / 12).repeat_interleave(GROUP, 1)[:, :columns]
+    w = element_variance(scales, columns)
     w = w.view(batch, keys, kv_heads, -1).transpose(1, 2)
     spread = (k.unsqueeze(2) - (p @ k).unsqueeze(3)).square().sum(-1)
     of_query = (p.square() * spread * (y.square() @ w.transpose(-1, -2))).sum()

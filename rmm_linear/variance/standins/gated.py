@@ -15,29 +15,27 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.ops.gated import PACK_GATED
-from rmm_linear.packing import GROUP
+from rmm_linear.packing import element_variance
 
 
 @without_autocast
-def product_variance(grad_output: Tensor, qparams: Tensor) -> Tensor:
+def product_variance(grad_output: Tensor, scales: Tensor) -> Tensor:
     """Return E‖y · p^ − y · p‖² for a packed matrix p.
 
     Args:
         grad_output: y, shape (N, C).
-        qparams: Offset and scale of every group of p, bfloat16, shape (N, ⌈C / 64⌉, 2).
+        scales: Of every group of p, uint8, shape (N, ⌈C / 64⌉), as :func:`rmm_linear.packing.pack` returns them.
 
     Returns:
         float64, shape (), in squared units of the gradient.
 
     Example:
         >>> import torch
-        >>> y, qparams = torch.ones(1, 3), torch.tensor([[[0.0, 2.0]]])
-        >>> product_variance(y, qparams)  # 3 · 2² / 12
+        >>> y, scales = torch.ones(1, 3), torch.tensor([[161]], dtype=torch.uint8)
+        >>> product_variance(y, scales)  # 3 · 2² / 12
         tensor(1., dtype=torch.float64)
     """
-    noise = qparams[..., 1].double().square() / 12
-    per_element = noise.repeat_interleave(GROUP, dim=1)[:, : grad_output.shape[1]]
-    return (grad_output.double().square() * per_element).sum()
+    return (grad_output.double().square() * element_variance(scales, grad_output.shape[1])).sum()
 
 
 def gated_variance(
@@ -50,7 +48,7 @@ def gated_variance(
         b: What act(a) is multiplied by, shape (N, C).
         grad_output: y, the gradient with respect to act(a) · b, shape (N, C).
         activation: Name of act, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
-        bits: 8, 4 or 2.
+        bits: 8, 4, 3 or 2.
         seeds: int64, shape (2,). They decide the rotations, and with them the scales.
 
     Returns:
@@ -60,9 +58,9 @@ def gated_variance(
         >>> import torch
         >>> a = b = y = torch.ones(2, 64)
         >>> da, db = gated_variance(a, b, y, activation="relu", bits=4, seeds=torch.tensor([1, 2]))
-        >>> bool(da != db), bool(0.5 < da < 4)  # 128 elements, with steps of about 1/3
+        >>> bool(0.5 < da < 4), bool(0.5 < db < 4)  # 128 elements, with steps of about 1/3
         (True, True)
     """
     packed = PACK_GATED(a, b, seeds, activation, bits, (True, True), None)
-    first, second = (product_variance(grad_output, qparams) for _, qparams in packed)
+    first, second = (product_variance(grad_output, scales) for _, scales in packed)
     return first, second

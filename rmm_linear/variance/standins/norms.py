@@ -25,8 +25,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.ops.norms import PACK_NORM
-from rmm_linear.packing import RoundingNoise
-from rmm_linear.packing.norms import copy_variance
+from rmm_linear.packing import RoundingNoise, element_variance
 from rmm_linear.packing.rounding import rotate_groups
 
 
@@ -61,7 +60,7 @@ def norm_input_variance(
         torch.Size([1])
     """
     seeds, columns = torch.tensor([seed], device=x.device), x.shape[1]
-    v = copy_variance(PACK_NORM(x, bits, seeds, eps, centered).qparams, columns)
+    v = element_variance(PACK_NORM(x, bits, seeds, eps, centered).scales, columns)
     x = x.double()
     x = x - x.mean(1, keepdim=True) if centered else x
     rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -97,4 +96,4 @@ def norm_weight_variance(
         tensor(0., dtype=torch.float64)
     """
     saved = PACK_NORM(x, bits, torch.tensor([seed], device=x.device), eps, centered)
-    return (copy_variance(saved.qparams, x.shape[1]) * grad_output.double().square()).sum(0)
+    return (element_variance(saved.scales, x.shape[1]) * grad_output.double().square()).sum(0)

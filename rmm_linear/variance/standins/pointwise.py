@@ -19,26 +19,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmm_linear.packing import GROUP
+from rmm_linear import packing
 from rmm_linear.packing.pointwise import Pointwise
 
 
 def element_variance(
-    function: Pointwise, bits: int, qparams: Tensor | None = None, columns: int | None = None
+    function: Pointwise, bits: int, scales: Tensor | None = None, columns: int | None = None
 ) -> Tensor:
     """Return the variance of the stored derivative of one element.
 
     Args:
         function: The function.
         bits: Bits per element, as :meth:`Pointwise.bits` returns them.
-        qparams: Of ReLU², offset and scale of every stored group, shape (n, ⌈C / 64⌉, 2).
+        scales: Of ReLU², of every stored group, uint8, shape (n, ⌈C / 64⌉).
         columns: C, of ReLU².
 
     Returns:
         step² / 12, float64: a scalar, or of shape (n, C) for ReLU².
 
     Raises:
-        ValueError: If ReLU² comes without its qparams and columns.
+        ValueError: If ReLU² comes without its scales and columns.
 
     Example:
         >>> round(float(element_variance(Pointwise("tanh"), 2)), 5)  # steps of 1/3
@@ -48,9 +48,9 @@ def element_variance(
         return torch.zeros((), dtype=torch.float64)
     if function.is_bounded:
         return torch.tensor(function.step(bits), dtype=torch.float64).square() / 12
-    if qparams is None or columns is None:
-        raise ValueError("The variance of relu_squared follows from stored scales: give qparams and columns.")
-    return qparams[..., 1].double().square().repeat_interleave(GROUP, 1)[:, :columns] * (4 / 12)
+    if scales is None or columns is None:
+        raise ValueError("The variance of relu_squared follows from stored scales: give scales and columns.")
+    return 4 * packing.element_variance(scales, columns)
 
 
 def input_gradient_variance(y: Tensor, variance: Tensor) -> Tensor:

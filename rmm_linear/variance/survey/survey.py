@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.auto_bits import STEPS, AutoBits
-from rmm_linear.packing import WIDTHS
-from rmm_linear.sketches import KINDS, TokenMask
+from rmm_linear.packing import CODES
+from rmm_linear.sketches import KINDS
 from rmm_linear.variance.closed_forms import correlation, sgd_variance, sketch_variance
 from rmm_linear.variance.survey.records import LayerRecord, record_layers
 
 logger = logging.getLogger(__name__)
 
-Choices = dict[tuple[str, float], AutoBits]
 MEMORIES = (0.05, 0.1, 0.2)
 PAPER = "gaussian with padding (the paper)"
 AUTO = 'countsketch, bits="auto"'
@@ -42,7 +40,7 @@ class MemoryNoise:
 
     layer: str
     setting: str
-    bits: int
+    bits: float
     memory: float
     noise: float
 
@@ -52,26 +50,20 @@ def train_and_record(
     batches: Iterable[Mapping[str, Any]],
     *,
     modules: str | Sequence[str] = "all-linear",
-    memories: Sequence[float] = MEMORIES,
-    itemsize: int = 2,
     learning_rate: float = 1e-4,
-) -> tuple[list[LayerRecord], Choices]:
+) -> list[LayerRecord]:
     """Train exactly on all batches but the last one, and record the layers on that.
 
-    A fresh head has gradients unlike those of training; a few steps cure that. As in training, ``bits="auto"`` chooses
-    from the inputs of the first batches.
+    A fresh head has gradients unlike those of training; a few steps cure that.
 
     Args:
         model: See :func:`record_layers`. Its weights change if there is more than one batch.
         batches: Training batches.
         modules: Which layers, as ``target_modules`` of :class:`rmm_linear.RMMConfig`.
-        memories: Fractions of the input's bytes to choose bits for.
-        itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
         learning_rate: Of AdamW.
 
     Returns:
-        The layers that see tokens on the last batch (heads with one row per sequence stay exact and are left out), and
-        the choice of bits by layer and memory, empty with fewer than 5 batches.
+        The layers that see tokens on the last batch; heads with one row per sequence stay exact and are left out.
 
     Raises:
         ValueError: If there is no batch, or no layer sees tokens.
@@ -80,7 +72,6 @@ def train_and_record(
     if not batches:
         raise ValueError("The variance ratio is measured on a batch, got none. Give at least one.")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    choices: Choices = {}
     records: list[LayerRecord] = []
     seen: list[LayerRecord] = []
     for step, batch in enumerate(batches):
@@ -90,12 +81,6 @@ def train_and_record(
         if step == len(batches) - 1:
             break
         optimizer.step()
-        for record in records if step < STEPS else ():
-            ranks = None if record.mask is None else TokenMask.of(record.mask)
-            for memory in memories:
-                choice = choices.setdefault((record.name, memory), AutoBits())
-                choice.observe(record.x, RMMConfig(memory=memory, min_rows=1), itemsize, ranks)
-                choice.choose()
     optimizer.zero_grad()
     if not records:
         raise ValueError("Sketches are for layers that see tokens, inputs of three dimensions, and the model has none.")
@@ -107,25 +92,24 @@ def train_and_record(
             "the batch an attention_mask of shape (batch, sequence).",
             len(unknown), unknown[0],
         )  # fmt: skip
-    return records, choices if len(batches) > STEPS else {}
+    return records
 
 
 def noise_at_memory(
     records: Sequence[LayerRecord],
     *,
     kinds: Sequence[str] = KINDS,
-    widths: Sequence[int | None] = (None, *WIDTHS),
+    widths: Sequence[float | None] = (None, *CODES),
     memories: Sequence[float] = MEMORIES,
     itemsize: int = 2,
-    choices: Choices | None = None,
     draws: int = 1,
 ) -> list[MemoryNoise]:
     """Compute the variance ratio D²_sketch / D²_SGD for every layer, kind, width and memory, without padding.
 
     The memory is what it says on small batches too, where a conversion would save ``min_rows`` rows.
 
-    The published method is added: a dense Gaussian in the input's own dtype, with the padding. So is the default
-    ``bits="auto"``, if ``choices`` has what it chose.
+    The published method is added: a dense Gaussian in the input's own dtype, with the padding. So is a CountSketch with
+    ``bits="auto"``, see :meth:`rmm_linear.RMMConfig.width`.
 
     Args:
         records: See :func:`record_layers`.
@@ -133,7 +117,6 @@ def noise_at_memory(
         widths: Bits per stored element; None is the input's dtype.
         memories: Fractions of the input's bytes.
         itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
-        choices: What ``bits="auto"`` chose, see :func:`train_and_record`.
         draws: As for :func:`rmm_linear.variance.sketch_variance`.
 
     Returns:
@@ -144,22 +127,25 @@ def noise_at_memory(
         x, y, name = record.x, record.grad_output, record.name
         sgd = sgd_variance(x, y, samples=record.samples)
         for memory in memories:
-            known: dict[tuple[str, int | None], float] = {}
+            known: dict[tuple[str, float | None], float] = {}
             for kind, bits in product(kinds, widths):
                 known[kind, bits] = float(_sketch_noise(record, kind, bits, memory, itemsize, draws) / sgd)
                 found.append(MemoryNoise(name, kind, bits or 8 * itemsize, memory, known[kind, bits]))
             paper = sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd
             found.append(MemoryNoise(name, PAPER, 8 * itemsize, memory, float(paper)))
-            if choices and (name, memory) in choices:
-                bits = choices[name, memory].bits
-                auto = known.get(("countsketch", bits))
-                if auto is None:
-                    auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
-                found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
+            tokens, features = x.shape
+            valid = tokens if record.mask is None else int(record.mask.count_nonzero())
+            bits = RMMConfig(memory=memory).width(features, itemsize, tokens / max(valid, 1))
+            auto = known.get(("countsketch", bits))
+            if auto is None:
+                auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
+            found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
     return found
 
 
-def _sketch_noise(record: LayerRecord, kind: str, bits: int | None, memory: float, itemsize: int, draws: int) -> Tensor:
+def _sketch_noise(
+    record: LayerRecord, kind: str, bits: float | None, memory: float, itemsize: int, draws: int
+) -> Tensor:
     """D²_sketch of the rows that fit into the memory; zero where the input itself does."""
     x, y = record.x, record.grad_output
     spec = RMMConfig(kind=kind, memory=memory, bits=bits, min_rows=1).spec(x.shape[0], x.shape[1], itemsize)

@@ -64,10 +64,10 @@ def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypat
         model(**batch).loss.backward()
     drawn = {}
 
-    def look(x, spec, mask, seed, expected):
+    def look(x, spec, mask, seed, expected, basis):
         drawn[x.data_ptr()] = probabilities(row_norms(x), spec.uniform_mix, expected, mask)
         assert expected is not None
-        return save_input(x, spec, mask, seed, expected)
+        return save_input(x, spec, mask, seed, expected, basis)
 
     monkeypatch.setattr("rmm_linear.layers.function.save_input", look)
     inputs, gradients, found = {}, {}, []
@@ -106,24 +106,18 @@ def test_a_layer_that_sees_few_rows_adds_no_noise():
     assert all(row.sgd_variance > 0 for row in probe.rows)
 
 
-def test_auto_bits_are_those_that_the_layer_uses():
-    model = nn.Sequential(nn.Linear(64, 8))
-    report = convert(model, memory=0.1, min_rows=1)
-    with GradientProbe(model, every=5) as probe:
-        for _ in range(5):
-            model(torch.randn(300, 64)).square().sum().backward()
-    (row,) = probe.rows
-    assert row.bits == report.bits["0"]
-    assert row.rows == RMMConfig(memory=0.1, min_rows=1).spec(300, 64, 4, row.bits).rows
-
-
-def test_layers_that_are_not_converted_are_predicted_in_four_bits():
-    """What bits="auto" starts with; it would choose after several steps."""
-    model = nn.Sequential(nn.Linear(64, 8))
-    with GradientProbe(model, every=1) as probe:
+@pytest.mark.parametrize("is_converted", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "bits", "rows"), [({}, 3, 300), ({"memory": 0.15}, 4, 300), ({"memory": 0.05}, 3, 153)]
+)
+def test_the_code_is_that_of_the_configuration(fields, bits, rows, is_converted):
+    """Of 300 rows of 256 bytes: 4 bits take 33 of 38, and a sketch of half in 3 bits (25 bytes) is left for 12.8."""
+    model, config = nn.Sequential(nn.Linear(64, 8)), RMMConfig(min_rows=1, **fields)
+    if is_converted:
+        convert(model, config)
+    with GradientProbe(model, config=None if is_converted else config, every=1) as probe:
         model(torch.randn(300, 64)).square().sum().backward()
-    (row,) = probe.rows
-    assert (row.bits, row.rows) == (4, RMMConfig().spec(300, 64, 4, 4).rows)
+    assert [(row.bits, row.rows) for row in probe.rows] == [(bits, rows)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMLinear, convert
+from rmm_linear.context.learned import STEPS
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.variance import GradientProbe
 from rmm_linear.variance.probe.call import noises
@@ -60,7 +61,8 @@ def test_between_measurements_a_model_holds_what_it_holds_without_a_probe():
             left = live.now
         return between, [not alive[-1].expired() for alive in layers], highest.bytes, left
 
-    step()  # makes the gradients, which stay
+    for _ in range(STEPS + 1):  # the first makes the gradients, which stay
+        step()
     without = step()
     with GradientProbe(model, every=3) as probe:
         first, second, measured, after = (step() for _ in range(4))
