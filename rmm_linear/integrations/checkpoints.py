@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rmm_linear.conversion.state import read_sketch_state, save_sketch_state, sketched_layers
+from rmm_linear.conversion.exact import converted_modules
+from rmm_linear.conversion.state import read_sketch_state, save_sketch_state
 from rmm_linear.conversion.state_files import remove_with_tensors
 from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, restore_plan
 
@@ -142,7 +143,7 @@ class SketchStateCallback(TrainerCallback):
             output = Path(args.output_dir or "").resolve()
             is_own = bool(args.output_dir) and output in path.resolve().parents
             restore_plan(model, path, self.offload_folder, is_own=is_own)
-        if not sketched_layers(model):
+        if not converted_modules(model):
             return
         if (path := _found(folder, state, STATE_FILE)) is not None:
             read_sketch_state(model, path)
@@ -151,12 +152,12 @@ class SketchStateCallback(TrainerCallback):
 
 
 def _has_state(model: torch.nn.Module) -> bool:
-    return bool(sketched_layers(model)) or plan_of(model) is not None
+    return bool(converted_modules(model)) or plan_of(model) is not None
 
 
 def _write(model: torch.nn.Module, state: Path, plan: Path) -> bool:
     """Write what there is of both; say whether there is anything."""
-    if sketched_layers(model):
+    if converted_modules(model):
         save_sketch_state(model, state)
     if (planned := plan_of(model)) is not None:
         planned.save(plan)

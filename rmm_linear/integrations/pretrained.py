@@ -18,7 +18,7 @@ from torch import nn
 from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import revert
+from rmm_linear.conversion.exact import converted_modules, revert
 from rmm_linear.conversion.names import unwrapped
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
@@ -56,7 +56,7 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     path, plan = Path(folder) / CONFIG_FILE, plan_of(model)
     layers = sketched_layers(model)
-    context = next((layer.rmm_context for layer in layers.values() if layer.rmm_context is not None), None)
+    context = next((one.rmm_context for one in converted_modules(model) if one.rmm_context is not None), None)
     if context is None and plan is None:
         raise ValueError(
             "save_conversion takes a converted or fitted model, got one that is neither. Call rmm_linear.convert first."
