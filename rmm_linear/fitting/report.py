@@ -78,7 +78,7 @@ class FitReport:
         cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
         counts: dict[str, int] = {}
         for block in self.plan.blocks:
-            key = label_of(block.option).replace(", ", ":").replace(" %", "%").replace(" ", "_")
+            key = label_of(block.option).replace(", ", ":").replace(" ", "_")
             counts[key] = counts.get(key, 0) + 1
         chosen = " ".join(f"{option}={count}" for option, count in counts.items())
         return (

@@ -217,7 +217,7 @@ def test_noise_is_that_of_the_gradient():
 def test_options_that_are_too_noisy_are_left_out_by_name():
     report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12)
     assert all(block.choice != "convert" or not block.noise for block in report.plan.blocks)
-    assert any('"compress, 10 %" is left out where' in note and "layer.0" in note for note in report.notes)
+    assert any('"compress, 3 bits" is left out where' in note and "layer.0" in note for note in report.notes)
 
 
 def test_the_report_can_be_read_saved_and_plotted(tmp_path):

@@ -29,8 +29,8 @@ _LABELS = {
     f"{CONVERT} linears": "compress linears only",
     f"{CONVERT} others": "compress all but linears",
     f"{CONVERT} wide": "compress, 8 bits",
-    f"{CONVERT} tenth": "compress, 10 %",
-    f"{CONVERT} narrow": "compress, 5 %",
+    f"{CONVERT} tenth": "compress, 3 bits",
+    f"{CONVERT} narrow": "compress, 1.6 bits",
 }
 APPLIED = "rmm_applied"  # attribute of a model with a plan: the handle by which rmm_linear.revert undoes it
 
