@@ -112,7 +112,8 @@ class _SavedTensor:
     """A saved tensor that tells the ledger when it is freed."""
 
     def __init__(self, tensor: Tensor, ledger: Ledger | None, key: StorageKey | None) -> None:
-        self.tensor = tensor
+        # With its grad_fn, a saved output would hold the node that holds it: a graph that no backward pass frees.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         if ledger is not None and key is not None:
             weakref.finalize(self, ledger._release, key).atexit = False
 

@@ -96,6 +96,16 @@ def test_the_ledger_leaves_no_hooks():
 # Models
 
 
+def test_a_graph_without_a_backward_pass_is_freed():
+    layer, x = nn.Linear(4, 4), torch.ones(10, 4)
+    with track_saved(layer):
+        loss = layer(x).sigmoid().sum()  # a sigmoid saves its output, which must not hold its node
+    freed = weakref.ref(x)
+    del x, loss
+    gc.collect()
+    assert freed() is None
+
+
 def test_mlp_keeps_its_rows_its_seeds_and_what_relu_keeps():
     """120 tokens, K = 30: 30 · (12 + 16) sketched elements and two seeds instead of 120 · 12; ReLU saves 120 · 16."""
     model, x = Mlp(), torch.randn(120, 12)

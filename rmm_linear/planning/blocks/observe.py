@@ -47,7 +47,7 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
         if running and has_bytes(tensor) and storage._cdata not in seen:
             found[running[-1]].storages.append(storage.nbytes())
         seen.setdefault(storage._cdata, storage)
-        return tensor
+        return tensor.detach()  # as no backward pass frees the graph: an output would hold the node that saves it
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

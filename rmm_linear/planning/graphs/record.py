@@ -94,7 +94,7 @@ class _Runner(fx.Interpreter):
             if storage._cdata not in self.outer:
                 self._make(tensor, self.current)
                 self.costs.saved[self.current].add(storage._cdata)
-        return tensor
+        return tensor.detach()  # as no backward pass frees the graph: an output would hold the node that saves it
 
     def _make(self, tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
