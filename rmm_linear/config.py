@@ -25,7 +25,7 @@ _DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
 QUALITIES: dict[str, dict[str, Any]] = {
     "careful": {"bits": 4, "norm_bits": 4, "directions": 16},
     "default": {},
-    "smallest": {"bits": 1.6, "directions": 16},
+    "smallest": {"bits": 1.6, "norm_bits": 2, "directions": 16},
 }
 _SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
 
@@ -51,8 +51,8 @@ class RMMConfig(SavedSettings):
             code with the least variance in these bytes, by :meth:`width`: the widest one in which every row that is no
             padding fits. With ``ratio`` it is the dtype itself.
         directions: Fixed directions of a layer's input whose coordinates are saved in 8 bits, so that its code has less
-            to represent; 0 for none. In layers where every row is encoded, with 16 columns for each direction and no
-            fewer outputs than inputs. See :mod:`rmm_linear.context.directions`.
+            to represent; 0 for none. In layers where every row is encoded, with 16 columns for each direction. See
+            :mod:`rmm_linear.context.directions`.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher, hadamard); None mixes all tokens.
         uniform_mix: For kinds that sample rows by importance (norm_rows, wta): the part of the probability that is
             uniform over the tokens, in (0, 1]. It bounds what a token with a small input can add to the variance.
@@ -118,7 +118,7 @@ class RMMConfig(SavedSettings):
     checkpointed: str = _field("exact", "Modules that activation checkpointing recomputes: exact or packed.")
     operations: Sequence[str] = _field(OPERATIONS, f"What is converted, of {', '.join(OPERATIONS)}.")
     activation_bits: int = _field(4, "Bits per element of an activation's derivative: 8, 4, 2 or 1.")
-    norm_bits: int = _field(2, "Bits per element of a norm's input: 8, 4, 3 or 2.")
+    norm_bits: int = _field(3, "Bits per element of a norm's input: 8, 4, 3 or 2.")
     attention_bits: int = _field(4, "Bits per element of attention's query, key and value: 8 or 4.")
     fused: bool = _field(
         False,

@@ -316,12 +316,12 @@ MEMBERS = {
         AFTER, {"operations": ("activation", "dropout")}, frozen=True,
     ),
     **{
-        f"norm {name}": Member("norm", make, norm_bytes(2), ("module.bias", "module.norm.bias"))
+        f"norm {name}": Member("norm", make, norm_bytes(3), ("module.bias", "module.norm.bias"))
         for name, make in NORMS.items()
     },
     **{
         f"norm layer {bits} bits": Member("norm", nn.LayerNorm, norm_bytes(bits), ("module.bias",), {"norm_bits": bits})
-        for bits in (8, 4, 3)
+        for bits in (8, 4, 2)
     },
     **{
         f"dropout{title}": Member("dropout", lambda width, inplace=inplace: nn.Dropout(0.3, inplace),

@@ -44,7 +44,7 @@ OPTIONS = {
     "checkpointed": "exact",
     "operations": ("linear", "activation", "norm", "attention", "dropout", "logits"),
     "activation_bits": 4,
-    "norm_bits": 2,
+    "norm_bits": 3,
     "attention_bits": 4,
     "fused": False,
     "target_modules": "all-linear",

@@ -89,7 +89,8 @@ def _lora(model: nn.Module, *, rank: int, groups: int | None = None) -> nn.Modul
 _PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "min_rows": 1}
 _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
 _WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
-_DEFAULT = {"bits": 3, "activation_bits": 4}  # as RMMConfig() has them
+_DEFAULT = {"bits": 3, "activation_bits": 4, "norm_bits": 3}  # as RMMConfig() has them
+_CAREFUL = {"bits": 4, "norm_bits": 4, "directions": 16}  # as RMMConfig.preset("careful")
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
 
@@ -125,6 +126,7 @@ METHODS: dict[str, Method] = {
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
     "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
+    "careful": Method("ours, careful", "ours", _converted, _CAREFUL),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
     "narrow": Method("ours, narrow", "ours", _converted, _NARROW),

@@ -52,7 +52,7 @@ TRAININGS: dict[str, Training] = {
     "sst2-full": Training("sst2", 1, methods=("exact", "tenth"), seeds=(0,)),
     "cola-long": Training("cola", 10, batch=16, methods=("exact", "tenth"), is_watched=True),
     # At the published learning rate, which is meant for a model of five times the parameters.
-    "cola-slow": Training("cola", 10, batch=16, methods=("exact", "tenth"), slower=10, is_watched=True),
+    "cola-slow": Training("cola", 10, batch=16, methods=("exact", "tenth", "careful"), slower=10, is_watched=True),
     # AdamW divides by the size of gradients, noise among it: are steps that are too short what noise costs? Exact
     # training is the control.
     "cola-raised": Training("cola", 10, batch=16, methods=("exact", "tenth"), slower=10 / 1.1, is_watched=True),

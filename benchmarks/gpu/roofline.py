@@ -230,7 +230,7 @@ def works(block: Block, way: Way) -> list[Work]:
     for place, (inner, outers) in enumerate(inputs):
         stored = SIZE * n * inner if place != 1 else 0  # attention saves its output itself
         found += linears(n, inner, outers, way, stored=stored)
-    found += 2 * norm(n, h, 2 if way.is_packed else None, is_fused=way.is_fused)
+    found += 2 * norm(n, h, 3 if way.is_packed else None, is_fused=way.is_fused)
     found += attention(n, block.length, h, 4 if way.is_packed else None, is_causal=block.is_gated)
     pointwise = gated if block.is_gated else activation
     found += pointwise(n, c, 4 if way.is_packed else None, is_fused=way.is_fused)

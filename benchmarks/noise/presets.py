@@ -57,7 +57,8 @@ def measure_presets(data: Path | None, draws: int, tiny: bool) -> Iterator[Prese
             for title, batch in measured.items():
                 yield from _measure(task, step, title, model, batch, trained[step:], draws)
     torch.manual_seed(0)
-    model = partial(llama, layers=2 if tiny else 12, width=128, vocabulary=1000)()
+    size = {"layers": 2, "width": 128} if tiny else {"layers": 6, "width": 384}  # as MiniLM: directions need the width
+    model = llama(**size, vocabulary=1000)
     done = 0
     for step in moments[: 2 if not tiny else 1]:
         train(model, [inputs(model, 16, 64, seed) for seed in range(done, step)], 1e-4)

@@ -7,8 +7,8 @@ half to three quarters of their energy in 16 directions, which change slowly: wh
 ones. B is refreshed in the forward passes 1, 2, 4, 8, … of a layer, and in every 512th, by a step of subspace
 iteration, B ← orth(XᵀX B), and what a pass has shown is used from the next step on.
 
-Costs: three products of N · I · k, of which layers with more outputs than inputs notice little, and the others have
-none; I · k numbers per layer for good, and (8 + ½) · k / I bits per element.
+Costs: three products of N · I · k beside the three of N · I · O that the layer has anyway; I · k numbers per layer for
+good, and (8 + ⅛) · k / I bits per element.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Directions:
     is_learning: bool = True
     pending: Tensor | None = field(default=None, compare=False)
 
-    def fits(self, features: int, outputs: int) -> bool:
-        """Say whether an input has enough columns, and the layer enough outputs for two thin products not to matter."""
-        return 0 < self.count * _LEAST_SHARE <= features <= outputs
+    def fits(self, features: int) -> bool:
+        """Say whether an input has enough columns."""
+        return 0 < self.count * _LEAST_SHARE <= features
 
     def see(self, x: Tensor, index: Tensor | None) -> None:
         """Look at an input (N, I) in a forward pass; ``index``: its rows that are saved, None for all."""

@@ -54,11 +54,11 @@ def skip_where_nothing_is_saved(
     """Move the layers where a sketch adds bytes from ``chosen`` to ``skipped``."""
     inputs, *_ = layer_inputs(model, example, list(chosen))
     for name, seen in inputs.items():
-        (features, outputs), own = linear_features(chosen[name]), config.for_module(name)
+        (features, _), own = linear_features(chosen[name]), config.for_module(name)
         spec = own.spec(seen.tokens, features, seen.itemsize)
         if spec is None:
             continue  # exact, as before
-        directions = own.directions if Directions(own.directions).fits(features, outputs) else 0
+        directions = own.directions if Directions(own.directions).fits(features) else 0
         size = spec.bytes(seen.tokens, features, seen.itemsize, directions)
         reason = unsaved_reason(seen)
         if reason is None and size >= seen.bytes:

@@ -51,10 +51,10 @@ _DEFAULT: dict[str, dict[str, Any]] = {LINEAR: {}}
 # From the least noise to the least memory. "tenth" is convert's default.
 SETTINGS = (
     Setting("linears", _DEFAULT),
-    Setting("others", _others(4, 2, 4)),
+    Setting("others", _others(4, 3, 4)),
     Setting("wide", {LINEAR: {"bits": 8}, **_others(8, 4, 8)}),
-    Setting("tenth", {**_DEFAULT, **_others(4, 2, 4)}),
-    Setting(NARROW, {LINEAR: {"bits": 1.6}, **_others(4, 2, 4)}),
+    Setting("tenth", {**_DEFAULT, **_others(4, 3, 4)}),
+    Setting(NARROW, {LINEAR: {"bits": 1.6}, **_others(4, 3, 4)}),
 )
 
 

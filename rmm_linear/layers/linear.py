@@ -325,7 +325,7 @@ def _decided(by: tuple[Any, ...], valid: int | None = None, is_pattern: bool = F
     rows = shape[:-1].numel() if valid is None else valid
     is_general = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= rows)
     is_coded = spec is not None and spec.bits is not None and spec.kind == "countsketch" and spec.rows >= rows
-    is_directed = is_coded and Directions(config.directions).fits(shape[-1], weight_shape[0])
+    is_directed = is_coded and Directions(config.directions).fits(shape[-1])
     return LinearPlan(by, spec, is_general, repr(spec), is_directed, {})
 
 

@@ -188,15 +188,18 @@ def directed_product_by(
     found = coder.decode(*coordinates, seed ^ 1, COORDINATE_BITS, basis.shape[1], y.dtype)
     rotated = coder.rotate(basis.T.contiguous(), seed, bits).to(y.dtype)
     rest = coder.decode_parts(codes, scales, seed, bits, columns, y.dtype)
+    is_narrow = y.shape[1] < columns  # whether (YᵀĈ) Bᵀ takes less than Ĉ Bᵀ
 
     def rows(begin: int, end: int) -> Tensor:
-        return rest(begin, end).addmm_(found[begin:end], rotated)
+        return rest(begin, end) if is_narrow else rest(begin, end).addmm_(found[begin:end], rotated)
 
     width = packing.rotated_columns(columns, bits)
     if y.device.type != "cpu":
         product = y.T @ rows(0, len(codes))
     else:
         product = product_of_parts(y, len(codes), width, lambda begin, end: y[begin:end], rows)
+    if is_narrow:
+        product.addmm_((y.T @ found).to(product.dtype), rotated.to(product.dtype))
     return coder.unrotate(product, seed, bits, columns).to(dtype)
 
 

@@ -28,7 +28,7 @@ def test_an_override_without_effect_still_keeps_its_modules_from_those_after_it(
     config = RMMConfig(overrides={r".*layer\.0.*": {"bits": 4}, r".*": {"norm_bits": 8}})
     found = restricted(config, {"layer.0.norm": "norm", "layer.1.norm": "norm"})
     assert found.overrides == {r".*layer\.0.*": {}, r".*": {"norm_bits": 8}}
-    assert [found.for_module(name).norm_bits for name in ("layer.0.norm", "layer.1.norm")] == [2, 8]
+    assert [found.for_module(name).norm_bits for name in ("layer.0.norm", "layer.1.norm")] == [3, 8]
     assert "linear" not in found.operations
 
 

@@ -72,14 +72,14 @@ def test_patterns_exclude_and_override():
 def test_the_report_names_every_module_and_what_it_saves():
     report = convert(tiny_model("llama"), dry_run=True)
     text = str(report)
-    for words in ("two products of the gate, 4 bits", "its rows, 2 bits", "queries, keys and values, 4 bits"):
+    for words in ("two products of the gate, 4 bits", "its rows, 3 bits", "queries, keys and values, 4 bits"):
         assert words in text
     # The activation inside of a gated MLP saves nothing of its own.
     assert not any(name.endswith("act_fn") for name in report.packed)
     assert report.to_dict()["packed"]["model.norm"] == {
         "type": "LlamaRMSNorm",
         "operation": "norm",
-        "saved": "its rows, 2 bits",
+        "saved": "its rows, 3 bits",
     }
     assert report.context is None
 

@@ -94,7 +94,7 @@ def test_the_noise_of_drawn_rows_goes_by_what_the_layer_expected(kind, monkeypat
         shape = {"kind": kind, "rows": row.rows, "mask": mask}
         exact = sketch_variance(x, y, probabilities=drawn[x.data_ptr()], **shape)
         assert math.isclose(row.sketch_variance, float(exact), rel_tol=1e-6)
-        assert not math.isclose(row.sketch_variance, float(sketch_variance(x, y, **shape)), rel_tol=1e-3)
+        assert not math.isclose(row.sketch_variance, float(sketch_variance(x, y, **shape)), rel_tol=1e-5)
 
 
 def test_a_layer_that_sees_few_rows_adds_no_noise():
