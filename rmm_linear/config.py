@@ -51,8 +51,8 @@ class RMMConfig(SavedSettings):
             code with the least variance in these bytes, by :meth:`width`: the widest one in which every row that is no
             padding fits. With ``ratio`` it is the dtype itself.
         directions: Fixed directions of a layer's input whose coordinates are saved in 8 bits, so that its code has less
-            to represent; 0 for none. In layers where every row is encoded, with 16 columns for each direction. See
-            :mod:`rmm_linear.context.directions`.
+            to represent; 0 for none. In layers of a converted model where every row is encoded, with 16 columns
+            for each direction; not with ``memory``, nor in compiled code. See :mod:`rmm_linear.context.directions`.
         block: Tokens per block of a block-diagonal sketch (gaussian, rademacher, hadamard); None mixes all tokens.
         uniform_mix: For kinds that sample rows by importance (norm_rows, wta): the part of the probability that is
             uniform over the tokens, in (0, 1]. It bounds what a token with a small input can add to the variance.
@@ -234,7 +234,7 @@ class RMMConfig(SavedSettings):
             >>> RMMConfig.preset("careful").bits
             4
         """
-        if quality not in QUALITIES:
+        if not isinstance(quality, str) or quality not in QUALITIES:
             near = did_you_mean(quality, QUALITIES)
             raise ValueError(f"quality must be one of {', '.join(QUALITIES)}, got {quality!r}.{near}")
         return cls(**{**QUALITIES[quality], **changes})

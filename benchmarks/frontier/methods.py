@@ -126,9 +126,9 @@ METHODS: dict[str, Method] = {
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
     "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
-    "careful": Method("ours, careful", "ours", _converted, _CAREFUL),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
+    "careful": Method("ours, careful", "ours", _converted, _CAREFUL),
     "narrow": Method("ours, narrow", "ours", _converted, _NARROW),
     **{
         f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)

@@ -95,7 +95,9 @@ def cases() -> Any:
     for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (3, "*bf16"), (2, "*fp16")):
         yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
     saved = sys.modules["rmm_linear.kernels.norms"]
-    for bits, dtype, centered in ((3, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True)):
+    for bits, dtype, centered in (
+        (3, "*bf16", True), (2, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True),
+    ):  # fmt: skip
         shape = {"CENTERED": centered, "BITS": bits, "B_K": 16}
         indexed = {"HAS_INDEX": True} if centered else {"HAS_INDEX": False, "p_index": None}
         affine = {"HAS_GAMMA": centered, "SUMS": centered} | ({} if centered else {"p_gamma": None, "p_sums": None})

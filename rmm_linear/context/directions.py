@@ -8,7 +8,8 @@ ones. B is refreshed in the forward passes 1, 2, 4, 8, … of a layer, and in ev
 iteration, B ← orth(XᵀX B), and what a pass has shown is used from the next step on.
 
 Costs: three products of N · I · k beside the three of N · I · O that the layer has anyway; I · k numbers per layer for
-good, and (8 + ⅛) · k / I bits per element.
+good, and (8 k + 8 ⌈k/64⌉) / I bits per element. The first pass has k random directions, so that every step saves as
+much.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Directions:
 
     Attributes:
         count: k.
-        basis: B, float32, shape (I, k), orthonormal; None before the second step.
+        basis: B, float32, shape (I, k), orthonormal; None before the first step.
         calls: Forward passes until now.
         is_learning: Whether it is refreshed.
         pending: The basis of the steps to come.
@@ -56,10 +57,9 @@ class Directions:
             return
         rows = (x if index is None else x.index_select(0, index)).float()
         known = self.basis
-        if known is None or known.shape[0] != x.shape[1] or known.device != x.device:
-            generator = torch.Generator("cpu").manual_seed(self.count)
-            shape, dtype = (x.shape[1], self.count), torch.float32
-            known = torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(x.device)
+        if known is None:
+            return
+        if self.calls == 1:  # random: one step of subspace iteration more
             known = rows.T @ (rows @ known)
         found, _ = torch.linalg.qr(rows.T @ (rows @ known))
         if bool(found.isfinite().all()):
@@ -69,13 +69,27 @@ class Directions:
         """Return the basis for an input, and look at that input in a forward pass that is no recomputation."""
         if is_capturing(x.device):
             return None  # a graph that is captured can read nothing, and would repeat this basis for good
-        basis = self.basis
-        if basis is not None and (basis.shape[0] != x.shape[1] or basis.device != x.device):
-            basis = None
-        if self.is_learning and not in_backward() and not isinstance(x, FakeTensor):
+        basis, mode = self.basis, x.fake_mode if isinstance(x, FakeTensor) else None
+        if basis is None or basis.shape[0] != x.shape[1] or (basis.device != x.device and mode is None):
+            if mode is not None:
+                return x.new_empty(x.shape[1], self.count, dtype=torch.float32)
+            with _disable_current_modes():
+                basis = self.basis = self._first(x)
+                self.calls, self.pending = 0, None
+        elif mode is not None and not mode.allow_non_fake_inputs:
+            return mode.from_tensor(basis)
+        if self.is_learning and not in_backward() and mode is None:
             with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
                 self.see(x, index)
         return basis
+
+    def _first(self, x: Tensor) -> Tensor:
+        """Make the random directions of the first step."""
+        if x.device.type == "meta":
+            return x.new_empty(x.shape[1], self.count, dtype=torch.float32)
+        generator = torch.Generator("cpu").manual_seed(self.count)
+        shape, dtype = (x.shape[1], self.count), torch.float32
+        return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype, device="cpu"))[0].to(x.device)
 
     def load(self, basis: Tensor, calls: int, features: int) -> None:
         """Go on from a saved basis of so many columns of the input."""

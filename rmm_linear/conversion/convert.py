@@ -221,7 +221,8 @@ def _check_model(model: object) -> None:
 
 def _configuration(config: RMMConfig | None, quality: str | None, overrides: dict[str, Any]) -> RMMConfig:
     if config is not None and not isinstance(config, RMMConfig):
-        raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use RMMConfig.from_dict.")
+        hint = f"quality={config!r}" if isinstance(config, str) else "RMMConfig.from_dict"
+        raise TypeError(f"config must be an RMMConfig or None, got {type(config).__name__}. Use {hint}.")
     known = [f.name for f in dataclasses.fields(RMMConfig)]
     for name in overrides:
         if name not in known:

@@ -58,7 +58,7 @@ def skip_where_nothing_is_saved(
         spec = own.spec(seen.tokens, features, seen.itemsize)
         if spec is None:
             continue  # exact, as before
-        directions = own.directions if Directions(own.directions).fits(features) else 0
+        directions = own.directions if own.memory is None and Directions(own.directions).fits(features) else 0
         size = spec.bytes(seen.tokens, features, seen.itemsize, directions)
         reason = unsaved_reason(seen)
         if reason is None and size >= seen.bytes:

@@ -117,7 +117,7 @@ class ConversionReport:
 
     @property
     def directions(self) -> dict[str, int]:
-        """Name to the number of fixed directions, for every layer that has learned some."""
+        """Name to the number of fixed directions, for every layer that has some."""
         if self.context is None:
             return {}
         found = sorted(self.context.directions.items())

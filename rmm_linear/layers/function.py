@@ -400,7 +400,8 @@ def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
     """Return the tensors that are saved of X; a recomputation by checkpointing replaces all of them."""
     entry = None
     if call.cache is not None:
-        entry = call.cache.entry(input, (repr(call.spec), call.mask, call.dtype), call.index)
+        count = 0 if call.directions is None else call.directions.count
+        entry = call.cache.entry(input, (f"{call.spec!r} {count}", call.mask, call.dtype), call.index)
         if entry.saved is not None:
             return entry.saved
     with torch.no_grad(), autocast_off(x.device.type):

@@ -41,7 +41,7 @@ class LinearPlan(NamedTuple):
         spec: How the input is saved; None if the layer is exact.
         is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
         is_directed: Whether fixed directions may be taken out of all rows that are saved.
-        key: The spec as a string, for the cache of sketches.
+        key: What is saved as a string, for the cache of sketches.
     """
 
     decided_by: tuple[Any, ...]
@@ -325,8 +325,9 @@ def _decided(by: tuple[Any, ...], valid: int | None = None, is_pattern: bool = F
     rows = shape[:-1].numel() if valid is None else valid
     is_general = spec is None or spec.kind in SAMPLERS or (spec.bits is None and spec.rows >= rows)
     is_coded = spec is not None and spec.bits is not None and spec.kind == "countsketch" and spec.rows >= rows
-    is_directed = is_coded and Directions(config.directions).fits(shape[-1])
-    return LinearPlan(by, spec, is_general, repr(spec), is_directed, {})
+    is_directed = is_coded and config.memory is None and Directions(config.directions).fits(shape[-1])
+    key = f"{spec!r} {config.directions if is_directed else 0}"
+    return LinearPlan(by, spec, is_general, key, is_directed, {})
 
 
 def _shared_state(module: nn.Module) -> dict[str, Any]:

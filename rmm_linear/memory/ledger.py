@@ -114,8 +114,19 @@ class _SavedTensor:
     def __init__(self, tensor: Tensor, ledger: Ledger | None, key: StorageKey | None) -> None:
         # With its grad_fn, a saved output would hold the node that holds it: a graph that no backward pass frees.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
         if ledger is not None and key is not None:
             weakref.finalize(self, ledger._release, key).atexit = False
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, unless it was changed since, which PyTorch does not look at where a hook has saved it."""
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "A tensor that is needed for the backward pass was modified by an in-place operation: one of the shape "
+                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}, expected {self.version}. Change a "
+                "copy of it."
+            )
+        return self.tensor
 
 
 @contextmanager
@@ -161,5 +172,5 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(enter(name), prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _SavedTensor.unpack))
         yield ledger

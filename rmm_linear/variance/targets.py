@@ -23,7 +23,7 @@ def required_ratio(
     grad_output: Tensor,
     *,
     kind: str,
-    bits: int | None,
+    bits: float | None,
     target: float,
     samples: tuple[int, int] | Tensor | None = None,
     block: int | None = None,
@@ -46,7 +46,7 @@ def required_ratio(
         grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is
             false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
-        bits: 8, 4, 2, or None for the dtype itself.
+        bits: 8, 4, 3, 2, 1.6, 1, or None for the dtype itself.
         target: Variance of the sketch divided by that of the minibatch: 1 doubles the variance of the gradient.
         samples: As for :func:`sgd_variance`.
         block: Tokens per block, or None.

@@ -5,6 +5,8 @@ import torch
 from helpers import selective
 from statistical import assert_unbiased
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert, load_sketch_state, sketch_state
@@ -12,6 +14,7 @@ from rmm_linear.context.directions import Directions
 from rmm_linear.conversion.state import sketch_tensors
 from rmm_linear.memory import track_saved
 from rmm_linear.sketches import TokenMask
+from rmm_linear.variance import GradientProbe
 
 ROWS, FEATURES, COUNT, OUT = 80, 64, 4, 50
 
@@ -71,15 +74,35 @@ def test_the_gradient_is_unbiased_with_less_noise(bits, masked, out):
     assert after < before / 5  # 1 / 26 of the energy is outside of the directions
 
 
+def test_the_probe_takes_them_out_too():
+    model, context = converted(bits=3)
+    x = directed()
+    exact_model = Layers()
+    exact_model.load_state_dict(model.state_dict())
+    exact = step(exact_model, x)
+    for seed in range(4):
+        step(model, directed(seed=seed + 1))
+    for one in context.directions.values():
+        one.is_learning = False
+    with GradientProbe(model, every=1) as probe:
+        step(model, x)
+    found = {row.module: row.sketch_variance for row in probe.rows}
+    for name in ("query", "key"):  # the key reads what was saved for the query
+        weight = f"{name}.weight"
+        drawn = sum(float((step(model, x, seed)[weight] - exact[weight]).square().sum()) for seed in range(40)) / 40
+        assert 0.7 < found[name] / drawn < 1.4  # with all of X it is 20 times as large
+
+
 def test_a_basis_is_used_from_the_step_after_the_one_that_has_shown_it():
     model, context = converted()
     model(directed()).sum().backward()
     first = context.directions[0]
-    assert first.basis is None
+    random = first.basis
+    torch.testing.assert_close(random.T @ random, torch.eye(COUNT), atol=1e-5, rtol=0)
     assert first.pending is not None
     model(directed()).sum().backward()
     used = first.basis
-    assert used is not None
+    assert used is not random
     assert first.pending is not used
     assert context.directions[1].calls == 0  # the key reads what was saved for the query
     torch.testing.assert_close(used.T @ used, torch.eye(COUNT), atol=1e-5, rtol=0)
@@ -91,17 +114,16 @@ def test_a_basis_is_used_from_the_step_after_the_one_that_has_shown_it():
 def test_bytes_are_the_formula():
     model, _ = converted(bits=3)
     x = directed().requires_grad_()
-    for _ in range(2):
-        model(x).sum().backward()
     config = RMMConfig(bits=3, min_rows=8, directions=COUNT)
     small = RMMConfig(bits=3, min_rows=8)
     expected = config.spec(ROWS, FEATURES, 4).bytes(ROWS, FEATURES, 4, config.directions)
     assert expected == small.spec(ROWS, FEATURES, 4).bytes(ROWS, FEATURES, 4) + ROWS * (COUNT + 1)
     last = small.spec(ROWS, OUT, 4).bytes(ROWS, OUT, 4)
-    with track_saved(model) as ledger:
-        alive = model(x)
-    assert ledger.total == expected + last  # the basis is kept from step to step
-    del alive
+    for _ in range(3):  # from the first step on
+        with track_saved(model) as ledger:
+            output = model(x)
+        assert ledger.total == expected + last  # the basis is kept from step to step
+        output.sum().backward()
 
 
 def test_narrow_inputs_and_sketches_have_no_directions():
@@ -143,10 +165,31 @@ def plain():
 
 def test_an_input_that_overflows_teaches_nothing():
     one = Directions(COUNT)
-    one.see(torch.full((10, FEATURES), float("inf")), None)
+    one.basis_for(torch.full((10, FEATURES), float("inf")), None)
     assert one.pending is None
-    one.see(directed()[0], TokenMask.of(torch.ones(20)).index)
+    one.basis_for(directed()[0], TokenMask.of(torch.ones(20)).index)
     assert one.pending is not None
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "learned"])
+def test_a_simulated_step_saves_as_much(steps):
+    model, _ = converted(bits=3)
+    for seed in range(steps):
+        step(model, directed(seed=seed))
+    mode = FakeTensorMode()
+
+    def codes(run):
+        kept = []
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor.detach(), lambda tensor: tensor):
+            run()
+        return [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.uint8]
+
+    x, parameters = mode.from_tensor(directed()), dict(model.named_parameters())
+    with mode:
+        fakes = {name: mode.from_tensor(parameter) for name, parameter in parameters.items()}
+        simulated = codes(lambda: torch.func.functional_call(model, fakes, (x,)))
+    assert (ROWS, COUNT) in simulated
+    assert simulated == codes(lambda: model(directed()))
 
 
 def test_selective_checkpoints_find_their_operators_again():

@@ -24,7 +24,7 @@ from rmm_linear.layers.function import spec_for
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.norm_estimators import LayerCall
 from rmm_linear.sketches import Moments, TokenMask, probabilities, row_norms
-from rmm_linear.spec import SaveSpec
+from rmm_linear.spec import COORDINATE_BITS, SaveSpec
 from rmm_linear.variance.closed_forms import between_samples, rows_by_length, sketch_variance
 from rmm_linear.variance.probe.results import SEQUENCES, TOKENS, ProbeRow
 
@@ -41,6 +41,7 @@ class ProbeCall:
         mask_padding: Whether the sketch leaves padding out.
         mask: Token mask, shape (batch, sequence), or None.
         expected: ŷ, the norm estimator's prediction of ‖yᵢ‖ in this call, shape (N,); None without an estimator.
+        basis: The fixed directions of X in this call, shape (I, k); None without any.
         missed: Whether the layer was recomputed with another X of this shape.
         sample: A few elements of X, if X itself is only available in the recomputation.
         handle: The hook on the output; None while there is no output to hook.
@@ -58,6 +59,7 @@ class ProbeCall:
     shape: torch.Size
     mask: Tensor | None
     expected: Tensor | None = None
+    basis: Tensor | None = None
     missed: bool = False
     sample: Tensor | None = None
     handle: RemovableHandle | None = None
@@ -83,7 +85,8 @@ class ProbeCall:
         width = None if spec is None else spec.bits
         expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize
-        return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected)
+        basis = None if spec is None else _basis(module, spec, x, valid)
+        return cls(step, name, config.kind, spec, config.mask_padding, width, x.shape, mask, expected, basis)
 
     def see(self, x: Tensor) -> None:
         """Hold X until Y is available."""
@@ -95,7 +98,7 @@ class ProbeCall:
 
     def close(self) -> None:
         """Remove the hook and release all tensors."""
-        self.x = self.y = self.sample = self.mask = self.expected = None
+        self.x = self.y = self.sample = self.mask = self.expected = self.basis = None
         if self.handle is not None:
             self.handle.remove()
 
@@ -114,7 +117,7 @@ class ProbeCall:
         """Compute the row from X (*, I) and Y (*, O); its numbers are NaN where one is not finite."""
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            found = noises(x, y, self.spec, self.samples, self.mask, self.mask_padding, self.expected)
+            found = noises(x, y, self.spec, self.samples, self.mask, self.mask_padding, self.expected, self.basis)
         tokens = x.shape[0]
         rows = tokens if self.spec is None else self.spec.kept_rows(tokens)
         samples = TOKENS if self.samples is None else SEQUENCES
@@ -149,6 +152,19 @@ def _expected(module: nn.Module, x: Tensor) -> Tensor | None:
     return context.expected(module.rmm_index, context.known_call(shape, x.device, module.rmm_config.mask_padding))
 
 
+def _basis(module: nn.Module, spec: SaveSpec, x: Tensor, valid: int | None) -> Tensor | None:
+    """Return the fixed directions that were taken out of the rows, of the layer that saved them."""
+    if not isinstance(module, SketchedLayer) or module.rmm_context is None or module.rmm_config.memory is not None:
+        return None
+    rows = x.shape[:-1].numel() if valid is None else valid
+    if spec.bits is None or spec.kind != "countsketch" or spec.rows < rows:
+        return None
+    context, index = module.rmm_context, module.rmm_index
+    sharing = next((group for group in context.sketch_cache.groups if index in group), (index,))
+    found = [context.directions[one].basis for one in sharing if one in context.directions]
+    return next((one for one in found if one is not None and one.shape[0] == x.shape[-1]), None)
+
+
 @dataclass(frozen=True)
 class Noises:
     """α and the variances of one layer and batch, see :class:`~rmm_linear.variance.ProbeRow`; NaN if undefined."""
@@ -167,14 +183,16 @@ def noises(
     mask: Tensor | None,
     mask_padding: bool = True,
     expected: Tensor | None = None,
+    basis: Tensor | None = None,
 ) -> Noises:
     """Compute α, D²_SGD and D²_sketch of one layer and batch.
 
     x: Layer input, shape (N, I). y: Gradient with respect to the layer's output, shape (N, O). spec: How the layer
     saves X; None if it saves X itself, without noise. samples: (batch, sequence), or None for a variance over tokens.
     mask: Token mask of N elements; ignored if masked tokens have a gradient, as layers ignore such a mask too.
-    expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for kinds that sample rows by it. The numbers are NaN if X or Y is
-    not finite, or there are fewer than two samples.
+    expected: ŷ, the prediction of ‖yᵢ‖, shape (N,), for kinds that sample rows by it. basis: Fixed directions
+    that are orthonormal, shape (I, k). The numbers are NaN if X or Y is not finite, or there are fewer than two
+    samples.
     """
     moments = Moments.of(x, y)
     alpha = float(moments.g / moments.p)
@@ -194,7 +212,12 @@ def noises(
         ranks = None if valid is None else TokenMask.of(valid)
         p = probabilities(row_norms(x), spec.uniform_mix, expected, ranks)
     shape: dict[str, Any] = {"kind": spec.kind, "rows": spec.rows, "bits": spec.bits, "block": spec.block}
+    if basis is not None:  # X = C Bᵀ + R: codes of R and of C have errors of their own
+        coordinates = x.float() @ basis
+        x = x.float() - coordinates @ basis.T
     sketched = sketch_variance(x, y, **shape, mask=valid, probabilities=p, draws=1)
+    if basis is not None:
+        sketched += sketch_variance(coordinates, y, **{**shape, "bits": COORDINATE_BITS}, mask=valid, draws=1)
     return Noises(alpha, sgd, tokens, float(sketched))
 
 

@@ -54,7 +54,7 @@ def measure_whole(model: nn.Module, args: Any, kwargs: Any, config: RMMConfig | 
     model = unwrapped(model)
     batch = tree_map_only(Tensor, _own, _keywords(model, args, kwargs))
     # The innermost hooks alone are called: a ledger of what the step saves leaves these passes out.
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         return gradient_noise(model, batch, None if converted_modules(model) else config, draws=draws)
 
 

@@ -46,7 +46,7 @@ def norm_input_variance(
         x: Input, shape (N, H).
         grad_output: Gradient with respect to the output, shape (N, H).
         weight: γ, shape (H,); None is 1.
-        bits: Bits per stored element: 8, 4 or 2.
+        bits: Bits per stored element: 8, 4, 3 or 2.
         seed: Seed of the rotation and the rounding.
         eps: What the norm adds to the variance.
         centered: True for LayerNorm, False for RMSNorm.
@@ -82,7 +82,7 @@ def norm_weight_variance(
     Args:
         x: Input, shape (N, H).
         grad_output: Gradient with respect to the output, shape (N, H).
-        bits: Bits per stored element: 8, 4 or 2.
+        bits: Bits per stored element: 8, 4, 3 or 2.
         seed: Seed of the rotation and the rounding.
         eps: What the norm adds to the variance.
         centered: True for LayerNorm, False for RMSNorm.

@@ -32,7 +32,8 @@ def recommend(
 
     Returns:
         One entry for every layer: its kind is ``setting``. For ``RMMConfig(memory=memory, overrides=...)``, take
-        ``{entry.layer: {"kind": entry.setting, "bits": entry.bits}}`` where ``bits`` is 8, 4 or 2, else None.
+        ``{entry.layer: {"kind": entry.setting, "bits": entry.bits}}`` where ``bits`` is
+        one of a code (8, 4, 3, 2, 1.6, 1), else None.
 
     Example:
         >>> import torch
