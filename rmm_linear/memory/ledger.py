@@ -120,11 +120,13 @@ class _SavedTensor:
 
     def unpack(self) -> Tensor:
         """Return the tensor, unless it was changed since, which PyTorch does not look at where a hook has saved it."""
-        if self.version is not None and self.tensor._version != self.version:
+        with torch._C.DisableTorchFunction():  # who reads a node may let no function run
+            version = self.version if self.version is None else self.tensor._version
+            shape = tuple(self.tensor.shape)
+        if version != self.version:
             raise RuntimeError(
                 "A tensor that is needed for the backward pass was modified by an in-place operation: one of the shape "
-                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}, expected {self.version}. Change a "
-                "copy of it."
+                f"{shape} is at version {version}, expected {self.version}. Change a copy of it."
             )
         return self.tensor
 

@@ -106,6 +106,15 @@ def test_a_graph_without_a_backward_pass_is_freed():
     assert freed() is None
 
 
+def test_a_saved_tensor_that_is_changed_in_place_is_an_error():
+    layer = nn.Linear(4, 4)
+    with track_saved(layer):
+        hidden = layer(torch.ones(10, 4)).sigmoid()
+        hidden.mul_(2)
+    with pytest.raises(RuntimeError, match=r"shape \(10, 4\) is at version 1, expected 0"):
+        hidden.sum().backward()
+
+
 def test_mlp_keeps_its_rows_its_seeds_and_what_relu_keeps():
     """120 tokens, K = 30: 30 · (12 + 16) sketched elements and two seeds instead of 120 · 12; ReLU saves 120 · 16."""
     model, x = Mlp(), torch.randn(120, 12)
