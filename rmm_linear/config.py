@@ -220,8 +220,8 @@ class RMMConfig(SavedSettings):
         """Make the configuration of a quality.
 
         Args:
-            quality: "careful" has half of the default's noise in the whole gradient, an eighth in linear layers, in 15 %
-                more bytes; "smallest" twice, and three times, in 16 % fewer. Medians over batches of docs/noise.md.
+            quality: "careful" has half of the default's noise in the whole gradient and an eighth in linear layers, in
+                15 % more bytes; "smallest" twice and three times, in 16 % fewer. Medians over batches of docs/noise.md.
             **changes: Fields to change.
 
         Returns:
