@@ -71,6 +71,8 @@ class Directions:
             return None  # a graph that is captured can read nothing, and would repeat this basis for good
         basis, mode = self.basis, x.fake_mode if isinstance(x, FakeTensor) else None
         if basis is None or basis.shape[0] != x.shape[1] or (basis.device != x.device and mode is None):
+            if in_backward():
+                return None  # a reentrant checkpoint, whose first pass saves nothing and learns nothing
             if mode is not None:
                 return x.new_empty(x.shape[1], self.count, dtype=torch.float32)
             with _disable_current_modes():

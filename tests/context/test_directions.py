@@ -205,6 +205,14 @@ def test_selective_checkpoints_find_their_operators_again():
     assert context.directions[0].calls == 6
 
 
+def test_a_reentrant_checkpoint_learns_none_and_pays_for_none():
+    model, context = converted(bits=3, checkpointed="packed")
+    for seed in range(3):
+        checkpoint(model, directed(seed=seed).requires_grad_(), use_reentrant=True).square().sum().backward()
+    assert model.query.weight.grad.isfinite().all()
+    assert all(one.basis is None for one in context.directions.values())
+
+
 def test_nothing_is_learned_while_a_graph_is_captured(monkeypatch):
     model, context = converted()
     monkeypatch.setattr("rmm_linear.context.directions.is_capturing", lambda device: True)
