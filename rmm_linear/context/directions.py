@@ -50,15 +50,12 @@ class Directions:
         """Say whether an input has enough columns."""
         return 0 < self.count * _LEAST_SHARE <= features
 
-    def see(self, x: Tensor, index: Tensor | None) -> None:
-        """Look at an input (N, I) in a forward pass; ``index``: its rows that are saved, None for all."""
+    def see(self, x: Tensor, index: Tensor | None, known: Tensor) -> None:
+        """Look at an input (N, I) in a forward pass that used the basis ``known``; index: its rows that are saved."""
         self.calls += 1
         if self.calls & (self.calls - 1) and self.calls % _LONGEST:
             return
         rows = (x if index is None else x.index_select(0, index)).float()
-        known = self.basis
-        if known is None:
-            return
         if self.calls == 1:  # random: one step of subspace iteration more
             known = rows.T @ (rows @ known)
         found, _ = torch.linalg.qr(rows.T @ (rows @ known))
@@ -82,7 +79,7 @@ class Directions:
             return mode.from_tensor(basis)
         if self.is_learning and not in_backward() and mode is None:
             with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
-                self.see(x, index)
+                self.see(x, index, basis)
         return basis
 
     def _first(self, x: Tensor) -> Tensor:
