@@ -17,7 +17,6 @@ from torch import Tensor
 from rmm_linear import RMMConfig, packing, sketched_linear
 from rmm_linear.backends.triton import kernels
 from rmm_linear.ops import sketches as table
-from rmm_linear.packing.pack import unrotate as unrotate_groups
 from rmm_linear.sketches import sketch
 from rmm_linear.sketches.rows import sample
 from rmm_linear.spec import SaveSpec
@@ -138,7 +137,7 @@ def pack_and_unpack(
     codes, scales = kernels().pack(z, bits, make.seed)
     expected_codes, expected_scales = packing.pack(z, bits, make.seed)
     restored = kernels().unpack(expected_codes, expected_scales, make.seed, bits, columns, dtype)
-    expected = packing.unpack(expected_codes, expected_scales, make.seed, bits, columns, dtype, rotated=True)
+    expected = packing.unpack(expected_codes, expected_scales, make.seed, bits, columns, dtype)
     return [
         same("scales", scales, expected_scales, limit=_SCALES),
         # The rotation is a product whose last bit may differ: an element on the edge of a step can fall to either side.
@@ -187,7 +186,6 @@ def strides(device: str, view: str) -> list[Check]:
         close("rademacher", make.dense(x, "rademacher", 9, 16, {}), dense),
         close("norms", kernels().row_norms(x), x.norm(dim=1)),
         same("scales", kernels().pack(x, 4, seed)[1], packing.pack(x, 4, seed)[1], limit=_SCALES),
-        close("unrotated", kernels().unrotate(x, seed), unrotate_groups(x, seed)),
     ]
 
 
@@ -195,13 +193,6 @@ def row_norms(device: str, shape: tuple[int, int], dtype: torch.dtype) -> list[C
     """Compare the norms of rows."""
     x = Inputs(device).matrix(*shape, dtype)
     return [close("norms", kernels().row_norms(x), x.float().norm(dim=1))]
-
-
-def unrotate(device: str, columns: int, dtype: torch.dtype) -> list[Check]:
-    """Compare the undone rotation."""
-    make = Inputs(device)
-    x = make.matrix(37, columns, dtype)
-    return [close("unrotated", kernels().unrotate(x, make.seed), unrotate_groups(x, make.seed), dtype)]
 
 
 def random_keys(device: str, count: int | None) -> list[Check]:

@@ -128,7 +128,7 @@ def normalized(
 def normalized_in_one_loop(device: str, bits: int) -> list[Check]:
     """Compare the form of the kernel for NVIDIA, which the interpreter would not take."""
     module = sys.modules[f"{kernels().__name__}.norms"]
-    with mock.patch.object(module, "precision", return_value="tf32x3"):
+    with mock.patch.object(module, "is_ieee", return_value=False):
         return normalized(device, bits, 130, True, True, (torch.float32, torch.float32, torch.float32))
 
 

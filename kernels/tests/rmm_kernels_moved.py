@@ -95,7 +95,6 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "row_norms": lambda read, made, c: [read, _ROW["norm"]],
     "pack": lambda read, made, c: [read, *_packed(c["BITS"])],
     "unpack": lambda read, made, c: [*_packed(c["BITS"]), made],
-    "unrotate": lambda read, made, c: [read, made],
     "pack_norm": lambda read, made, c: [read, *_packed(c["BITS"]), _ROW["rstd"]],
     "norm_backward": _norm_backward,
     "pack_derivative": lambda read, made, c: [read, f"{c['BITS']}/8"],

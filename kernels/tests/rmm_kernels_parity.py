@@ -67,9 +67,6 @@ def comparisons() -> dict[str, Comparison]:
     for shape in ((1, 1), (17, 300), (40, 256)):
         for dtype in DTYPES:
             add(compare.row_norms, shape, dtype)
-    for columns in (64, 130, 5):
-        for dtype in DTYPES:
-            add(compare.unrotate, columns, dtype)
     for kind in SAMPLERS:
         for mask in MASKS:
             add(compare.sampled, kind, mask, None)

@@ -56,7 +56,6 @@ LAUNCHES = {
     "row_norms": lambda make: make.row_norms(matrix(HALF)),
     "pack 4": lambda make: make.pack(matrix(SINGLE), 4, SEED),
     "unpack 4": lambda make: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
-    "unrotate": lambda make: make.unrotate(matrix(HALF), SEED),
     "random_keys": lambda make: make.random_keys(SEED, ROWS),
     "pack_norm 4": lambda make: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
     "pack_norm 2": lambda make: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),

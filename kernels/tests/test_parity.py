@@ -41,7 +41,7 @@ def test_kernel_equals_its_reference(title):
 def test_every_kernel_is_compared():
     """With every kind, width, mask and dtype: a comparison that is left out would be missed nowhere else."""
     words = {word for title in COMPARISONS for word in title.split()}
-    functions = "countsketch gathered gaussian rademacher hadamard pack_and_unpack row_norms derivative unrotate"
+    functions = "countsketch gathered gaussian rademacher hadamard pack_and_unpack row_norms derivative"
     functions += " random_keys layer scaled_rows sampled packed_as_made masked_rows_unread strides pack_norm"
     functions += " norm_gradients norm_strides pack_and_apply_mask strided_masks gated_products gated_halves activated"
     functions += " normalized normalized_in_one_loop gated"
@@ -90,7 +90,6 @@ def test_nan_stays_in_its_group():
 def test_nothing_is_a_result_too():
     assert kernels().sparse_sketch(torch.ones(5, 0, device=DEVICE), SEED, 2).shape == (2, 0)
     assert kernels().row_norms(torch.ones(0, 4, device=DEVICE)).shape == (0,)
-    assert kernels().unrotate(torch.ones(0, 4, device=DEVICE), SEED).shape == (0, 4)
     assert kernels().random_keys(SEED, 0).shape == (0,)
     assert kernels().pack_mask(torch.ones(0, 9, device=DEVICE)).shape == (0, 2)
     bits = torch.zeros(0, 2, dtype=torch.uint8, device=DEVICE)

@@ -94,8 +94,7 @@ def unpacked_product(
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
     z = kernels().unpack(codes, scales, seed, spec.bits, columns, wide or dtype)
-    z = z if scale == 1 else z.mul_(1 / scale).to(dtype)
-    return kernels().unrotate(y.T @ z, seed)
+    return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
 def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,8 +113,9 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    z = kernels().unpack(codes, scales, seed, bits, columns, dtype)
-    return z if rotated else kernels().unrotate(z, seed)
+    if rotated:
+        return packing.unpack(codes, scales, seed, bits, columns, dtype, rotated=True)
+    return kernels().unpack(codes, scales, seed, bits, columns, dtype)
 
 
 def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,17 +150,20 @@ def _encode_parts(part: Callable[[int, int], Tensor], shape: Any, bits: float, s
 
 
 def _decode_parts(codes: Tensor, scales: Tensor, *how: Any) -> Callable[[int, int], Tensor]:
-    values = decode(codes, scales, *how, rotated=True)
+    values = decode(codes, scales, *how, rotated=packing.is_normal(how[1]))
     return lambda begin, end: values[begin:end]
 
 
+def _rotate(matrix: Tensor, seed: Tensor, bits: float) -> Tensor:
+    """Rotate as the kernels leave the groups: they undo the rotation of symmetric codes as they decode them."""
+    return packing.rotate(matrix, seed, bits) if packing.is_normal(bits) else matrix
+
+
 def _unrotate(matrix: Tensor, seed: Tensor, bits: float, columns: int) -> Tensor:
-    return (
-        packing.unrotate(matrix, seed, bits, columns) if packing.is_normal(bits) else kernels().unrotate(matrix, seed)
-    )
+    return packing.unrotate(matrix, seed, bits, columns) if packing.is_normal(bits) else matrix
 
 
-_CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, packing.rotate, _unrotate)
+_CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, _rotate, _unrotate)
 
 
 def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:

@@ -6,7 +6,7 @@ from .derivatives import apply_derivative, pack_derivative
 from .gated import apply_gated, gate_and_pack, pack_gated
 from .masks import apply_mask, pack_mask
 from .norms import norm_gradients, normalize_and_pack, pack_norm
-from .packing import pack, unpack, unrotate
+from .packing import pack, unpack
 from .random_keys import random_keys
 from .row_norms import row_norms
 from .sparse_sketch import sparse_sketch
@@ -30,5 +30,4 @@ __all__ = [
     "sparse_sketch",
     "square_and_pack",
     "unpack",
-    "unrotate",
 ]

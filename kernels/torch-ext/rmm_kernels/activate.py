@@ -10,9 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .derivatives import code_of, row_words, sigmoid, tile_bytes
-from .launch import on_device, places, precision
-from .packing import GROUP, empty_sketch, store_packed
+from .derivatives import code_of, normal_cdf, sigmoid
+from .launch import is_ieee, on_device, places
+from .packing import (
+    GROUP,
+    ROWS,
+    empty_sketch,
+    rotation,
+    row_words,
+    store_codes,
+    store_packed,
+    tile_words,
+    tiles,
+)
 
 _FAR = tl.constexpr(1024.0)  # as for derivatives, which share the exponentials
 
@@ -37,7 +47,8 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
     """
     b_c = tl.where(b_x > -_FAR, tl.minimum(b_x, _FAR), -_FAR)
     if FUNCTION == "gelu":
-        return b_x * (0.5 * (1.0 + tl.erf(b_c * 0.7071067811865476)))
+        b_phi, _ = normal_cdf(b_c)
+        return b_x * b_phi
     elif FUNCTION == "gelu_tanh":
         return b_x * sigmoid(2.0 * (0.7978845608028654 * (b_c + 0.044715 * b_c * b_c * b_c)))
     elif FUNCTION == "silu":
@@ -64,54 +75,54 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
         return tl.where(b_x > 0, b_x, b_x * parameter)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _activate_kernel(
-    p_x, p_place, p_seed, p_out, p_codes, n_rows, n_columns, stride, parameter, low, inverse,
-    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, B_N: tl.constexpr, B_B: tl.constexpr,
+    p_x, p_place, p_seed, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, inverse,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """B_N rows and the columns whose codes are in B_B bytes of each.
+    """n_tiles tiles of B_K rows and 64 columns.
 
     p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed: int64 (1,). p_out: (N, C),
-    contiguous. p_codes: uint8 (n, ⌈C·BITS/8⌉). parameter, low, inverse: see _pack_derivative_kernel.
+    contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see _pack_derivative_kernel.
     """
-    n_bytes = (n_columns * BITS + 7) // 8
-    o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_b = tl.program_id(1) * B_B + tl.arange(0, B_B)  # 32 bits: of columns alone
-    m_n = o_n < n_rows
-    o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
-    m_k = (o_k >= 0) & m_n
-    o_k = tl.maximum(o_k, 0)
-    o_g = o_b // (8 * BITS)
-    o_i = o_b % (8 * BITS)
-    b_size = tl.minimum(n_columns - o_g * 64, 64)
-    h = (b_size * BITS + 7) // 8
-    seed, b_row = row_words(p_seed, o_k, FUNCTION)
-    b_bytes = tl.zeros((B_N, B_B), dtype=tl.int32)
-    for j in tl.static_range(8 // BITS):
-        o_j = j * h + o_i
-        o_c = o_g * 64 + o_j
-        m_c = (o_i < h) & (o_j < b_size)
-        m_x = m_n[:, None] & m_c[None, :]
-        b_x = tl.load(p_x + o_n[:, None] * stride + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_n = begin + tl.arange(0, B_K)
+        m_n = o_n < n_rows
+        m_x = m_n[:, None] & (o_j < n_columns)[None, :] if TAIL else m_n[:, None]
+        o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
+        m_k = (o_k >= 0) & m_n
+        o_k = tl.maximum(o_k, 0)
+        b_x = tl.load(p_x + o_n[:, None] * stride + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
         b_out = value(b_x, parameter, FUNCTION).to(p_out.dtype.element_ty)
-        tl.store(p_out + o_n[:, None] * n_columns + o_c[None, :], b_out, mask=m_x)
-        b_code = code_of(b_x, b_row, seed, o_c, m_c, parameter, low, inverse, FUNCTION)
-        b_bytes += tl.where(m_x, b_code, 0) << (j * BITS)
-    m_b = m_k[:, None] & (o_b < n_bytes)[None, :]
-    tl.store(p_codes + o_k[:, None] * n_bytes + o_b[None, :], b_bytes.to(tl.uint8), mask=m_b)
+        tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out, mask=m_x)
+        if FUNCTION == "relu" or FUNCTION == "leaky_relu":
+            b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
+        else:
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            if HAS_PLACE:
+                b_row = row_words(p_seed, o_k)
+            b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
+        store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _square_kernel(
-    p_x, p_place, p_seed, p_out, p_codes, p_scales, n_rows, n_columns, stride,
-    BITS: tl.constexpr, HAS_PLACE: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr,
+    p_x, p_place, p_seed, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
+    BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
     p_x, p_place, p_seed, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
     """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    begin = (tl.program_id(0) // n_groups).to(tl.int64) * B_K
+    o_n = begin + tl.arange(0, B_K)
     o_j = i_g * 64 + tl.arange(0, 64)
     m_n = o_n < n_rows
     m_x = m_n[:, None] & (o_j < n_columns)[None, :]
@@ -120,7 +131,14 @@ def _square_kernel(
     b_x = tl.where(b_x <= 0, 0.0, b_x)
     tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], (b_x * b_x).to(p_out.dtype.element_ty), mask=m_x)
     m_k = (o_k >= 0) & m_n
-    store_packed(b_x, tl.load(p_seed), tl.maximum(o_k, 0), m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
+    o_k = tl.maximum(o_k, 0)
+    b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+    if HAS_PLACE:
+        b_row = row_words(p_seed, o_k)
+    store_packed(
+        b_x, rotation(p_seed, tl.float32), b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+        BITS, IEEE, TAIL,
+    )  # fmt: skip
 
 
 def activate_and_pack(
@@ -150,14 +168,14 @@ def activate_and_pack(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (low, step), tile = line, tile_bytes(bits)
+    (low, step), (rows, columns) = line, x.shape
     if out.numel():
-        grid = (triton.cdiv(x.shape[0], 16), triton.cdiv(codes.shape[1], tile))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(x):
             _activate_kernel[grid](
-                x, places(index, x.shape[0]), seed, out, codes, x.shape[0], x.shape[1], x.stride(0),
+                x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
                 float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits, HAS_PLACE=index is not None,
-                B_N=16, B_B=tile, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return out
 
@@ -182,10 +200,11 @@ def square_and_pack(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     codes, scales = empty_sketch(rows if index is None else index.shape[0], columns, bits, x)
     if out.numel():
-        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, GROUP),)
         with on_device(x):
             _square_kernel[grid](
-                x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), BITS=bits,
-                HAS_PLACE=index is not None, PRECISION=precision(), B_K=32, num_warps=4,
+                x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
+                BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
+                num_warps=4,
             )  # fmt: skip
     return out, codes, scales

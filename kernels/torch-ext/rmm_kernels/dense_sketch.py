@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, normals, parity, signs, words
-from .launch import on_device, precision, upcast
-from .packing import empty_sketch, store_tile
+from .launch import is_ieee, on_device, precision, upcast
+from .packing import GROUP, empty_sketch, store_tile
 
 KINDS = ("gaussian", "rademacher", "hadamard")
 
@@ -32,18 +32,18 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
         return tl.reshape(1.0 - 2.0 * bits.to(tl.float32), (B_T, B_R))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "n_blocks", "block", "n_rows"])
 def _dense_sketch_kernel(
     p_m, p_seed, p_order, p_count, p_index, p_z, p_scales,
-    n_tokens, n_blocks, block, n_rows, n_columns, stride, factor,
-    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
+    n_tokens, n_blocks, block, n_rows, n_columns, stride, row_bytes, factor,
+    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of one block's rows, (B_R, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), valid rows first. p_count: int64
-    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. p_scales: see
-    store_packed. block: tokens per block. factor: 1/√n_rows.
+    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. row_bytes,
+    p_scales: see store_packed. block: tokens per block. factor: 1/√n_rows.
     """
     i_b = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(2).to(tl.int64)
@@ -85,7 +85,8 @@ def _dense_sketch_kernel(
                 b_s, b_m = b_s.to(tl.float32), b_m.to(tl.float32)
             b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
         b_z = b_z * factor
-    store_tile(b_z, seed, o_k, m_r, i_d, n_columns, p_z, p_scales, BITS, PRECISION, B_D)
+    begin = i_b * n_rows + i_r
+    store_tile(b_z, p_seed, begin, m_r, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_R, B_D)
 
 
 def dense_sketch(
@@ -127,8 +128,8 @@ def dense_sketch(
         with on_device(matrix):
             _dense_sketch_kernel[grid](
                 matrix, seed, order, count, index, z, scales,
-                tokens, blocks, block, rows, columns, matrix.stride(0), rows**-0.5,
+                tokens, blocks, block, rows, columns, matrix.stride(0), z.shape[1], rows**-0.5,
                 KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
-                UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
+                IEEE=is_ieee(), TAIL=columns % GROUP != 0, UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
             )  # fmt: skip
     return z if scales is None else (z, scales)

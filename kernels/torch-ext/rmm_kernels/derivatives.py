@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import words
 from .launch import on_device
+from .packing import GROUP, ROWS, dither, load_codes, store_codes, tile_words, tiles
 
-_STREAM = tl.constexpr(3)
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
 
 
@@ -16,6 +15,19 @@ def sigmoid(b_x):
     """By the exponential of a negative number, which cannot overflow."""
     b_e = tl.exp(-tl.abs(b_x))
     return tl.where(b_x < 0, b_e, 1.0) / (1.0 + b_e)
+
+
+@triton.jit
+def normal_cdf(b_x):
+    """Φ(x), and exp(−x²/2) from which it is made, float32: its error is at most 7.5e-8.
+
+    Source: Abramowitz and Stegun 1964, "Handbook of mathematical functions", 7.1.26.
+    """
+    b_t = 1.0 / (1.0 + 0.23164188 * tl.abs(b_x))
+    b_e = tl.exp(-0.5 * b_x * b_x)
+    b_sum = b_t * (0.127414796 + b_t * (-0.142248368 + b_t * (0.710706870 + b_t * (-0.726576013 + b_t * 0.530702714))))
+    b_tail = b_sum * b_e
+    return tl.where(b_x < 0, b_tail, 1.0 - b_tail), b_e
 
 
 @triton.jit
@@ -37,7 +49,8 @@ def derivative(b_x, parameter, FUNCTION: tl.constexpr):
     """
     b_x = tl.where(b_x > -_FAR, tl.minimum(b_x, _FAR), -_FAR)
     if FUNCTION == "gelu":
-        return 0.5 * (1.0 + tl.erf(b_x * 0.7071067811865476)) + b_x * tl.exp(-0.5 * b_x * b_x) * 0.3989422804014327
+        b_phi, b_e = normal_cdf(b_x)
+        return b_phi + b_x * b_e * 0.3989422804014327
     elif FUNCTION == "gelu_tanh":
         b_t = _tanh(0.7978845608028654 * (b_x + 0.044715 * b_x * b_x * b_x))
         b_inner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * b_x * b_x)
@@ -63,110 +76,80 @@ def derivative(b_x, parameter, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _dither(b_row, b_column):
-    """u, float32, of the words of rows and columns that have been broadcast against each other."""
-    return ((b_row >> 9) ^ (b_column >> 9)).to(tl.float32) * 1.1920928955078125e-07
+def code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION: tl.constexpr):
+    """Codes of a tile, the low bits of int32 (B_K, 64).
 
-
-@triton.jit
-def code_of(b_x, b_row, seed, o_c, m_c, parameter, low, inverse, FUNCTION: tl.constexpr):
-    """Codes of a tile, int32 (B_N, B_B).
-
-    b_x: float32 (B_N, B_B). b_row: uint32 (B_N,), words of its rows. seed: int64 scalar. o_c: int32 (B_B,), columns;
-    m_c: those that exist. parameter, low, inverse: see _pack_derivative_kernel. Exact functions read b_x alone.
+    b_x: float32 (B_K, 64). b_row, b_column: see tile_words. parameter, low, inverse: see _pack_derivative_kernel. Exact
+    functions read b_x alone.
     """
     if FUNCTION == "relu":
         return tl.where(b_x <= 0, 0, 1)
     elif FUNCTION == "leaky_relu":
         return tl.where(b_x > 0, 1, 0)
     else:
-        _, b_column, _, _ = words(seed, tl.where(m_c, o_c, 0).to(tl.int64), _STREAM)
         b_steps = tl.maximum((derivative(b_x, parameter, FUNCTION) - low) * inverse, 0.0)
-        return tl.floor(b_steps + _dither(b_row[:, None], b_column[None, :])).to(tl.int32)
+        # The sum is at least 1/2 and rounded to a whole number, by the last bit of 3 · 2²²: that of the code.
+        return (b_steps + (dither(b_row, b_column, False) - 0.5) + 12582911.0).to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def row_words(p_seed, o_n, FUNCTION: tl.constexpr):
-    """The seed, int64 scalar, and the words of rows of codes, uint32 (B_N,); anything for exact functions."""
-    if FUNCTION == "relu" or FUNCTION == "leaky_relu":
-        return 0, o_n
-    else:
-        seed = tl.load(p_seed)
-        b_row, _, _, _ = words(seed, o_n, _STREAM)
-        return seed, b_row
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _pack_derivative_kernel(
-    p_x, p_index, p_seed, p_codes, n_rows, n_columns, stride, parameter, low, inverse,
-    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, B_N: tl.constexpr, B_B: tl.constexpr,
+    p_x, p_index, p_seed, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, inverse,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """B_N rows and B_B bytes of each.
+    """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_codes: uint8 (n, ⌈C·BITS/8⌉).
+    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_codes: uint8 (n, row_bytes).
     parameter: α or slope. low: of the range. inverse: 1 / step.
     """
-    n_bytes = (n_columns * BITS + 7) // 8
-    o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_b = tl.program_id(1) * B_B + tl.arange(0, B_B)  # 32 bits: of columns alone
-    m_n = o_n < n_rows
-    o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
-    o_g = o_b // (8 * BITS)
-    o_i = o_b % (8 * BITS)
-    b_size = tl.minimum(n_columns - o_g * 64, 64)
-    h = (b_size * BITS + 7) // 8
-    seed, b_row = row_words(p_seed, o_n, FUNCTION)
-    b_bytes = tl.zeros((B_N, B_B), dtype=tl.int32)
-    for j in tl.static_range(8 // BITS):
-        o_j = j * h + o_i
-        o_c = o_g * 64 + o_j
-        m_c = (o_i < h) & (o_j < b_size)
-        m_x = m_n[:, None] & m_c[None, :]
-        b_x = tl.load(p_x + o_row[:, None] * stride + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_code = code_of(b_x, b_row, seed, o_c, m_c, parameter, low, inverse, FUNCTION)
-        b_bytes += tl.where(m_x, b_code, 0) << (j * BITS)
-    m_b = m_n[:, None] & (o_b < n_bytes)[None, :]
-    tl.store(p_codes + o_n[:, None] * n_bytes + o_b[None, :], b_bytes.to(tl.uint8), mask=m_b)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        b_x = tl.load(p_x + o_row[:, None] * stride + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if FUNCTION == "relu" or FUNCTION == "leaky_relu":
+            b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
+        else:
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
+        store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _apply_derivative_kernel(
-    p_y, p_index, p_seed, p_codes, p_out, n_rows, n_columns, stride, parameter, low, step,
-    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, B_N: tl.constexpr, B_C: tl.constexpr,
+    p_y, p_index, p_seed, p_codes, p_out, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, step,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """B_N rows and B_C of their columns.
+    """n_tiles tiles of B_K rows and 64 columns.
 
     p_y: (N, C), rows ``stride`` apart. p_out: (N, C), contiguous. step: of the codes. The others: as for packing.
     """
-    n_bytes = (n_columns * BITS + 7) // 8
-    o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_c = tl.program_id(1) * B_C + tl.arange(0, B_C)
-    m_n = o_n < n_rows
-    m_c = o_c < n_columns
-    m_y = m_n[:, None] & m_c[None, :]
-    o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
-    o_g = o_c // 64
-    h = tl.maximum((tl.minimum(n_columns - o_g * 64, 64) * BITS + 7) // 8, 1)
-    o_b = o_g * (8 * BITS) + o_c % 64 % h
-    b_bytes = tl.load(p_codes + o_n[:, None] * n_bytes + o_b[None, :], mask=m_y, other=0).to(tl.int32)
-    b_code = (b_bytes >> (o_c % 64 // h * BITS)[None, :]) & (2**BITS - 1)
-    b_y = tl.load(p_y + o_row[:, None] * stride + o_c[None, :], mask=m_y, other=0.0).to(tl.float32)
-    if FUNCTION == "relu":
-        b_out = tl.where(b_code != 0, b_y, 0.0)
-    elif FUNCTION == "leaky_relu":
-        b_out = tl.where(b_code != 0, b_y, b_y * parameter)
-    else:
-        seed = tl.load(p_seed)
-        b_row, _, _, _ = words(seed, o_n, _STREAM)
-        _, b_column, _, _ = words(seed, o_c.to(tl.int64), _STREAM)
-        b_u = _dither(b_row[:, None], b_column[None, :])
-        b_out = b_y * (low + step * (b_code.to(tl.float32) - (b_u - 0.5)))
-    tl.store(p_out + o_row[:, None] * n_columns + o_c[None, :], b_out.to(p_out.dtype.element_ty), mask=m_y)
-
-
-def tile_bytes(bits: int) -> int:
-    """Bytes of a row that a program makes: those of 128 columns, 64 at most."""
-    return min(64, 16 * bits)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_y = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        b_code = load_codes(o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
+        b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_y, other=0.0).to(tl.float32)
+        if FUNCTION == "relu":
+            b_out = tl.where(b_code > 256, b_y, 0.0)
+        elif FUNCTION == "leaky_relu":
+            b_out = tl.where(b_code > 256, b_y, b_y * parameter)
+        else:
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_out = b_y * (low + step * (b_code - 254.5 - dither(b_row, b_column, False)))
+        tl.store(p_out + o_row[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_y)
 
 
 def pack_derivative(
@@ -193,13 +176,14 @@ def pack_derivative(
         index: Rows to store, int64, shape (n,); None for all.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    (low, step), tile = line, tile_bytes(bits)
+    (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
     if codes.numel():
-        grid = (triton.cdiv(codes.shape[0], 16), triton.cdiv(codes.shape[1], tile))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(x):
             _pack_derivative_kernel[grid](
-                x, index, seed, codes, codes.shape[0], x.shape[1], x.stride(0), float((*parameters, 0.0)[0]), low,
-                1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, B_N=16, B_B=tile, num_warps=4,
+                x, index, seed, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
+                1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
+                num_warps=4,
             )  # fmt: skip
 
 
@@ -230,12 +214,13 @@ def apply_derivative(
     """
     y = y if y.stride(1) == 1 else y.contiguous()
     out = (torch.empty if index is None else torch.zeros)(y.shape, dtype=y.dtype, device=y.device)
-    rows, columns = codes.shape[0], y.shape[1]
+    (rows, row_bytes), columns = codes.shape, y.shape[1]
     if codes.numel():
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 128))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(y):
             _apply_derivative_kernel[grid](
-                y, index, seed, codes, out, rows, columns, y.stride(0), float((*parameters, 0.0)[0]), *line,
-                FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, B_N=16, B_C=128, num_warps=4,
+                y, index, seed, codes, out, rows, taken, columns, y.stride(0), row_bytes, float((*parameters, 0.0)[0]),
+                *line, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
+                num_warps=4,
             )  # fmt: skip
     return out

@@ -4,8 +4,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device, places, precision
-from .packing import GROUP, empty_sketch, load_packed, store_packed
+from .derivatives import normal_cdf
+from .launch import is_ieee, on_device, places, product_type
+from .packing import (
+    GROUP,
+    ROWS,
+    code_bytes,
+    empty_sketch,
+    load_packed,
+    rotation,
+    row_words,
+    store_packed,
+    tile_words,
+    tiles,
+)
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -14,8 +26,8 @@ _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 def _activate(b_a, ACTIVATION: tl.constexpr):
     """act(a) and act'(a), float32."""
     if ACTIVATION == 0:
-        b_phi = 0.5 + 0.5 * tl.erf(b_a * 0.7071067811865476)
-        return b_a * b_phi, b_phi + b_a * (tl.exp(-0.5 * b_a * b_a) * 0.3989422804014327)
+        b_phi, b_e = normal_cdf(b_a)
+        return b_a * b_phi, b_phi + b_a * (b_e * 0.3989422804014327)
     elif ACTIVATION == 3:
         return tl.where(b_a <= 0, 0.0, b_a), tl.where(b_a <= 0, 0.0, 1.0)
     else:
@@ -28,87 +40,142 @@ def _activate(b_a, ACTIVATION: tl.constexpr):
         return b_a * b_sigmoid, b_sigmoid + b_a * b_slope * (b_sigmoid * (1.0 - b_sigmoid))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _pack_gated_kernel(
-    p_a, p_b, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_columns, stride, stride_b,
+    p_a, p_b, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales,
+    n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
-    PRECISION: tl.constexpr, B_K: tl.constexpr,
+    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of B_K rows and one group.
+    """n_tiles tiles of B_K rows and one group.
 
     p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
-    p_codes, p_s_codes: uint8 (n, ⌈C·BITS/8⌉). p_scales, p_s_scales: uint8 (n, ⌈C/64⌉).
+    p_codes, p_scales, p_s_codes, p_s_scales: see store_packed.
     """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_j = i_g * 64 + tl.arange(0, 64)
-    m_k = o_k < n_rows
-    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
-    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-    p_gate = p_a + o_row[:, None] * stride + o_j[None, :]
     if HAS_P:
-        _, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-        b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-        store_packed(b_p, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
-    if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
-        b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_scales, BITS, PRECISION)
+        b_rotation_p = rotation(p_seed, tl.float32)
+    if HAS_S:
+        b_rotation_s = rotation(p_seed + 1, tl.float32)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        p_gate = p_a + o_row[:, None] * stride + o_j[None, :]
+        if HAS_P:
+            _, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+            b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            store_packed(
+                b_p, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+                BITS, IEEE, TAIL,
+            )  # fmt: skip
+        if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
+            b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            store_packed(
+                b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
+                BITS, IEEE, TAIL,
+            )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _gate_kernel(
-    p_a, p_b, p_place, p_seed, p_out, p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_columns, stride, stride_b,
+    p_a, p_b, p_place, p_seed, p_out, p_codes, p_scales, p_s_codes, p_s_scales,
+    n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
-    PRECISION: tl.constexpr, B_K: tl.constexpr,
+    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of B_K rows and one group.
+    """n_tiles tiles of B_K rows and one group.
 
     p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
     """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_j = i_g * 64 + tl.arange(0, 64)
-    m_n = o_n < n_rows
-    m_z = m_n[:, None] & (o_j < n_columns)[None, :]
-    o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
-    m_k = (o_k >= 0) & m_n
-    o_k = tl.maximum(o_k, 0)
-    p_gate = p_a + o_n[:, None] * stride + o_j[None, :]
-    b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-    b_b = tl.load(p_b + o_n[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
-    tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
     if HAS_P:
-        store_packed(b_p * b_b, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
-    if HAS_S:  # from the cache, as in _pack_gated_kernel
-        b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-        store_packed(b_s, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, p_s_codes, p_s_scales, BITS, PRECISION)
-
-
-@triton.jit
-def _apply_gated_kernel(
-    p_y, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales, p_da, p_db, n_rows, n_columns, stride,
-    BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr, PRECISION: tl.constexpr,
-    B_K: tl.constexpr,
-):  # fmt: skip
-    """One tile of B_K rows and one group.
-
-    p_y: (N, C), rows ``stride`` apart. p_index … p_s_scales: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous.
-    """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
-    o_j = i_g * 64 + tl.arange(0, 64)
-    m_k = o_k < n_rows
-    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
-    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-    o_out = o_row[:, None] * n_columns + o_j[None, :]
-    b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    if HAS_P:
-        b_p, _ = load_packed(p_codes, p_scales, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS, PRECISION)
-        tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
+        b_rotation_p = rotation(p_seed, tl.float32)
     if HAS_S:
-        b_s, _ = load_packed(p_s_codes, p_s_scales, tl.load(p_seed + 1), o_k, m_k, i_g, n_columns, BITS, PRECISION)
-        tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
+        b_rotation_s = rotation(p_seed + 1, tl.float32)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_n = begin + tl.arange(0, B_K)
+        m_n = o_n < n_rows
+        m_z = m_n[:, None] & (o_j < n_columns)[None, :] if TAIL else m_n[:, None]
+        o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
+        m_k = (o_k >= 0) & m_n
+        o_k = tl.maximum(o_k, 0)
+        p_gate = p_a + o_n[:, None] * stride + o_j[None, :]
+        b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        b_b = tl.load(p_b + o_n[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+        b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
+        tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
+        if HAS_P:
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            if HAS_PLACE:
+                b_row = row_words(p_seed, o_k)
+            store_packed(
+                b_p * b_b, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+                BITS, IEEE, TAIL,
+            )  # fmt: skip
+        if HAS_S:  # from the cache, as in _pack_gated_kernel
+            b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            if HAS_PLACE:
+                b_row = row_words(p_seed + 1, o_k)
+            store_packed(
+                b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
+                BITS, IEEE, TAIL,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _apply_gated_kernel(
+    p_y, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales, p_da, p_db,
+    n_rows, n_tiles, n_columns, stride, row_bytes,
+    BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr, HALF: tl.constexpr,
+    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """n_tiles tiles of B_K rows and one group.
+
+    p_y: (N, C), rows ``stride`` apart. p_index, p_seed: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous. The
+    others: see load_packed.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    if HAS_P:
+        b_rotation_p = rotation(p_seed, HALF, True)
+    if HAS_S:
+        b_rotation_s = rotation(p_seed + 1, HALF, True)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        o_out = o_row[:, None] * n_columns + o_j[None, :]
+        b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+        if HAS_P:
+            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_p, _ = load_packed(
+                p_codes, p_scales, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL
+            )
+            tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
+        if HAS_S:
+            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            b_s, _ = load_packed(
+                p_s_codes, p_s_scales, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes,
+                BITS, IEEE, TAIL,
+            )  # fmt: skip
+            tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 
 def pack_gated(
@@ -138,13 +205,13 @@ def pack_gated(
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = [empty_sketch(rows, columns, bits, a) if needed else None for needed in wanted]
     if rows and columns:
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(a):
             _pack_gated_kernel[grid](
-                a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, columns,
-                a.stride(0), b.stride(0), ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits,
-                HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], PRECISION=precision(), B_K=16,
-                num_warps=4,
+                a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
+                columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
+                BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return packed
 
@@ -177,13 +244,13 @@ def gate_and_pack(
     packed = [empty_sketch(stored, columns, bits, a) if needed else None for needed in wanted]
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if out.numel():
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(a):
             _gate_kernel[grid](
-                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows,
-                columns, a.stride(0), b.stride(0), ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits,
-                HAS_PLACE=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], PRECISION=precision(), B_K=16,
-                num_warps=4,
+                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
+                columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
+                BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return out, packed
 
@@ -212,11 +279,13 @@ def apply_gated(
     make = torch.empty if index is None else torch.zeros
     found = [None if one is None else make(y.shape, dtype=y.dtype, device=y.device) for one in packed]
     if rows and columns:
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(y):
             _apply_gated_kernel[grid](
-                y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, columns,
-                y.stride(0), BITS=bits, HAS_INDEX=index is not None, HAS_P=packed[0] is not None,
-                HAS_S=packed[1] is not None, PRECISION=precision(), B_K=16, num_warps=4,
+                y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,
+                columns, y.stride(0), code_bytes(columns, bits), BITS=bits, HAS_INDEX=index is not None,
+                HAS_P=packed[0] is not None, HAS_S=packed[1] is not None,
+                HALF=product_type(y.dtype if y.dtype == torch.float32 else torch.float16), IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return found

@@ -4,11 +4,24 @@ import contextlib
 
 import torch
 import triton
+import triton.language as tl
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def precision() -> str:
     """How float32 tiles are multiplied: to float32's precision, on the matrix unit where it can."""
     return "tf32x3" if torch.version.cuda is not None else "ieee"
+
+
+def is_ieee() -> bool:
+    """Whether float32 tiles are multiplied in float32, where the matrix unit has no tf32."""
+    return precision() == "ieee"
+
+
+def product_type(dtype: torch.dtype) -> tl.dtype:
+    """The dtype in which tiles of a dtype are multiplied by a matrix that every dtype holds."""
+    return tl.float32 if upcast() or dtype == torch.float32 else _TYPES[dtype]
 
 
 def upcast() -> bool:

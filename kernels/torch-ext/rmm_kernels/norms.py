@@ -4,12 +4,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import as_int64
-from .launch import on_device, places, precision
-from .packing import empty_sketch, load_packed, store_packed
+from .launch import is_ieee, on_device, places, product_type
+from .packing import (
+    GROUP,
+    ROWS,
+    empty_sketch,
+    load_packed,
+    rotation,
+    row_words,
+    store_packed,
+    tile_words,
+)
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_ROWS = 16  # of a tile: the fewest that the matrix unit takes
+_ROWS = ROWS
 
 
 @triton.jit
@@ -37,50 +45,58 @@ def _statistics(p_rows, m_k, n_columns, CENTERED: tl.constexpr, B_K: tl.constexp
 
 
 @triton.jit
-def _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns):
+def _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL: tl.constexpr):
     """The normalized rows h, one group of them, float32 (B_K, 64)."""
     o_j = i_g * 64 + tl.arange(0, 64)
-    b_x = tl.load(p_rows + o_j[None, :], mask=m_n[:, None] & (o_j < n_columns)[None, :], other=0.0).to(tl.float32)
+    m_x = m_n[:, None] & (o_j < n_columns)[None, :] if TAIL else m_n[:, None]
+    b_x = tl.load(p_rows + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
     return (b_x - b_mean[:, None]) * b_rstd[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _pack_norm_kernel(
-    p_x, p_index, p_seed, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, eps,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
-    B_K: tl.constexpr, B_D: tl.constexpr,
+    p_x, p_index, p_seed, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, row_bytes, eps,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """B_K rows: their statistics, merged over blocks of B_D columns, then their groups.
 
-    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). p_codes,
-    p_scales: see store_packed.
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). HALF: the dtype
+    in which h, which is below √H, is multiplied. The others: see store_packed.
     """
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    begin = tl.program_id(0).to(tl.int64) * B_K
+    o_k = begin + tl.arange(0, B_K)
     m_k = o_k < n_rows
     o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
     p_rows = p_x + o_row[:, None] * stride
     b_mean, b_squares = _statistics(p_rows, m_k, n_columns, CENTERED, B_K, B_D)
     b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
     tl.store(p_rstd + o_k, b_rstd, mask=m_k)
-    seed = tl.load(p_seed)
+    b_rotation = rotation(p_seed, HALF)
     # Where the matrix unit has no tf32, on AMD, masks that are made before the loop would not fit into its registers.
-    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=PRECISION == "ieee"):
-        b_h = _normalized(p_rows, m_k, b_mean, b_rstd, i_g, n_columns)
-        store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
+    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=IEEE):
+        b_h = _normalized(p_rows, m_k, b_mean, b_rstd, i_g, n_columns, TAIL)
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        store_packed(
+            b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+            BITS, IEEE, TAIL, True,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _normalize_kernel(
-    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, eps,
+    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, row_bytes, eps,
     CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
-    ROUND: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
+    ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """B_K rows: their statistics, then their groups, each read, written and packed.
 
     p_place: int64 (N,), the row of the packed copy, or −1. p_affine: float32, γ (H,), and behind it β (H,). p_out: (N,
     H), contiguous. ROUND: the dtype that h is rounded to before γ, or None. The others: see _pack_norm_kernel.
     """
-    o_n = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    begin = tl.program_id(0).to(tl.int64) * B_K
+    o_n = begin + tl.arange(0, B_K)
     m_n = o_n < n_rows
     o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
     m_k = (o_k >= 0) & m_n
@@ -89,11 +105,10 @@ def _normalize_kernel(
     b_mean, b_squares = _statistics(p_rows, m_n, n_columns, CENTERED, B_K, B_D)
     b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
     tl.store(p_rstd + o_k, b_rstd, mask=m_k)
-    seed = tl.load(p_seed)
+    b_rotation = rotation(p_seed, HALF)
     # On AMD, a loop that does both spills: the second one reads the rows from the cache again.
-    SPLIT: tl.constexpr = PRECISION == "ieee"
-    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=SPLIT):  # as in _pack_norm_kernel
-        b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns)
+    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=IEEE):  # as in _pack_norm_kernel
+        b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL)
         o_j = i_g * 64 + tl.arange(0, 64)
         m_j = o_j < n_columns
         b_out = b_h if ROUND is None else b_h.to(ROUND).to(tl.float32)
@@ -102,50 +117,79 @@ def _normalize_kernel(
         if HAS_BETA:
             b_out += tl.load(p_affine + n_columns + o_j, mask=m_j, other=0.0)[None, :]
         p_tile = p_out + o_n[:, None] * n_columns + o_j[None, :]
-        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_j[None, :])
-        if not SPLIT:
-            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
-    if SPLIT:
+        m_out = m_n[:, None] & m_j[None, :] if TAIL else m_n[:, None]
+        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_out)
+        if not IEEE:
+            _pack_normalized(
+                b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+                HAS_PLACE, BITS, HALF, IEEE, TAIL, B_K,
+            )  # fmt: skip
+    if IEEE:
         for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=True):
-            b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns)
-            store_packed(b_h, seed, o_k, m_k, as_int64(i_g), n_columns, p_codes, p_scales, BITS, PRECISION, True)
+            b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL)
+            _pack_normalized(
+                b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+                HAS_PLACE, BITS, HALF, IEEE, TAIL, B_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _pack_normalized(
+    b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+    HAS_PLACE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    B_K: tl.constexpr,
+):  # fmt: skip
+    b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+    if HAS_PLACE:
+        b_row = row_words(p_seed, o_k)
+    store_packed(
+        b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+        BITS, IEEE, TAIL, True,
+    )  # fmt: skip
 
 
 @triton.jit
 def _load_gradient(
-    p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA: tl.constexpr
+    p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
     """Y and γ ∘ y of one group, float32 (B_K, 64)."""
     o_j = i_g * 64 + tl.arange(0, 64)
     m_j = o_j < n_columns
-    b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_k[:, None] & m_j[None, :], other=0.0)
-    b_y = b_y.to(tl.float32)
-    b_gamma = tl.load(p_gamma + o_j, mask=m_j, other=0.0) if HAS_GAMMA else tl.full((64,), 1.0, tl.float32)
-    return b_y, b_y * b_gamma[None, :]
+    m_y = m_k[:, None] & m_j[None, :] if TAIL else m_k[:, None]
+    b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_y, other=0.0).to(tl.float32)
+    if HAS_GAMMA:
+        return b_y, b_y * tl.load(p_gamma + o_j, mask=m_j, other=0.0)[None, :]
+    else:
+        return b_y, b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _norm_backward_kernel(
-    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_out, p_sums, n_rows, n_columns, stride,
+    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_out, p_sums, n_rows, n_columns, stride, row_bytes,
     CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, SUMS: tl.constexpr, BITS: tl.constexpr,
-    PRECISION: tl.constexpr, B_K: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """B_K rows: their sums over columns, then their gradient; h is unpacked twice, not stored.
 
-    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_codes,
-    p_scales: see load_packed. p_rstd: float32 (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H).
+    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_rstd: float32
+    (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H). The others: see load_packed.
     """
     i_k = tl.program_id(0).to(tl.int64)
-    o_k = i_k * B_K + tl.arange(0, B_K)
+    begin = i_k * B_K
+    o_k = begin + tl.arange(0, B_K)
     m_k = o_k < n_rows
     o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-    seed = tl.load(p_seed)
+    b_rotation = rotation(p_seed, HALF, True)
     b_sum_g = tl.zeros((B_K,), dtype=tl.float32)
     b_sum_gh = tl.zeros((B_K,), dtype=tl.float32)
     for i_g in range(0, tl.cdiv(n_columns, 64)):
-        b_h, _ = load_packed(p_codes, p_scales, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION, True)
-        b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
-        b_sum_g += tl.sum(b_g, axis=1)
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_h, _ = load_packed(
+            p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
+        )
+        b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA, TAIL)
+        if CENTERED:
+            b_sum_g += tl.sum(b_g, axis=1)
         b_sum_gh += tl.sum(b_g * b_h, axis=1)
         if SUMS:
             o_j = i_g * 64 + tl.arange(0, 64)
@@ -156,20 +200,39 @@ def _norm_backward_kernel(
     b_mean = b_sum_g / n_columns
     b_slope = b_sum_gh / n_columns
     for i_g in range(0, tl.cdiv(n_columns, 64)):
-        b_h, b_scale = load_packed(p_codes, p_scales, seed, o_k, m_k, as_int64(i_g), n_columns, BITS, PRECISION, True)
-        _, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA)
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_h, b_scale = load_packed(
+            p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
+        )
+        _, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA, TAIL)
         b_kept = 1.0 + b_scale * b_scale / (12.0 * n_columns)
-        b_out = b_g * b_kept[:, None] - b_h * b_slope[:, None]
+        b_out = b_g * (b_kept * b_rstd)[:, None] - b_h * (b_slope * b_rstd)[:, None]
         if CENTERED:
-            b_out -= b_mean[:, None]
+            b_out -= (b_mean * b_rstd)[:, None]
         o_j = i_g * 64 + tl.arange(0, 64)
-        m_out = m_k[:, None] & (o_j < n_columns)[None, :]
+        m_out = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         p_tile = p_out + o_row[:, None] * n_columns + o_j[None, :]
-        tl.store(p_tile, (b_out * b_rstd[:, None]).to(p_out.dtype.element_ty), mask=m_out)
+        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
+def _empty(rows: int, columns: int, bits: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, scales = empty_sketch(rows, columns, bits, like)
+    return codes, scales, torch.empty(rows, dtype=torch.float32, device=like.device)
+
+
+def _half(dtype: torch.dtype) -> tl.dtype:
+    """What normalized rows and codes are multiplied in: both are small, and float16 is the more exact half type."""
+    return product_type(dtype if dtype == torch.float32 else torch.float16)
 
 
 def pack_norm(
-    x: torch.Tensor, bits: int, seed: torch.Tensor, eps: float, centered: bool = True, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    bits: int,
+    seed: torch.Tensor,
+    eps: float,
+    centered: bool = True,
+    index: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalize rows and round them to ``bits`` per element.
 
@@ -180,20 +243,20 @@ def pack_norm(
         eps: What is added to the variance.
         centered: True for LayerNorm, False for RMSNorm.
         index: Rows to save, int64, shape (n,); None for all.
+        out: The result is written into them, contiguous; None makes them.
 
     Returns:
         Codes, uint8, shape (n, ⌈H·bits/8⌉), scales, uint8, shape (n, ⌈H/64⌉), and rstd, float32, shape (n,).
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    codes, scales = empty_sketch(rows, columns, bits, x)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
     if codes.numel():
         with on_device(x):
             _pack_norm_kernel[(triton.cdiv(rows, _ROWS),)](
-                x, index, seed, codes, scales, rstd, rows, columns, x.stride(0), eps,
-                CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, PRECISION=precision(),
-                B_K=_ROWS, B_D=256, num_warps=4,
+                x, index, seed, codes, scales, rstd, rows, columns, x.stride(0), codes.shape[1], eps,
+                CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0, B_K=_ROWS, B_D=128, num_warps=4,
             )  # fmt: skip
     return codes, scales, rstd
 
@@ -208,6 +271,7 @@ def normalize_and_pack(
     eps: float,
     centered: bool = True,
     index: torch.Tensor | None = None,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute γ ∘ h + β of the normalized rows h, and what ``pack_norm`` makes of them, in one pass.
 
@@ -221,24 +285,25 @@ def normalize_and_pack(
         eps: What is added to the variance.
         centered: True for LayerNorm, False for RMSNorm.
         index: Rows to save, int64, shape (n,); None for all.
+        saved: Codes, scales and rstd are written into them, contiguous; None makes them.
 
     Returns:
         The result of all rows, shape (N, H), contiguous; codes, scales and rstd.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, columns), saved = x.shape, x.shape[0] if index is None else index.shape[0]
+    (rows, columns), kept = x.shape, x.shape[0] if index is None else index.shape[0]
     gamma = torch.ones_like(beta) if gamma is None and beta is not None else gamma
     parts = [one.to(torch.float32) for one in (gamma, beta) if one is not None]
     affine = torch.cat(parts) if parts else None
-    codes, scales = empty_sketch(saved, columns, bits, x)
-    rstd = torch.empty(saved, dtype=torch.float32, device=x.device)
+    codes, scales, rstd = _empty(kept, columns, bits, x) if saved is None else saved
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
     if out.numel():
         with on_device(x):
             _normalize_kernel[(triton.cdiv(rows, _ROWS),)](
-                x, places(index, rows), seed, affine, out, codes, scales, rstd, rows, columns, x.stride(0), eps,
-                CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
-                ROUND=_TYPES.get(dtypes[0]), BITS=bits, PRECISION=precision(), B_K=_ROWS, B_D=256, num_warps=4,
+                x, places(index, rows), seed, affine, out, codes, scales, rstd, rows, columns, x.stride(0),
+                codes.shape[1], eps, CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
+                HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0, B_K=_ROWS, B_D=128, num_warps=4,
             )  # fmt: skip
     return out, codes, scales, rstd
 
@@ -285,8 +350,8 @@ def norm_gradients(
         with on_device(y):
             _norm_backward_kernel[(programs,)](
                 y, index, seed, gamma, codes, scales, rstd, x, partial if sums else None, rows, columns, y.stride(0),
-                CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums, BITS=bits,
-                PRECISION=precision(), B_K=_ROWS, num_warps=4,
+                codes.shape[1], CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums,
+                BITS=bits, HALF=_half(y.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=_ROWS, num_warps=4,
             )  # fmt: skip
     weight, bias = partial.sum(0, dtype=torch.float64).unbind()
     return x, weight.float(), bias.float()

@@ -1,101 +1,184 @@
-"""pack and unpack: 8, 4, 3 or 2 bits per element in groups of 64 columns; the epilogue that packs a sketch's tile."""
+"""pack and unpack: 8, 4, 3 or 2 bits per element in groups of 64 columns; what other kernels pack and unpack with.
+
+Whole groups are made for the number of instructions: words are drawn once per tile and shared by its lanes, the signed
+Hadamard matrix is made once per program, codes are found and joined in the mantissas of float32 numbers, and half types
+are multiplied as they are, which is exact. The last group of a row whose columns are no multiple of 64 is not rotated,
+and takes a path of its own.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from .draws import parity, words
-from .launch import on_device, precision
+from .draws import words
+from .launch import is_ieee, on_device, product_type
 
 GROUP = 64
+ROWS = 64  # of a tile: what the matrix unit takes at once
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 _STREAM = tl.constexpr(3)
-
-
-@triton.jit
-def _eighth(b_k):
-    """The mantissa of 2^(k / 8), k = 0 … 7, int32."""
-    b_low = tl.where(b_k == 1, 0x0B95C2, tl.where(b_k == 2, 0x1837F0, tl.where(b_k == 3, 0x25FED7, 0)))
-    b_high = tl.where(b_k == 5, 0x45672A, tl.where(b_k == 6, 0x5744FD, tl.where(b_k == 7, 0x6AC0C7, 0x3504F3)))
-    return tl.where(b_k < 4, b_low, b_high)
-
-
-@triton.jit
-def _power_of(b_byte):
-    """The scale that a byte, int32, stands for: 2^((byte − 9) / 8 − 18), four octaves apart below 9 and from 249 on.
-
-    Of 0 and 255 it is the number that would be next.
-    """
-    b_fine = (((b_byte - 9) >> 3) + 109) << 23 | _eighth((b_byte - 9) & 7)
-    b_coarse = (127 + 4 * b_byte - tl.where(b_byte < 9, 54, 984)) << 23
-    return tl.where((b_byte < 9) | (b_byte >= 249), b_coarse, b_fine).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale_of(b_byte):
-    """The scale that a byte, int32, stands for; 0 and NaN too."""
-    return tl.where(b_byte == 0, 0.0, tl.where(b_byte == 255, float("nan"), _power_of(b_byte)))
+_ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 @triton.jit
 def _scale_byte(b_least):
-    """The byte, int32, of the least scale that is not below a number ≥ 0; 255 for what is not finite."""
-    b_bits = b_least.to(tl.int32, bitcast=True)
-    b_exponent = (b_bits >> 23) - 127
-    b_mantissa = b_bits & 0x7FFFFF
-    b_octave = b_exponent + (b_mantissa > 0).to(tl.int32)
-    b_fine = 9 + 8 * (b_exponent + 18)
-    for k in tl.static_range(8):
-        b_fine += (b_mantissa > _eighth(tl.full((), k, tl.int32))).to(tl.int32)
-    # Below 2⁻¹⁸ the coarse steps give the larger byte, from 2¹² on the smaller one.
-    b_byte = tl.maximum(tl.maximum(b_fine, 9 - ((-18 - b_octave) >> 2)), 1)
-    b_byte = tl.minimum(tl.minimum(b_byte, 249 + ((b_octave - 9) >> 2)), 255)
-    return tl.minimum(b_byte, b_bits)  # 0 of 0
+    """The byte, int32, of the least scale that is not below a number ≥ 0; 255 for what is not finite.
 
-
-@triton.jit
-def _code_bytes(n_columns, BITS: tl.constexpr):
-    """Bytes of the codes of a row: 3 bits are a plane of 2 and one of 1."""
-    if BITS == 3:
-        return (n_columns * 2 + 7) // 8 + (n_columns + 7) // 8
-    else:
-        return (n_columns * BITS + 7) // 8
-
-
-@triton.jit
-def _hadamard():
-    """The orthonormal Hadamard matrix of a group, float32 (64, 64)."""
-    o_j = tl.arange(0, 64).to(tl.int64)
-    return 0.125 - 0.25 * parity(o_j[:, None] & o_j[None, :]).to(tl.float32)
-
-
-@triton.jit
-def _rotation_signs(seed):
-    """The signs of a group's columns before they are rotated, float32 (64,)."""
-    o_j = tl.arange(0, 64)
-    _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
-    return 1.0 - 2.0 * ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.float32)
-
-
-@triton.jit
-def _dither(seed, o_k, o_j, MIXED: tl.constexpr):
-    """u, the number that is added to an element before it is rounded down: float32 (B_K, 64), in [0, 1).
-
-    seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. o_j: int64 (64,), its columns. MIXED: whether the
-    words of rows and columns are hashed, for estimates with products of two elements of a row.
+    Scales are eight to an octave from 2⁻¹⁸ to 2¹², four octaves apart beyond. The logarithm is good to 2⁻¹⁸.9 of the
+    number, a smaller share than the margin that the number has.
     """
-    b_row, _, _, _ = words(seed, o_k, _STREAM)
-    _, b_column, _, _ = words(seed, o_j, _STREAM)
-    b_words = ((b_row >> 9)[:, None] ^ (b_column >> 9)[None, :]).to(tl.uint32)
+    b_log = tl.log2(tl.maximum(b_least, 1.1754943508222875e-38))
+    b_line = tl.minimum(tl.maximum(8.0 * b_log + 153.0, 0.25 * b_log + 13.5), 0.25 * b_log + 246.0)
+    b_line = tl.minimum(tl.maximum(tl.ceil(b_line), 1.0), 255.0)
+    b_line = tl.where(b_least > 0, b_line, 0.0)
+    return tl.where(b_least < float("inf"), b_line, 255.0).to(tl.int32)
+
+
+@triton.jit
+def _power_of(b_byte):
+    """The scale that a byte, int32, stands for; of 0 and 255 the number that would be next."""
+    b_line = b_byte.to(tl.float32)
+    return tl.exp2(tl.maximum(tl.minimum(0.125 * b_line - 19.125, 4.0 * b_line - 54.0), 4.0 * b_line - 984.0))
+
+
+@triton.jit
+def scale_of(b_byte):
+    """The scale that a byte, int32, stands for; 0 and NaN too."""
+    b_scale = tl.where(b_byte == 255, float("nan"), _power_of(b_byte))
+    return tl.where(b_byte == 0, 0.0, b_scale)
+
+
+@triton.jit
+def rotation(p_seed, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
+    """The signs of a group's columns, then the orthonormal Hadamard matrix, (64, 64); BACK undoes it."""
+    o_j = tl.arange(0, 64)
+    _, _, b_word, _ = words(tl.load(p_seed), o_j.to(tl.int64) // 32, _STREAM)
+    b_sign = ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.int32)
+    b_shared = o_j[:, None] & o_j[None, :]
+    b_shared = b_shared ^ (b_shared >> 4)
+    b_bit = (0x6996 >> (b_shared & 15)) ^ (b_sign[None, :] if BACK else b_sign[:, None])
+    return (0x3E000000 | (b_bit << 31)).to(tl.float32, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def rotated(b_z, b_rotation, IEEE: tl.constexpr):
+    """A tile times :func:`rotation`, float32. Of float32, two products whose sum has 21 bits: the matrix is exact."""
+    if b_z.dtype != tl.float32 or IEEE:
+        return tl.dot(b_z.to(b_rotation.dtype), b_rotation, input_precision="ieee")
+    else:
+        b_high = (b_z.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        b_sum = tl.dot(b_high, b_rotation, input_precision="tf32")
+        return tl.dot(b_z - b_high, b_rotation, b_sum, input_precision="tf32")
+
+
+@triton.jit
+def tile_words(p_seed, begin, i_g, B_K: tl.constexpr):
+    """Words of the rows begin … begin + B_K − 1 and of the columns of group i_g, 23 bits, int32 (B_K,) and (64,).
+
+    One Philox call per lane makes them, and all lanes read those that they need. begin: int64 scalar.
+    """
+    o_w = tl.arange(0, 128)
+    b_count = tl.where(o_w < 64, i_g * 64 + o_w, begin + (o_w - 64))
+    b_row, b_column, _, _ = words(tl.load(p_seed), b_count, _STREAM)
+    b_word = (tl.where(o_w < 64, b_column, b_row) >> 9).to(tl.int32)
+    return tl.gather(b_word, 64 + tl.arange(0, B_K), 0), tl.gather(b_word, tl.arange(0, 64), 0)
+
+
+@triton.jit
+def row_words(p_seed, o_k):
+    """Words of any rows, as of :func:`tile_words`. o_k: int64 (B_K,)."""
+    b_row, _, _, _ = words(tl.load(p_seed), o_k, _STREAM)
+    return (b_row >> 9).to(tl.int32)
+
+
+@triton.jit
+def dither(b_row, b_column, MIXED: tl.constexpr):
+    """1 + u, float32 (B_K, 64): u is added to an element before it is rounded down.
+
+    MIXED: whether the words of rows and columns are hashed, for estimates with products of two elements of a row.
+    """
     if MIXED:
-        b_words *= tl.full((), 0x9E3779B1, tl.uint32)
-        b_words = (b_words ^ (b_words >> 15)) * tl.full((), 0x85EBCA6B, tl.uint32)
-        b_words = b_words >> 9
-    return b_words.to(tl.float32) * 1.1920928955078125e-07
+        b_word = (b_row[:, None] ^ b_column[None, :]).to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32)
+        b_word = (b_word ^ (b_word >> 15)) * tl.full((), 0x85EBCA6B, tl.uint32)
+        return ((b_word >> 9) | _ONE).to(tl.float32, bitcast=True)
+    else:
+        return (b_row[:, None] ^ (b_column | _ONE)[None, :]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _joined(b_code, WIDTH: tl.constexpr):
+    """The bytes of a plane, (B_K, 8 · WIDTH): byte i holds the elements i, i + h, …. b_code: int32 (B_K, 64)."""
+    if WIDTH == 8:
+        return b_code.to(tl.uint8)
+    else:
+        PER: tl.constexpr = 8 // WIDTH
+        b_part = tl.reshape(b_code, (b_code.shape[0], PER, 8 * WIDTH))
+        return tl.sum(b_part << (tl.arange(0, PER) * WIDTH)[None, :, None], axis=1).to(tl.uint8)
+
+
+@triton.jit
+def _store_group(
+    b_z, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales,
+    BITS: tl.constexpr, MIXED: tl.constexpr = False,
+):  # fmt: skip
+    """Round a whole group of a tile, which is rotated, and store its codes and scales.
+
+    b_z: float32 (B_K, 64). b_row, b_column: see tile_words. o_k: int64 (B_K,), rows of the packed matrix. m_k: rows
+    that exist. i_g: number of the group. row_bytes, n_groups: bytes of a row of codes, and of scales. p_codes: uint8
+    (K, row_bytes). p_scales: uint8 (K, n_groups).
+    """
+    MIDDLE: tl.constexpr = (2**BITS - 1) / 2
+    SHARE: tl.constexpr = (1 + 2**-18) / ((2**BITS - 1) / 2)
+    # Of a NaN or an infinity, the rotation makes NaN or infinite of all 64.
+    b_byte = _scale_byte(tl.max(tl.abs(b_z), axis=1) * SHARE)
+    tl.store(p_scales + o_k * n_groups + i_g, b_byte.to(tl.uint8), mask=m_k)
+    b_inverse = 1.0 / _power_of(b_byte)
+    # The sum is at least 1/2 and rounded to a whole number, by the last bit of 3 · 2²²: that of the code.
+    b_code = b_z * b_inverse[:, None] + (MIDDLE - 0.5) + dither(b_row, b_column, MIXED)
+    b_code = (b_code + 12582911.0).to(tl.int32, bitcast=True)
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * BITS)
+    if BITS == 3:
+        p_low, p_high = p_bytes[:, None] + tl.arange(0, 16)[None, :], p_bytes[:, None] + 16 + tl.arange(0, 8)[None, :]
+        tl.store(p_low, _joined(b_code & 3, 2), mask=m_k[:, None])
+        tl.store(p_high, _joined((b_code >> 2) & 1, 1), mask=m_k[:, None])
+    else:
+        tl.store(p_bytes[:, None] + tl.arange(0, 8 * BITS)[None, :], _joined(b_code, BITS), mask=m_k[:, None])
+
+
+@triton.jit
+def _spread(b_bytes, WIDTH: tl.constexpr, PLACE: tl.constexpr):
+    """Codes of a plane of WIDTH bits, (B_K, 64) from (B_K, 8 · WIDTH), moved to bit PLACE of int32."""
+    PER: tl.constexpr = 8 // WIDTH
+    b_wide = b_bytes.to(tl.int32)[:, None, :] << (PLACE - tl.arange(0, PER) * WIDTH)[None, :, None]
+    return tl.reshape(b_wide, (b_bytes.shape[0], 64)) & ((2**WIDTH - 1) << PLACE)
+
+
+@triton.jit
+def _load_group(
+    p_codes, p_scales, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups,
+    BITS: tl.constexpr, MIXED: tl.constexpr = False,
+):  # fmt: skip
+    """A whole group of some rows, still rotated and by its scales, float32 (B_K, 64), and these, float32 (B_K,).
+
+    Arguments as for _store_group. Scales are 0 for rows masked out.
+    """
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * BITS)
+    # Codes lie in the mantissas of 256 … 512, in steps of 2¹⁵.
+    if BITS == 3:
+        p_low, p_high = p_bytes[:, None] + tl.arange(0, 16)[None, :], p_bytes[:, None] + 16 + tl.arange(0, 8)[None, :]
+        b_code = _spread(tl.load(p_low, mask=m_k[:, None], other=0), 2, 15)
+        b_code |= _spread(tl.load(p_high, mask=m_k[:, None], other=0), 1, 17)
+    else:
+        p_bytes = p_bytes[:, None] + tl.arange(0, 8 * BITS)[None, :]
+        b_code = _spread(tl.load(p_bytes, mask=m_k[:, None], other=0), BITS, 15)
+    b_byte = tl.load(p_scales + o_k * n_groups + i_g, mask=m_k, other=0).to(tl.int32)
+    b_code = (b_code | 0x43800000).to(tl.float32, bitcast=True) - (256 + (2**BITS - 1) / 2 - 1.5)
+    return b_code - dither(b_row, b_column, MIXED), scale_of(b_byte)
 
 
 @triton.jit
 def _store_plane(b_codes, size, m_k, p_bytes, WIDTH: tl.constexpr):
-    """Store codes of WIDTH bits, float32 (B_K, 64), of ``size`` columns; p_bytes: of the first byte of each row.
+    """Store codes of WIDTH bits of a short group, float32 (B_K, 64); p_bytes: of the first byte of each row.
 
     Byte i holds the elements i, i + h, …, h bytes in all: a product with powers of two, which is exact.
     """
@@ -112,75 +195,27 @@ def _store_plane(b_codes, size, m_k, p_bytes, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store_packed(
-    b_z, seed, o_k, m_k, i_g, n_columns, p_codes, p_scales,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr = False,
+def _store_short(
+    b_z, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, p_codes, p_scales,
+    BITS: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Round one group of a tile and store its codes and scales.
-
-    b_z: float32 (B_K, 64). seed: int64 scalar. o_k: int64 (B_K,), rows of the packed matrix. m_k: rows that exist.
-    i_g: number of the group. p_codes: uint8 (K, ⌈I·BITS/8⌉). p_scales: uint8 (K, ⌈I/64⌉).
-    """
+    """As _store_group, of a last group of ``size`` columns, which is not rotated."""
     MIDDLE: tl.constexpr = (2**BITS - 1) / 2
     SHARE: tl.constexpr = (1 + 2**-18) / ((2**BITS - 1) / 2)
-    o_j = tl.arange(0, 64)
-    size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
-    m_j = o_j < size
-    if size == 64:
-        b_z = tl.dot(b_z, _rotation_signs(seed)[:, None] * _hadamard(), input_precision=PRECISION)
-    b_z = tl.where(m_j[None, :], b_z, 0.0)
+    b_z = tl.where((tl.arange(0, 64) < size)[None, :], b_z.to(tl.float32), 0.0)
     # The order of absolute values is that of their bits, of which a NaN has the largest.
     b_top = tl.max(b_z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     b_byte = _scale_byte(b_top.to(tl.float32, bitcast=True) * SHARE)
-    tl.store(p_scales + o_k * tl.cdiv(n_columns, 64) + i_g, b_byte.to(tl.uint8), mask=m_k)
-
-    b_scale = _power_of(b_byte)
-    b_inverse = tl.math.div_rn(b_scale * 0 + 1, b_scale)
-    b_codes = tl.floor(b_z * b_inverse[:, None] + MIDDLE + _dither(seed, o_k, i_g * 64 + o_j, MIXED))
-    b_codes = tl.where((b_byte == 255)[:, None], 0.0, b_codes)  # a NaN times 0 would reach the others' bytes
-    p_bytes = p_codes + o_k * _code_bytes(n_columns, BITS) + i_g * (8 * BITS)
+    tl.store(p_scales + o_k * n_groups + i_g, b_byte.to(tl.uint8), mask=m_k)
+    b_codes = b_z * (1.0 / _power_of(b_byte))[:, None] + (MIDDLE - 1.0) + dither(b_row, b_column, MIXED)
+    b_codes = tl.where((b_byte == 255)[:, None], 0.0, tl.floor(b_codes))  # a NaN would reach the others' bytes
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * BITS)
     if BITS == 3:
         b_high = tl.floor(b_codes * 0.25)
         _store_plane(b_codes - 4 * b_high, size, m_k, p_bytes, 2)
         _store_plane(b_high, size, m_k, p_bytes + (size * 2 + 7) // 8, 1)
     else:
         _store_plane(b_codes, size, m_k, p_bytes, BITS)
-
-
-@triton.jit
-def store_tile(
-    b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_scales,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, B_D: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of a sketch, packed if BITS is not 0.
-
-    b_z: float32 (B_K, B_D). o_k: int64 (B_K,). m_k: rows that exist. i_d: int64, number of the tile among the columns.
-    p_z: (K, n_columns), or codes. p_scales: see store_packed.
-    """
-    if BITS == 0:
-        o_d = i_d * B_D + tl.arange(0, B_D)
-        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
-        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_d < n_columns)[None, :])
-    else:
-        store_packed(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_scales, BITS, PRECISION)
-
-
-@triton.jit
-def _pack_kernel(
-    p_z, p_seed, p_codes, p_scales, n_rows, n_columns, stride,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, B_K: tl.constexpr,
-):  # fmt: skip
-    """One tile of B_K rows and one group.
-
-    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). p_codes, p_scales: see store_packed.
-    """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
-    o_j = i_g * 64 + tl.arange(0, 64)
-    m_k = o_k < n_rows
-    m_z = m_k[:, None] & (o_j < n_columns)[None, :]
-    b_z = tl.load(p_z + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    store_packed(b_z, tl.load(p_seed), o_k, m_k, i_g, n_columns, p_codes, p_scales, BITS, PRECISION)
 
 
 @triton.jit
@@ -194,73 +229,188 @@ def _load_plane(p_bytes, size, m_k, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(p_codes, p_scales, seed, o_k, m_k, i_g, n_columns, BITS: tl.constexpr, MIXED: tl.constexpr = False):
-    """One group of some rows, left rotated, float32 (B_K, 64), and its scales, float32 (B_K,); 0 for rows masked out.
-
-    p_codes: uint8 (K, ⌈I·BITS/8⌉). p_scales: uint8 (K, ⌈I/64⌉). seed: int64 scalar. o_k: int64 (B_K,), rows of the
-    packed matrix. m_k: rows that exist. i_g: int64, number of the group. The columns beyond the last are not zero.
-    """
-    MIDDLE: tl.constexpr = (2**BITS - 1) / 2
-    o_j = tl.arange(0, 64)
-    size = tl.minimum(n_columns - i_g * 64, 64).to(tl.int32)
-    p_bytes = p_codes + o_k * _code_bytes(n_columns, BITS) + i_g * (8 * BITS)
+def _load_short(
+    p_codes, p_scales, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups,
+    BITS: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """As _load_group, of a last group of ``size`` columns, with 0 in the columns beyond."""
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * BITS)
     if BITS == 3:
         b_codes = _load_plane(p_bytes, size, m_k, 2) + 4 * _load_plane(p_bytes + (size * 2 + 7) // 8, size, m_k, 1)
     else:
         b_codes = _load_plane(p_bytes, size, m_k, BITS)
-    b_byte = tl.load(p_scales + o_k * tl.cdiv(n_columns, 64) + i_g, mask=m_k, other=0).to(tl.int32)
-    b_scale = _scale_of(b_byte)
-    b_u = _dither(seed, o_k, i_g * 64 + o_j, MIXED)
-    return (b_codes.to(tl.float32) - MIDDLE - (b_u - 0.5)) * b_scale[:, None], b_scale
+    b_byte = tl.load(p_scales + o_k * n_groups + i_g, mask=m_k, other=0).to(tl.int32)
+    b_z = b_codes.to(tl.float32) - ((2**BITS - 1) / 2 - 1.5) - dither(b_row, b_column, MIXED)
+    return tl.where((tl.arange(0, 64) < size)[None, :], b_z, 0.0), scale_of(b_byte)
+
+
+@triton.jit
+def store_packed(
+    b_z, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+    BITS: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, MIXED: tl.constexpr = False,
+):  # fmt: skip
+    """Pack any group of a tile: rotate it, or not if it is a short one.
+
+    b_z: (B_K, 64). b_rotation: see rotation. TAIL: whether the last group is a short one. The others: see _store_group.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    if TAIL:
+        size = n_columns - i_g * 64
+        if size < 64:
+            _store_short(
+                b_z, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED
+            )
+        else:
+            b_z = rotated(b_z, b_rotation, IEEE)
+            _store_group(b_z, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
+    else:
+        b_z = rotated(b_z, b_rotation, IEEE)
+        _store_group(b_z, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
 
 
 @triton.jit
 def load_packed(
-    p_codes, p_scales, seed, o_k, m_k, i_g, n_columns,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr = False,
+    p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes,
+    BITS: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, MIXED: tl.constexpr = False,
 ):  # fmt: skip
-    """As load_rotated, with the rotation undone, and 0 in the columns beyond the last."""
-    b_z, b_scale = load_rotated(p_codes, p_scales, seed, o_k, m_k, i_g, n_columns, BITS, MIXED)
-    if n_columns - i_g * 64 >= 64:
-        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(seed)[None, :]
+    """Any group of some rows, float32 (B_K, 64), and its scales, float32 (B_K,); 0 for columns and rows masked out.
+
+    b_rotation: BACK, in the dtype that the group is multiplied in before it is scaled. No element is beyond 128 then:
+    float16 rounds it by 2⁻¹². The others: see store_packed.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    if TAIL:
+        size = n_columns - i_g * 64
+        if size < 64:
+            b_z, b_scale = _load_short(
+                p_codes, p_scales, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, BITS, MIXED
+            )
+        else:
+            b_z, b_scale = _load_group(
+                p_codes, p_scales, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, BITS, MIXED
+            )
+            b_z = rotated(b_z.to(b_rotation.dtype), b_rotation, IEEE)
     else:
-        b_z = tl.where((i_g * 64 + tl.arange(0, 64) < n_columns)[None, :], b_z, 0.0)
-    return b_z, b_scale
+        b_z, b_scale = _load_group(p_codes, p_scales, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, BITS, MIXED)
+        b_z = rotated(b_z.to(b_rotation.dtype), b_rotation, IEEE)
+    return b_z * b_scale[:, None], b_scale
 
 
 @triton.jit
+def store_codes(
+    b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, WIDTH: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """Store codes alone of any group: the lowest WIDTH bits of int32 (B_K, 64). The others: see store_packed."""
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * WIDTH)
+    if TAIL:
+        size = n_columns - i_g * 64
+        if size < 64:
+            _store_plane((b_code & (2**WIDTH - 1)).to(tl.float32), size, m_k, p_bytes, WIDTH)
+        else:
+            p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+            tl.store(p_bytes, _joined(b_code, WIDTH), mask=m_k[:, None])
+    else:
+        tl.store(p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :], _joined(b_code, WIDTH), mask=m_k[:, None])
+
+
+@triton.jit
+def load_codes(o_k, m_k, i_g, n_columns, row_bytes, p_codes, WIDTH: tl.constexpr, TAIL: tl.constexpr):
+    """What store_codes has stored, float32 (B_K, 64): 256 and the code."""
+    p_bytes = p_codes + o_k * row_bytes + i_g * (8 * WIDTH)
+    if TAIL:
+        size = n_columns - i_g * 64
+        if size < 64:
+            b_code = _load_plane(p_bytes, size, m_k, WIDTH) << 15
+        else:
+            p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+            b_code = _spread(tl.load(p_bytes, mask=m_k[:, None], other=0), WIDTH, 15)
+    else:
+        p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+        b_code = _spread(tl.load(p_bytes, mask=m_k[:, None], other=0), WIDTH, 15)
+    return (b_code | 0x43800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_tile(
+    b_z, p_seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales,
+    BITS: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a sketch, packed if BITS is not 0.
+
+    b_z: float32 (B_K, B_D). begin: int64 scalar, the first row. m_k: rows that exist. i_d: int64, number of the tile
+    among the columns. p_z: (K, n_columns), or codes. The others: see store_packed.
+    """
+    o_k = begin + tl.arange(0, B_K)
+    if BITS == 0:
+        o_d = i_d * B_D + tl.arange(0, B_D)
+        p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
+        tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_d < n_columns)[None, :])
+    else:
+        b_row, b_column = tile_words(p_seed, begin, i_d, B_K)
+        b_rotation = rotation(p_seed, tl.float32)
+        store_packed(
+            b_z, b_rotation, b_row, b_column, o_k, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL
+        )
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _pack_kernel(
+    p_z, p_seed, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
+    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    B_K: tl.constexpr,
+):  # fmt: skip
+    """n_tiles tiles of B_K rows and one group.
+
+    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). HALF: the dtype of a half type in which tiles are
+    multiplied, or float32. The others: see store_packed.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    b_rotation = rotation(p_seed, HALF)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        b_z = tl.load(p_z + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0)
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        store_packed(
+            b_z, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales, BITS, IEEE, TAIL
+        )
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _unpack_kernel(
-    p_codes, p_scales, p_seed, p_z, n_rows, n_columns, BITS: tl.constexpr, B_K: tl.constexpr
+    p_codes, p_scales, p_seed, p_z, n_rows, n_tiles, n_columns, row_bytes,
+    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    B_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of B_K rows and one group, left rotated.
+    """n_tiles tiles of B_K rows and one group.
 
-    p_codes, p_scales: see load_rotated. p_seed: int64 (1,). p_z: (K, I), contiguous.
+    p_codes, p_scales: see load_packed. p_seed: int64 (1,). p_z: (K, I), contiguous. HALF: see load_packed.
     """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_j = i_g * 64 + tl.arange(0, 64)
-    m_k = o_k < n_rows
-    b_z, _ = load_rotated(p_codes, p_scales, tl.load(p_seed), o_k, m_k, i_g, n_columns, BITS)
-    p_tile = p_z + o_k[:, None] * n_columns + o_j[None, :]
-    tl.store(p_tile, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_j < n_columns)[None, :])
+    b_rotation = rotation(p_seed, HALF, True)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_z, _ = load_packed(
+            p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL
+        )
+        tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
-@triton.jit
-def _unrotate_kernel(
-    p_m, p_seed, p_z, n_rows, n_columns, stride, PRECISION: tl.constexpr, B_K: tl.constexpr
-):  # fmt: skip
-    """One tile of B_K rows and one group.
-
-    p_m: (O, I), rows ``stride`` apart. p_seed: int64 (1,). p_z: (O, I), contiguous.
-    """
-    i_g = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
-    o_j = i_g * 64 + tl.arange(0, 64)
-    m_z = (o_k < n_rows)[:, None] & (o_j < n_columns)[None, :]
-    b_z = tl.load(p_m + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-    if n_columns - i_g * 64 >= 64:
-        b_z = tl.dot(b_z, _hadamard(), input_precision=PRECISION) * _rotation_signs(tl.load(p_seed))[None, :]
-    tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
+def code_bytes(columns: int, bits: int) -> int:
+    """Bytes of the codes of a row."""
+    return sum(-(-columns * width // 8) for width in PLANES[bits])
 
 
 def empty_sketch(
@@ -269,43 +419,57 @@ def empty_sketch(
     """A sketch in a dtype, or in that of another tensor, and no scales; or codes and scales; not filled."""
     if bits is None:
         return torch.empty(rows, columns, dtype=dtype or like.dtype, device=like.device), None
-    size = sum(-(-columns * width // 8) for width in ((2, 1) if bits == 3 else (bits,)))
-    codes = torch.empty(rows, size, dtype=torch.uint8, device=like.device)
-    return codes, torch.empty(rows, -(-columns // GROUP), dtype=torch.uint8, device=like.device)
+    codes = torch.empty(rows, code_bytes(columns, bits), dtype=torch.uint8, device=like.device)
+    return codes, torch.empty(rows, triton.cdiv(columns, GROUP), dtype=torch.uint8, device=like.device)
 
 
-def pack(matrix: torch.Tensor, bits: int, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tiles(rows: int, groups: int) -> tuple[int, tuple[int]]:
+    """Tiles of 64 rows that a program takes, and the grid: several where enough programs are left for a device."""
+    count = triton.cdiv(rows, ROWS)
+    taken = max(1, min(8, count * groups // 2048))
+    return taken, (triton.cdiv(count, taken) * groups,)
+
+
+def pack(
+    matrix: torch.Tensor, bits: int, seed: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a matrix to ``bits`` per element, at random and without bias.
 
     Args:
         matrix: float16, bfloat16 or float32, shape (K, I), any row stride.
         bits: 8, 4, 3 or 2.
         seed: int64, shape (1,), on the device of ``matrix``.
+        out: The result is written into them, contiguous; None makes them.
 
     Returns:
         Codes, uint8, shape (K, ⌈I·bits/8⌉), and scales, uint8, shape (K, ⌈I/64⌉).
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
-    codes, scales = empty_sketch(rows, columns, bits, matrix)
+    codes, scales = empty_sketch(rows, columns, bits, matrix) if out is None else out
     if matrix.numel():
-        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, scales.shape[1])
         with on_device(matrix):
             _pack_kernel[grid](
-                matrix, seed, codes, scales, rows, columns, matrix.stride(0),
-                BITS=bits, PRECISION=precision(), B_K=32, num_warps=4,
+                matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], BITS=bits,
+                HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return codes, scales
 
 
 def unpack(
-    codes: torch.Tensor, scales: torch.Tensor, seed: torch.Tensor, bits: int, columns: int, dtype: torch.dtype
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    seed: torch.Tensor,
+    bits: int,
+    columns: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the matrix that packed storage stands for, its whole groups still rotated.
+    """Return the matrix that packed storage stands for.
 
     Args:
-        codes: uint8, shape (K, ⌈I·bits/8⌉).
-        scales: uint8, shape (K, ⌈I/64⌉).
+        codes: uint8, shape (K, ⌈I·bits/8⌉), contiguous.
+        scales: uint8, shape (K, ⌈I/64⌉), contiguous.
         seed: The seed it was packed with, int64, shape (1,).
         bits: 8, 4, 3 or 2.
         columns: I.
@@ -317,29 +481,12 @@ def unpack(
     rows = codes.shape[0]
     matrix = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if matrix.numel():
-        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, scales.shape[1])
+        half = product_type(dtype if dtype == torch.float32 else torch.float16)
         with on_device(codes):
-            _unpack_kernel[grid](codes, scales, seed, matrix, rows, columns, BITS=bits, B_K=32, num_warps=4)
+            _unpack_kernel[grid](
+                codes, scales, seed, matrix, rows, taken, columns, codes.shape[1], BITS=bits,
+                HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+            )  # fmt: skip
     return matrix
 
-
-def unrotate(matrix: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """Undo the rotation of a matrix's whole groups of 64 columns.
-
-    Args:
-        matrix: A result of ``unpack``, or a product of any matrix with it, shape (O, I), any row stride.
-        seed: The seed it was packed with, int64, shape (1,).
-
-    Returns:
-        Shape (O, I), dtype of ``matrix``.
-    """
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    rows, columns = matrix.shape
-    result = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device)
-    if result.numel():
-        grid = (triton.cdiv(rows, 32), triton.cdiv(columns, GROUP))
-        with on_device(matrix):
-            _unrotate_kernel[grid](
-                matrix, seed, result, rows, columns, matrix.stride(0), PRECISION=precision(), B_K=32, num_warps=4
-            )
-    return result

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, words
-from .launch import on_device, precision
-from .packing import empty_sketch, store_tile
+from .launch import is_ieee, on_device
+from .packing import GROUP, empty_sketch, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_words", "n_segments", "n_rows"])
 def _hash_kernel(p_seed, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl.constexpr):
     """B_N words of 32 signs, and as many shifts: drawn once, where every tile would draw them again.
 
@@ -22,24 +22,24 @@ def _hash_kernel(p_seed, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl
     tl.store(p_shifts + o_n, tl.where(o_n == 0, 0, b_shifts), mask=o_n < n_segments)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "n_rows"])
 def _sparse_sketch_kernel(
     p_m, p_seed, p_words, p_shifts, p_order, p_count, p_index, p_scale, p_z, p_scales,
-    n_tokens, n_rows, n_columns, stride,
-    HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    n_tokens, n_rows, n_columns, stride, row_bytes,
+    HASHED: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
     B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of SᵀM, (B_K, B_D).
 
     p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_words, p_shifts: see _hash_kernel. p_order: int64 (N,),
     valid rows first. p_count: int64 (1,), how many are valid. p_index: int32 or int64 (K,), and p_scale:
-    float32 (K,), the gathered rows. p_z: (K, D), or codes. p_scales: see store_packed.
+    float32 (K,), the gathered rows. p_z: (K, D), or codes. row_bytes, p_scales: see store_packed.
     """
     i_d = tl.program_id(1).to(tl.int64)
-    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
+    begin = tl.program_id(0).to(tl.int64) * B_K
+    o_k = begin + tl.arange(0, B_K)
     o_d = i_d * B_D + tl.arange(0, B_D)
     m_k, m_d = o_k < n_rows, o_d < n_columns
-    seed = tl.load(p_seed) if BITS else 0
     b_z = tl.zeros((B_K, B_D), dtype=tl.float32)
     if HASHED:
         count = tl.load(p_count) if MASKED else n_tokens
@@ -59,7 +59,7 @@ def _sparse_sketch_kernel(
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
         b_z = b_m.to(tl.float32) * b_scale[:, None]
-    store_tile(b_z, seed, o_k, m_k, i_d, n_columns, p_z, p_scales, BITS, PRECISION, B_D)
+    store_tile(b_z, p_seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_K, B_D)
 
 
 def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,8 +109,9 @@ def sparse_sketch(
             signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
             _sparse_sketch_kernel[grid](
                 matrix, seed, signs, shifts, order, count, index, scale, z, scales,
-                tokens, rows, columns, matrix.stride(0),
-                HASHED=index is None, MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+                tokens, rows, columns, matrix.stride(0), z.shape[1],
+                HASHED=index is None, MASKED=order is not None, BITS=bits or 0, IEEE=is_ieee(),
+                TAIL=columns % GROUP != 0,
                 B_K=tile[0], B_D=tile[1], num_warps=4,
             )  # fmt: skip
     return z if scales is None else (z, scales)
