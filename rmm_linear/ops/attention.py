@@ -31,7 +31,7 @@ from rmm_linear.packing import masks as plain_masks
 from rmm_linear.packing.attention import AttentionSpec, Bits, additive, attention_parts, parts_of, score_rows
 from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
 from rmm_linear.packing.pack import unrotate
-from rmm_linear.packing.stored import empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
 _ALIGNED = 16  # elements: of the rows of a mask, in memory
@@ -107,7 +107,7 @@ def pack_attention(
     """
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
-    stored = empty_stored(query, parts).zero_()  # between the parts as well: the same bytes for the same seed
+    stored = blank_stored(query, parts)
     seeds, *places = views(stored, parts)
     fill_seeds(seeds, seed)
     for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):

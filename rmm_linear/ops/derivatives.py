@@ -17,7 +17,7 @@ from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.derivatives import stored_layout, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
-from rmm_linear.packing.stored import empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seed
 
 
@@ -34,9 +34,12 @@ def _activate_plainly(
     return function(wide(x)).to(x.dtype)
 
 
-def _square_plainly(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _square_plainly(
+    x: Tensor, bits: int, seed: Tensor, index: Tensor | None, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     kept = torch.relu(x)
-    return wide(kept).square().to(x.dtype), *PACK(kept if index is None else kept.index_select(0, index), bits, seed)
+    rows = kept if index is None else kept.index_select(0, index)
+    return wide(kept).square().to(x.dtype), *PACK(rows, bits, seed, out=out)
 
 
 def _functions() -> Iterator[tuple[Pointwise, int]]:
@@ -104,7 +107,7 @@ def pack_derivative(
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
-    stored = empty_stored(x, parts).zero_()
+    stored = blank_stored(x, parts)
     if function.is_exact:
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
         return stored
@@ -170,17 +173,14 @@ def activate_and_pack(
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)
-    stored = empty_stored(x, parts).zero_()
+    stored = blank_stored(x, parts)
     if function.is_exact:
         return ACTIVATE(x, views(stored, parts)[0], function, bits, None, index).contiguous(), stored
     seeds, *tensors = views(stored, parts)
     fill_seed(seeds, seed)
     if function.is_bounded:
         return ACTIVATE(x, tensors[0], function, bits, seeds, index).contiguous(), stored
-    output, *packed = SQUARE(x, bits, seeds, index)
-    for view, tensor in zip(tensors, packed, strict=True):
-        view.copy_(tensor)
-    return output.contiguous(), stored
+    return SQUARE(x, bits, seeds, index, out=tuple(tensors))[0].contiguous(), stored
 
 
 @activate_and_pack.register_fake

@@ -262,15 +262,20 @@ def into(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make of an implementation that returns new tensors one that also writes them into given ones, ``out``."""
 
     @functools.wraps(function)
-    def run(*arguments: Any, out: Sequence[Tensor] | None = None, **named: Any) -> Any:
+    def run(*arguments: Any, out: Sequence[Any] | None = None, **named: Any) -> Any:
         made = function(*arguments, **named)
-        if out is None:
-            return made
-        for place, one in zip(out, made, strict=True):
-            place.copy_(one)
-        return out
+        return made if out is None else _copy(out, made)
 
     return run
+
+
+def _copy(places: Any, made: Any) -> Any:
+    """Copy tensors, or sequences of them and of None, to those in their places."""
+    if isinstance(made, Tensor):
+        return places.copy_(made)
+    for place, one in zip(places, made, strict=True) if made is not None else ():
+        _copy(place, one)
+    return places
 
 
 def runs_fused(x: Tensor, is_composed: bool) -> bool:

@@ -9,21 +9,29 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops import triton
-from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
+from rmm_linear.ops.dispatch import Call, Case, call, into, operation, operator
 from rmm_linear.ops.native import gated as native
 from rmm_linear.packing import GROUP, WIDTHS
 from rmm_linear.packing import gated as plain
 from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import Pointwise
-from rmm_linear.packing.stored import empty_stored, stored_bytes, views
+from rmm_linear.packing.stored import blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
 
 def _gate_plainly(
-    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    seeds: Tensor,
+    activation: str,
+    bits: int,
+    wanted: tuple[bool, bool],
+    index: Tensor | None,
+    *,
+    out: list[Packed | None] | None = None,
 ) -> tuple[Tensor, list[Packed | None]]:
-    packed = PACK_GATED(a, b, seeds, activation, bits, wanted, index)
+    packed = PACK_GATED(a, b, seeds, activation, bits, wanted, index, out=out)
     return Pointwise(activation)(wide(a)).to(a.dtype) * b, packed
 
 
@@ -49,7 +57,9 @@ def _seeds() -> Tensor:
 
 
 # In C and in the kernels the products themselves differ by 2⁻²² or so, and more than that near 0.
-PACK_GATED = operation("PACK_GATED", plain.pack_gated, native.pack_gated, triton.pack_gated, _pack_samples, moved=0.01)
+PACK_GATED = operation(
+    "PACK_GATED", into(plain.pack_gated), into(native.pack_gated), triton.pack_gated, _pack_samples, moved=0.01
+)
 APPLY_GATED = operation("APPLY_GATED", plain.apply_gated, native.apply_gated, triton.apply_gated, _apply_samples)
 GATE = operation("GATE", _gate_plainly, None, triton.gate, _pack_samples, moved=0.01)
 
@@ -90,13 +100,18 @@ def keep_gated(
     check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     parts = stored_parts(rows, columns, bits, needs_a + needs_b)
-    stored = empty_stored(a, parts).zero_()
+    stored = blank_stored(a, parts)
     seeds, *tensors = views(stored, parts)
     fill_seeds(seeds, seed)
-    packed = PACK_GATED(a, b, seeds, activation, bits, (needs_a, needs_b), index)
-    for view, tensor in zip(tensors, [tensor for one in packed for tensor in one or ()], strict=True):
-        view.copy_(tensor)
+    out = _packed(tensors, needs_a, needs_b)
+    PACK_GATED(a, b, seeds, activation, bits, (needs_a, needs_b), index, out=out)
     return stored
+
+
+def _packed(tensors: Sequence[Tensor], needs_a: bool, needs_b: bool) -> list[Packed | None]:
+    """Return codes and scales of both products, None where one is not stored."""
+    pairs = iter([Packed(*tensors[place : place + 2]) for place in range(0, len(tensors), 2)])
+    return [next(pairs) if needed else None for needed in (needs_a, needs_b)]
 
 
 @keep_gated.register_fake
@@ -123,9 +138,7 @@ def _apply(
 ) -> tuple[Tensor | None, Tensor | None]:
     rows, columns = y.shape[0] if index is None else index.shape[0], y.shape[1]
     seeds, *tensors = views(stored, stored_parts(rows, columns, bits, needs_a + needs_b))
-    pairs = iter([Packed(*tensors[place : place + 2]) for place in range(0, len(tensors), 2)])
-    packed = [next(pairs) if needed else None for needed in (needs_a, needs_b)]
-    first, second = APPLY_GATED(y, seeds, packed, bits, index)
+    first, second = APPLY_GATED(y, seeds, _packed(tensors, needs_a, needs_b), bits, index)
     return first, second
 
 
@@ -163,12 +176,11 @@ def gate_and_pack(
     """
     check_factors(a, b)
     parts = stored_parts(len(a) if index is None else len(index), a.shape[1], bits, needs_a + needs_b)
-    stored = empty_stored(a, parts).zero_()
+    stored = blank_stored(a, parts)
     seeds, *tensors = views(stored, parts)
     fill_seeds(seeds, seed)
-    output, packed = GATE(a, b, seeds, activation, bits, (needs_a, needs_b), index)
-    for view, tensor in zip(tensors, [tensor for one in packed for tensor in one or ()], strict=True):
-        view.copy_(tensor)
+    out = _packed(tensors, needs_a, needs_b)
+    output, _ = GATE(a, b, seeds, activation, bits, (needs_a, needs_b), index, out=out)
     return output.contiguous(), stored
 
 

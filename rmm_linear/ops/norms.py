@@ -14,8 +14,8 @@ from rmm_linear.ops.native import norms as native
 from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
 from rmm_linear.packing.norms import NormCopy, norm_parts
-from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seed, seed_on
+from rmm_linear.packing.stored import blank_stored, stored_bytes, views
+from rmm_linear.sketches.seeds import fill_seed
 
 _EPS = 1e-5  # of samples
 
@@ -30,9 +30,11 @@ def _normalize_plainly(
     eps: float,
     centered: bool = True,
     index: Tensor | None = None,
+    *,
+    out: NormCopy | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output = plain.normalize(x, gamma, beta, dtypes, eps, centered)
-    return output, *PACK_NORM(x, bits, seed, eps, centered, index)
+    return output, *PACK_NORM(x, bits, seed, eps, centered, index, out=out)
 
 
 def _pack_samples(case: Case) -> Iterator[Call]:
@@ -56,7 +58,7 @@ def _normalize_samples(case: Case) -> Iterator[Call]:
 
 
 PACK_NORM = operation(
-    "PACK_NORM", into(plain.pack_norm), native.pack_norm, into(triton.pack_norm), _pack_samples, moved=0.002
+    "PACK_NORM", into(plain.pack_norm), native.pack_norm, triton.pack_norm, _pack_samples, moved=0.002
 )
 NORM_GRADIENTS = operation(
     "NORM_GRADIENTS", plain.norm_gradients, native.norm_gradients, triton.norm_gradients, _gradients_samples
@@ -108,7 +110,7 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
-    stored = empty_stored(x, parts).zero_()
+    stored = blank_stored(x, parts)
     seeds, rstd, codes, scales = views(stored, parts)
     fill_seed(seeds, seed)
     PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, scales, rstd))
@@ -136,9 +138,12 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
     """
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
-    seeds = seed_on(x.device, seed)
-    output, *saved = NORMALIZE(matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index)
-    return output.contiguous().view(x.shape), _store(seeds, NormCopy(*saved), parts)
+    stored = blank_stored(x, parts)
+    seeds, rstd, codes, scales = views(stored, parts)
+    fill_seed(seeds, seed)
+    out = NormCopy(codes, scales, rstd)
+    how = matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index
+    return NORMALIZE(*how, out=out)[0].contiguous().view(x.shape), stored
 
 
 @normalize_and_pack.register_fake
@@ -193,9 +198,3 @@ def _matrix(x: Tensor, dims: int) -> Tensor:
     """Return the rows of an input, shape (N, H)."""
     return x.reshape(-1, math.prod(x.shape[-dims:])) if x.numel() else x.new_empty(_shape(x.shape, dims))
 
-
-def _store(seeds: Tensor, saved: NormCopy, parts: list[Part]) -> Tensor:
-    stored = empty_stored(seeds, parts).zero_()
-    for view, tensor in zip(views(stored, parts), (seeds, saved.rstd, saved.codes, saved.scales), strict=True):
-        view.copy_(tensor)
-    return stored

@@ -161,7 +161,7 @@ UNPACKED_PRODUCT = operation(
     native_dtypes=FLOATS, by_row=False,
 )  # fmt: skip
 PACK = operation(
-    "PACK", into(packing.pack), native.pack, into(triton.pack), _pack_samples, native_dtypes=FLOATS, moved=0.002
+    "PACK", into(packing.pack), native.pack, triton.pack, _pack_samples, native_dtypes=FLOATS, moved=0.002
 )  # fmt: skip
 UNPACK = operation(
     "UNPACK", packing.unpack, native.unpack, triton.unpack, _unpack_samples, native_dtypes=FLOATS

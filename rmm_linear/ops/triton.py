@@ -97,9 +97,11 @@ def unpacked_product(
     return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
-def pack(matrix: Tensor, bits: int, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack as :func:`rmm_linear.packing.pack` does."""
-    return kernels().pack(matrix, packing.check_bits(bits), seed)
+def pack(
+    matrix: Tensor, bits: int, seed: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pack as :func:`rmm_linear.packing.pack` does, into ``out`` where it is given."""
+    return kernels().pack(matrix, packing.check_bits(bits), seed, out)
 
 
 def unpack(
@@ -223,16 +225,26 @@ def _described(function: Pointwise, bits: int) -> tuple[str, tuple[float, ...], 
     return function.name, function.parameters, (function.range[0], function.step(bits))
 
 
-def square(x: Tensor, bits: int, seed: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def square(
+    x: Tensor, bits: int, seed: Tensor, index: Tensor | None, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ReLU²(x), and ReLU(x) as :func:`pack` returns it."""
-    return kernels().square_and_pack(x, bits, seed, _listed(index))
+    return kernels().square_and_pack(x, bits, seed, _listed(index), out)
 
 
 def pack_gated(
-    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    seeds: Tensor,
+    activation: str,
+    bits: int,
+    wanted: tuple[bool, bool],
+    index: Tensor | None,
+    *,
+    out: list[Packed | None] | None = None,
 ) -> list[Packed | None]:
     """Pack as :func:`rmm_linear.packing.gated.pack_gated` does."""
-    made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, _listed(index))
+    made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, _listed(index), out)
     return [None if one is None else Packed(*one) for one in made]
 
 
@@ -244,17 +256,32 @@ def apply_gated(
 
 
 def gate(
-    a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    seeds: Tensor,
+    activation: str,
+    bits: int,
+    wanted: tuple[bool, bool],
+    index: Tensor | None,
+    *,
+    out: list[Packed | None] | None = None,
 ) -> tuple[Tensor, list[Packed | None]]:
     """Return act(a) · b, and what :func:`pack_gated` returns."""
-    return kernels().gate_and_pack(a, b, seeds, activation, bits, wanted, _listed(index))
+    return kernels().gate_and_pack(a, b, seeds, activation, bits, wanted, _listed(index), out)
 
 
 def pack_norm(
-    x: Tensor, bits: int, seed: Tensor, eps: float, centered: bool = True, index: Tensor | None = None
+    x: Tensor,
+    bits: int,
+    seed: Tensor,
+    eps: float,
+    centered: bool = True,
+    index: Tensor | None = None,
+    *,
+    out: NormCopy | None = None,
 ) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
-    return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, _listed(index)))
+    return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, _listed(index), out))
 
 
 def norm_gradients(
@@ -281,9 +308,11 @@ def normalize(
     eps: float,
     centered: bool = True,
     index: Tensor | None = None,
+    *,
+    out: NormCopy | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output of a norm, and what :func:`pack_norm` returns."""
-    return kernels().normalize_and_pack(x, gamma, beta, dtypes, bits, seed, eps, centered, _listed(index))
+    return kernels().normalize_and_pack(x, gamma, beta, dtypes, bits, seed, eps, centered, _listed(index), out)
 
 
 def _listed(index: Tensor | None) -> Tensor | None:

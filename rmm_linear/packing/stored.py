@@ -35,6 +35,19 @@ def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
     return like.new_empty(_places(tuple(parts))[1], dtype=torch.uint8)
 
 
+def blank_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Return bytes for parts, uninitialized but for zeros between them: the same seed makes the same bytes.
+
+    What follows seeds is left to :func:`rmm_linear.sketches.seeds.fill_seeds`.
+    """
+    stored, place = empty_stored(like, parts), 0
+    for shape, dtype in parts:
+        end, place = place + math.prod(shape) * dtype.itemsize, place + _padded((shape, dtype))
+        if end < place and dtype != torch.int64:
+            stored[end:place].zero_()
+    return stored
+
+
 def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     """Return the parts of stored bytes."""
     typed = {torch.uint8: stored}

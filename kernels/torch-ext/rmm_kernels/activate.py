@@ -181,7 +181,11 @@ def activate_and_pack(
 
 
 def square_and_pack(
-    x: torch.Tensor, bits: int, seed: torch.Tensor, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    bits: int,
+    seed: torch.Tensor,
+    index: torch.Tensor | None = None,
+    saved: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute relu(x)², and pack relu(x) as ``pack`` does, in one pass.
 
@@ -190,6 +194,7 @@ def square_and_pack(
         bits: 8, 4 or 2.
         seed: int64, shape (1,), on the device of ``x``.
         index: Rows to pack, int64, shape (n,); None for all.
+        saved: Codes and scales are written into them, contiguous; None makes them.
 
     Returns:
         relu(x)² of all rows, shape (N, C), dtype of ``x``; codes, uint8, shape (n, ⌈C·bits/8⌉), and scales, uint8,
@@ -198,7 +203,8 @@ def square_and_pack(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    codes, scales = empty_sketch(rows if index is None else index.shape[0], columns, bits, x)
+    kept = rows if index is None else index.shape[0]
+    codes, scales = empty_sketch(kept, columns, bits, x) if saved is None else saved
     if out.numel():
         grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, GROUP),)
         with on_device(x):

@@ -178,6 +178,12 @@ def _apply_gated_kernel(
             tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 
+def _empty(
+    rows: int, columns: int, bits: int, wanted: tuple[bool, bool], like: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    return [empty_sketch(rows, columns, bits, like) if needed else None for needed in wanted]
+
+
 def pack_gated(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -186,6 +192,7 @@ def pack_gated(
     bits: int,
     wanted: tuple[bool, bool] = (True, True),
     index: torch.Tensor | None = None,
+    out: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Pack p = b · act'(a) and s = act(a), without bias.
 
@@ -197,13 +204,14 @@ def pack_gated(
         bits: 8, 4 or 2.
         wanted: Whether p and s are needed.
         index: Rows to store, int64, shape (n,); None for all.
+        out: The result is written into them, contiguous; None makes them.
 
     Returns:
         For p and for s: codes, uint8, shape (n, ⌈C·bits/8⌉), and scales, uint8, shape (n, ⌈C/64⌉); or None.
     """
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
-    packed = [empty_sketch(rows, columns, bits, a) if needed else None for needed in wanted]
+    packed = _empty(rows, columns, bits, wanted, a) if out is None else out
     if rows and columns:
         taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
         with on_device(a):
@@ -224,6 +232,7 @@ def gate_and_pack(
     bits: int,
     wanted: tuple[bool, bool] = (True, True),
     index: torch.Tensor | None = None,
+    saved: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor] | None]]:
     """Compute act(a) · b, and pack what ``pack_gated`` does, in one pass.
 
@@ -235,13 +244,14 @@ def gate_and_pack(
         bits: 8, 4 or 2.
         wanted: Whether p and s are needed.
         index: Rows to store, int64, shape (n,); None for all.
+        saved: The result of ``pack_gated`` is written into them, contiguous; None makes them.
 
     Returns:
         act(a), rounded to the dtype of ``a``, times b, of all rows, shape (N, C); and the result of ``pack_gated``.
     """
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     (rows, columns), stored = a.shape, a.shape[0] if index is None else index.shape[0]
-    packed = [empty_sketch(stored, columns, bits, a) if needed else None for needed in wanted]
+    packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if out.numel():
         taken, grid = tiles(rows, triton.cdiv(columns, GROUP))

@@ -15,6 +15,7 @@ from .launch import is_ieee, on_device, product_type
 
 GROUP = 64
 ROWS = 64  # of a tile: what the matrix unit takes at once
+_PROGRAMS = 768  # the fewest that keep an H200 busy, as measured
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 _STREAM = tl.constexpr(3)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
@@ -261,11 +262,11 @@ def store_packed(
                 b_z, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED
             )
         else:
-            b_z = rotated(b_z, b_rotation, IEEE)
-            _store_group(b_z, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
+            b_whole = rotated(b_z, b_rotation, IEEE)
+            _store_group(b_whole, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
     else:
-        b_z = rotated(b_z, b_rotation, IEEE)
-        _store_group(b_z, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
+        b_whole = rotated(b_z, b_rotation, IEEE)
+        _store_group(b_whole, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
 
 
 @triton.jit
@@ -307,8 +308,8 @@ def store_codes(
         if size < 64:
             _store_plane((b_code & (2**WIDTH - 1)).to(tl.float32), size, m_k, p_bytes, WIDTH)
         else:
-            p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
-            tl.store(p_bytes, _joined(b_code, WIDTH), mask=m_k[:, None])
+            p_tile = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+            tl.store(p_tile, _joined(b_code, WIDTH), mask=m_k[:, None])
     else:
         tl.store(p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :], _joined(b_code, WIDTH), mask=m_k[:, None])
 
@@ -322,11 +323,11 @@ def load_codes(o_k, m_k, i_g, n_columns, row_bytes, p_codes, WIDTH: tl.constexpr
         if size < 64:
             b_code = _load_plane(p_bytes, size, m_k, WIDTH) << 15
         else:
-            p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
-            b_code = _spread(tl.load(p_bytes, mask=m_k[:, None], other=0), WIDTH, 15)
+            p_tile = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+            b_code = _spread(tl.load(p_tile, mask=m_k[:, None], other=0), WIDTH, 15)
     else:
-        p_bytes = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
-        b_code = _spread(tl.load(p_bytes, mask=m_k[:, None], other=0), WIDTH, 15)
+        p_tile = p_bytes[:, None] + tl.arange(0, 8 * WIDTH)[None, :]
+        b_code = _spread(tl.load(p_tile, mask=m_k[:, None], other=0), WIDTH, 15)
     return (b_code | 0x43800000).to(tl.float32, bitcast=True)
 
 
@@ -426,7 +427,7 @@ def empty_sketch(
 def tiles(rows: int, groups: int) -> tuple[int, tuple[int]]:
     """Tiles of 64 rows that a program takes, and the grid: several where enough programs are left for a device."""
     count = triton.cdiv(rows, ROWS)
-    taken = max(1, min(8, count * groups // 2048))
+    taken = max(1, min(8, count * groups // _PROGRAMS))
     return taken, (triton.cdiv(count, taken) * groups,)
 
 
