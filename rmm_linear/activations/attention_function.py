@@ -20,7 +20,7 @@ from rmm_linear.context.call_inputs import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.attention import attention_backward, attention_with_dropout, dropped_attention, pack_attention
 from rmm_linear.ops.dispatch import TAKES_TAGS
-from rmm_linear.ops.fused_attention import KERNELS, chosen_kernel, repeated, shares_heads, why_no_kernel
+from rmm_linear.ops.fused_attention import KERNELS, chosen_kernel, repeated, runs_kernels, shares_heads, why_no_kernel
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import AttentionSpec, Bits, hides_padding, score_rows
 from rmm_linear.packing.attention_gradients import biased
@@ -126,7 +126,7 @@ def _dropped(
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output with dropout, and what the backward pass finds the same scores by: their bits, or a state."""
-    if query.device.type == "cuda":
+    if runs_kernels(query):
         why = why_no_kernel(query, value, bias is not None)
         found = None if why else _by_kernel(query, key, value, mask, spec)
         if found is not None:

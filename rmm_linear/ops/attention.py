@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from rmm_linear import packing
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
-from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, state_bytes
+from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, runs_kernels, state_bytes
 from rmm_linear.ops.native import attention as native
 from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
@@ -120,11 +120,6 @@ def pack_attention(
 def _(query, key, value, index, kv_index, seed, bits_q, bits_k, bits_v):
     parts = parts_of(query, key, value, index, kv_index, (bits_q, bits_k, bits_v))
     return query.new_empty(stored_bytes(parts), dtype=torch.uint8)
-
-
-def runs_kernels(tensor: Tensor) -> bool:
-    """Say whether fused kernels of PyTorch may compute the gradients: on CUDA."""
-    return tensor.device.type == "cuda"
 
 
 def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:

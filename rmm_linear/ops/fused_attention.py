@@ -44,6 +44,11 @@ _LOWEST = -65504.0  # what PyTorch gives cuDNN for −∞
 Part = tuple[tuple[int, int], tuple[int, int]]  # the first and the count: of sequences, and of heads of keys
 
 
+def runs_kernels(tensor: Tensor) -> bool:
+    """Say whether fused kernels of PyTorch may run: on CUDA."""
+    return tensor.device.type == "cuda"
+
+
 def why_no_kernel(query: Tensor, value: Tensor, has_bias: bool) -> str | None:
     """Return why no kernel can run with dropout and repeat it, by what is known without asking the device; or None."""
     if has_bias:

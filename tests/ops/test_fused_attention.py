@@ -144,10 +144,16 @@ class Drawing:
 
     @classmethod
     def gradients(cls, kernel, y, query, key, value, mask, spec):
-        kept = cls.kept(query, key, spec.p)
-        with torch.enable_grad():
-            found = formula_gradients(query, key, value, y.transpose(1, 2), spec, mask, kept)
-        return [gradient.transpose(1, 2) for gradient in found]
+        """By hand, as an operator in a graph runs below autograd."""
+        assert mask is None
+        assert not spec.is_causal
+        drop, group = cls.kept(query, key, spec.p) / (1 - spec.p), query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(group, 1) for one in (key, value))
+        p = torch.softmax(spec.scale * query @ key.mT, -1)
+        dp = drop * (y @ value.mT)
+        ds = spec.scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        dk, dv = (one.unflatten(1, (-1, group)).sum(2) for one in (ds.mT @ query, (p * drop).mT @ y))
+        return ds @ key, dk, dv
 
 
 @pytest.fixture
@@ -156,10 +162,8 @@ def drawing(monkeypatch):
     monkeypatch.setattr(operators, "dropped_output", Drawing.output)
     monkeypatch.setattr(fused, "kernel_gradients", Drawing.gradients)
 
-    def dropped(query, key, value, mask, bias, spec, index):
-        return attention_with_dropout(query, key, value, mask, spec.scale, spec.is_causal, spec.p, True)
-
-    monkeypatch.setattr(attention_function, "_dropped", dropped)
+    monkeypatch.setattr(attention_function, "runs_kernels", lambda tensor: True)
+    monkeypatch.setattr(attention_function, "chosen_kernel", lambda *_: FLASH)
 
 
 def attend(q, k, v):
@@ -314,9 +318,6 @@ def test_dropout_without_a_kernel_is_said_once(why, width, dtype, biased, on_fak
 def on_gpu(monkeypatch, error):
     """Run the branch of CUDA on CPU, with kernels that raise."""
 
-    class Device(Tensor):
-        pass
-
     def raises(*_):
         raise error
 
@@ -341,6 +342,22 @@ def test_a_kernel_without_a_backward_pass_gives_way_to_the_blocks(monkeypatch, w
     assert "and more" not in message
 
 
+def test_dropout_without_a_kernel_of_pytorch_makes_scores_and_says_so(drawing, warned, monkeypatch):
+    monkeypatch.setattr(attention_function, "chosen_kernel", lambda *_: SDPBackend.MATH)
+    q, k, v, y = tensors(2, 4, 2, 40, 40, 64, 64, torch.float32)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    for _ in range(2):
+        torch.manual_seed(3)
+        output = attend(*inputs)
+    output.backward(y)
+    torch.manual_seed(3)
+    kept = torch.empty(2, 4, 40, 40, dtype=torch.bool).bernoulli(0.7)
+    expected = formula_gradients(q, k, v, y, spec_of(q, k, p=0.3), None, kept)
+    assert relative([tensor.grad.transpose(1, 2) for tensor in inputs], expected) < 0.03**2
+    (message,) = [message for message in warned.messages if "makes all scores" in message]
+    assert "no fused kernel" in message
+
+
 def test_lack_of_memory_and_dropout_do_not_give_way(monkeypatch, warned):
     monkeypatch.setenv("RMM_BACKEND", "torch")
     on_gpu(monkeypatch, torch.OutOfMemoryError("out of memory"))
@@ -352,6 +369,21 @@ def test_lack_of_memory_and_dropout_do_not_give_way(monkeypatch, warned):
         gradients(state, 0.3)
 
 
-def test_state_is_sixteen_bytes_and_a_kernel():
-    assert fused.state_bytes(torch.device("cuda", 0)) == 17
-    assert SDPBackend(FLASH.value) is FLASH or SDPBackend(FLASH.value) == FLASH
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_code_drops_the_same_scores_again(checkpointed, drawing):
+    """Also where a checkpoint repeats the operator: its tags say that it draws."""
+    q, k, v, y = tensors(2, 4, 2, 40, 40, 64, 64, torch.float32)
+
+    def run(*given):
+        return checkpoint(attend, *given, use_reentrant=False) if checkpointed else attend(*given)
+
+    compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    torch.manual_seed(3)
+    output = compiled(*inputs)
+    torch.rand(17)
+    output.backward(y)
+    torch.manual_seed(3)
+    kept = Drawing.kept(q, k, 0.3)
+    expected = formula_gradients(q.detach(), k.detach(), v.detach(), y, spec_of(q, k, p=0.3), None, kept)
+    assert relative([tensor.grad.transpose(1, 2) for tensor in inputs], expected) < 0.03**2
