@@ -64,10 +64,11 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` that saves packed queries, keys and values instead of these and its output.
 
-    The output is that of PyTorch to the bit; with dropout, up to rounding, with the same random numbers on CPU: the
-    seed of the rounding is drawn after them. The gradients have the noise of packing, and a bias that is small compared
-    with it, see :mod:`rmm_linear.packing.attention`; take 8 bits where scores are large. If a call cannot be packed, as
-    with a mask that needs a gradient, all is exact; so it is where there are no sequences or no tokens.
+    The output is that of PyTorch to the bit, on CUDA with dropout too; on CPU with dropout, up to rounding, with the
+    same random numbers: the seed of the rounding is drawn after them. The gradients have the noise of packing, and a
+    bias that is small compared with it, see :mod:`rmm_linear.packing.attention`; take 8 bits where scores are large. If
+    a call cannot be packed, as with a mask that needs a gradient, all is exact; so it is where there are no sequences
+    or no tokens.
 
     query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). attn_mask: Bool (true where a query sees a key)
     or additive, broadcasts with (B, h, Tq, Tk). bits: 8 or 4. attend: Packs a call, or returns None; without it, the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.activations.base import SavingCall
 from rmm_linear.context.call_inputs import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
-from rmm_linear.ops.attention import attention_backward, dropped_attention, pack_attention
+from rmm_linear.ops.attention import attention_backward, attention_with_dropout, dropped_attention, pack_attention
+from rmm_linear.ops.dispatch import TAKES_TAGS
+from rmm_linear.ops.fused_attention import KERNELS, chosen_kernel, repeated, runs_kernels, shares_heads, why_no_kernel
 from rmm_linear.ops.masks import pack_mask
 from rmm_linear.packing.attention import AttentionSpec, Bits, hides_padding, score_rows
 from rmm_linear.packing.attention_gradients import biased
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, is_capturing
+
+logger = logging.getLogger(__name__)
 
 _SEEN = (
     "Keys and values of padding were left out of what attention saved, because in earlier steps no valid token saw "
@@ -71,11 +78,7 @@ class AttentionFunction(SavingFunction):
         with autocast_off(query.device.type):
             kept = None
             if output is None:
-                kept = _kept(query, key, attention.p)
-                added, is_causal = _added(mask, bias, attention.is_causal)
-                output = dropped_attention(query, key, value, added, kept, attention.scale, is_causal, attention.p)
-                rows = score_rows(call.index, query.shape[1], query.shape[2])
-                kept = pack_mask(kept.flatten(0, 2), rows)
+                output, kept = _dropped(query, key, value, mask, bias, ctx.spec, call.index)
             seed = call.seed
             if seed is None and not torch.compiler.is_compiling():
                 seed = draw_seed()  # after the mask of dropout, which has the random numbers of PyTorch
@@ -113,9 +116,56 @@ def _added(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> tuple[T
     return biased(mask, bias, bias.dtype), False
 
 
-def _kept(query: Tensor, key: Tensor, p: float) -> Tensor:
-    """Find the scores that dropout keeps, by the random numbers that PyTorch's dropout draws on CPU."""
-    return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - p)
+def _dropped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output with dropout, and what the backward pass finds the same scores by: their bits, or a state."""
+    if runs_kernels(query):
+        why = why_no_kernel(query, value, bias is not None)
+        found = None if why else _by_kernel(query, key, value, mask, spec)
+        if found is not None:
+            return found
+        if not torch.compiler.is_compiling():
+            _warn_of_scores(why or "PyTorch has no fused kernel for it here")
+    # The random numbers that PyTorch's dropout draws on CPU.
+    kept = query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.bool).bernoulli(1 - spec.p)
+    added, is_causal = _added(mask, bias, spec.is_causal)
+    output = dropped_attention(query, key, value, added, kept, spec.scale, is_causal, spec.p)
+    return output, pack_mask(kept.flatten(0, 2), score_rows(index, query.shape[1], query.shape[2]))
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor] | None:
+    """Return what :func:`attention_with_dropout` does, with the kernel of PyTorch's own choice; None if it is none."""
+    kernel, enable_gqa = None, shares_heads(query, key, value, mask)
+    if not enable_gqa:
+        key, value = (repeated(one, query.shape[1]) for one in (key, value))
+    if torch.compiler.is_compiling():
+        if not TAKES_TAGS:  # compilers would repeat the operator with other random numbers
+            return None
+    elif not isinstance(query, FakeTensor):
+        kernel = chosen_kernel(query, key, value, mask, spec, enable_gqa)
+        if kernel not in KERNELS:
+            return None
+    number = -1 if kernel is None else kernel.value
+    return attention_with_dropout(query, key, value, mask, spec.scale, spec.is_causal, spec.p, enable_gqa, number)
+
+
+@functools.cache
+def _warn_of_scores(why: str) -> None:
+    """Say once what it costs where dropout cannot be repeated by a kernel."""
+    logger.warning(
+        "Attention with dropout makes all scores in float32, in both passes, and saves a bit of each: %s. This takes "
+        "several times the time of a fused kernel. Set the dropout of attention to 0, or leave such attentions exact.",
+        why,
+    )
 
 
 def _kv_index(
@@ -162,6 +212,8 @@ def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
         return "a mask and is_causal=True are given together"
     if is_causal and query.shape[2] != key.shape[2]:
         return "a causal attention has more keys than queries, as with a KV cache"
+    if p and not torch.compiler.is_compiling() and is_capturing(query.device):
+        return "a CUDA graph is captured, in which the state that dropout is drawn from cannot be read"
     return None if p < 1 else "dropout has probability 1"
 
 

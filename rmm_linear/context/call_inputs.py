@@ -252,7 +252,7 @@ class HostRead:
 
     def __init__(self, values: Tensor) -> None:
         """Begin to copy ``values``, of one dimension."""
-        self._values, self._event = values, None
+        self._values, self._event, self.device = values, None, values.device
         if values.is_cuda:
             try:
                 place = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)

@@ -37,10 +37,12 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import (
     AttentionMask,
     CallInputs,
+    HostRead,
     TracedMasks,
     parameters,
     take_sample_index,
     takes_mask,
+    waits,
 )
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
@@ -90,7 +92,8 @@ class ModelContext:
         self._recomputing = False
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
-        self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient, on a device
+        self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
+        self._left_out_reads: list[tuple[list[int], HostRead]] = []  # the same on its way to the host, with the layers
         self.seeded_alone: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
@@ -219,18 +222,30 @@ class ModelContext:
         return found if isinstance(found, GradientRows) else None
 
     def note_left_out(self, index: int, had_gradient: Tensor) -> None:
-        """Check whether rows that were not saved had a gradient: on the CPU now, elsewhere as the next step begins."""
+        """Check whether rows that were not saved had a gradient: on the CPU now, elsewhere after the next forward pass.
+
+        Then the device has all of that pass to do, and is not kept waiting.
+        """
         self._left_out.append((index, had_gradient))
-        if had_gradient.device.type == "cpu":
+        if not waits(had_gradient.device):
+            self._read_left_out()
             self._refuse_left_out()
 
-    def _refuse_left_out(self) -> None:
-        if any(is_capturing(one.device) for _, one in self._left_out[:1]):
+    def _read_left_out(self) -> None:
+        if not self._left_out or any(is_capturing(one.device) for _, one in self._left_out[:1]):
             return
         found, self._left_out = self._left_out, []
-        if not found or not bool(torch.stack([one.to(found[0][1].device) for _, one in found]).any()):
+        values = torch.stack([one.to(found[0][1].device, torch.int64) for _, one in found])
+        self._left_out_reads.append(([index for index, _ in found], HostRead(values)))
+
+    def _refuse_left_out(self) -> None:
+        if not self._left_out_reads or is_capturing(self._left_out_reads[0][1].device):
             return
-        name = next(self.names[index] for index, one in found if bool(one))
+        reads, self._left_out_reads = self._left_out_reads, []
+        found = [index for indices, read in reads for index, had in zip(indices, read.values, strict=True) if had]
+        if not found:
+            return
+        name = self.names[found[0]]
         for one in self.learned.values():
             if isinstance(one, GradientRows):
                 one.pattern = 0  # saves all rows from now on
@@ -308,7 +323,7 @@ class ModelContext:
         self.seeds = StepSeeds()
         self.sketch_cache.clear()
         self._row_masks.clear()
-        self._refuse_left_out()
+        self._read_left_out()
         unread = [one for one in self.learned.values() if one.unread]
         is_full = any(not one.is_observing for one in unread)  # so that most modules are read at once
         is_full = is_full and not is_capturing(unread[0].unread[0].device)
@@ -342,6 +357,8 @@ class ModelContext:
                 self._pending.close(output)
             if self.seeds.step is not None and not self._recomputing:
                 draw_seed()
+            if output is not None and not self._recomputing:
+                self._refuse_left_out()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""

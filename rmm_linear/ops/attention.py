@@ -3,8 +3,7 @@
 The mathematics is in :mod:`rmm_linear.packing.attention`. The blocks of scores are PyTorch's matrix products on every
 backend: on CPU they take most of the time, and no loop of ours is faster than its BLAS. The C library packs, unpacks,
 and makes softmax and its gradient in one pass between the products. On CUDA, the fused kernels of PyTorch compute the
-gradients. These need the output and the logarithms of the sums of exponentials, which are not saved: one more forward
-pass on what was unpacked makes both, so they belong to the same probabilities as the gradients.
+output with dropout and the gradients, see :mod:`rmm_linear.ops.fused_attention`.
 
 A bias of the scores may need a gradient too, as relative positions do. The scores are S + bias, so it is dS, summed
 over what the bias is broadcast along. It is added up while the blocks of scores are made, so it needs no more memory
@@ -13,28 +12,30 @@ than the bias itself.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from rmm_linear import packing
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
+from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, runs_kernels, state_bytes
 from rmm_linear.ops.native import attention as native
 from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
 from rmm_linear.packing import masks as plain_masks
-from rmm_linear.packing.attention import AttentionSpec, Bits, additive, attention_parts, parts_of, score_rows
+from rmm_linear.packing.attention import AttentionSpec, Bits, attention_parts, parts_of, score_rows
 from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
 from rmm_linear.packing.pack import unrotate
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seeds
 
-_ALIGNED = 16  # elements: of the rows of a mask, in memory
+logger = logging.getLogger(__name__)
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -156,26 +157,47 @@ def _gradients(
             (batch * spec.keys if kv_index is None else len(kv_index)),
         )
         seeds, *parts = views(stored, attention_parts(*counts, columns, bits))
-        on_gpu = grad_output.device.type == "cuda"
+        on_gpu = runs_kernels(grad_output)
         wide = _wide(grad_output)
-        query, key, value = (
-            make(
-                *parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits=bits[i], columns=columns[i],
+        unpacked = [
+            functools.partial(
+                make, *parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits=bits[i], columns=columns[i],
                 dtype=grad_output.dtype if on_gpu else wide,
             )
             for i in range(3)
-        )  # fmt: skip
-        rows = query, key, value
-        if on_gpu and kept is None and bias is None:
-            whole = query(0, counts[0]), key(0, counts[1]), value(0, counts[1])
-            found = fused_gradients(grad_output, whole, spec, mask, index, kv_index)
+        ]  # fmt: skip
+        is_state = kept is not None and kept.dim() == 1
+        if is_state or (on_gpu and kept is None and bias is None):
+            whole = [_whole_of(one, counts[min(i, 1)]) for i, one in enumerate(unpacked)]
+            try:
+                found = fused_gradients(grad_output, whole, spec, mask, kept, index, kv_index)
+            except RuntimeError as error:
+                if is_state or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                _warn_of_kernel(str(error).partition("\n")[0])
+                found = None
             if found is not None:
                 return found
+        query, key, value = (one() for one in unpacked)
+        rows = query, key, value
         return attention_gradients(
             grad_output, rows, spec, mask, kept, index, kv_index, bias=bias, steps=steps_of(wide)
         )
 
     return run
+
+
+def _whole_of(make: Callable[[], Rows], count: int) -> Callable[[], Tensor]:
+    return lambda: make()(0, count)
+
+
+@functools.cache
+def _warn_of_kernel(error: str) -> None:
+    logger.warning(
+        "A fused attention kernel of PyTorch has no backward pass here (%s); blocks of scores are used, which are "
+        "slower. Disable it with torch.nn.attention.sdpa_kernel to be spared the attempt.",
+        error,
+    )
 
 
 def _plain_steps(dtype: torch.dtype) -> Steps:
@@ -234,8 +256,8 @@ def attention_backward(
 
     grad_output: dO, (B, Tq, h, dv). stored, index, kv_index, bits: Of :func:`pack_attention`. mask: Bool or additive,
     (B or 1, h or 1, Tq, Tk), or None. kept: Bits of dropout, see
-    :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or None. bias: Added to the scores, as wide as
-    the mask.
+    :func:`rmm_linear.packing.attention_gradients.attention_gradients`, or the state from which
+    :func:`attention_with_dropout` has drawn them, or None. bias: Added to the scores, as wide as the mask.
 
     Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous; and that of
     ``bias``, float32 at least, or (0,) without ``needs_bias``.
@@ -297,71 +319,42 @@ def _(query, key, value, mask, kept, scale, is_causal, p):
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def fused_gradients(
-    grad_output: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
-    spec: AttentionSpec,
+def _seeded_samples(case: Case) -> Iterator[Call]:
+    """Of calls that draw nothing: what a kernel draws is known to itself alone."""
+    query, key, value, _ = _tensors(case)
+    whole = [one.repeat_interleave(2, 1) for one in (key, value)]
+    mask = torch.rand(query.shape[0], 1, query.shape[2], key.shape[2]) > -1
+    for seen, is_causal in ((None, False), (None, True), (mask, False)):
+        yield call(query, *whole, seen, 0.3, is_causal, 0.0, False)
+    yield call(query, key, value, None, 0.3, False, 0.0, True)
+
+
+@operator(
+    "attention_with_dropout",
+    samples=_seeded_samples,
+    flops=lambda query, key, value, *_: 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3]),
+    tags=("nondeterministic_seeded", "cudagraph_unsafe"),  # it reads the state of the generator
+)
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Tensor | None,
-    index: Tensor | None,
-    kv_index: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the gradients with respect to queries, keys and values, without dropout; None where no fused kernel fits.
+    scale: float,
+    is_causal: bool,
+    p: float,
+    enable_gqa: bool,
+    kernel: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """Apply attention with dropout by a fused kernel, see :func:`rmm_linear.ops.fused_attention.dropped_output`.
 
-    grad_output: dO, (B, Tq, h, dv), on CUDA. rows: Unpacked queries (n, h · d), keys (nk, hk · d) and values (nk, hk ·
-    dv), dtype of ``grad_output``. index, kv_index: Tokens of the rows; None for all. Returns shapes as
-    :func:`attention_backward`.
+    kernel: The number of the kernel that PyTorch takes, or -1 to ask it.
     """
-    batch, queries, heads, _ = grad_output.shape
-    group = heads // spec.kv_heads
-    y = grad_output.flatten(0, 1)
-    y = y if index is None else torch.zeros_like(y).index_copy_(0, index, y.index_select(0, index))
-    y, query = (_by_head(tensor, batch, queries, heads, at) for tensor, at in ((y, None), (rows[0], index)))
-    key, value = (_by_head(tensor, batch, spec.keys, spec.kv_heads, kv_index) for tensor in rows[1:])
-    key, value = (tensor if group == 1 else tensor.repeat_interleave(group, 1) for tensor in (key, value))
-    bias = None if mask is None else _aligned(additive(mask, query.dtype), (batch, heads, queries, spec.keys))
-    found = _kernel_gradients(y, query, key, value, bias, spec)
-    if found is None:
-        return None
-    dq, dk, dv = (gradient.transpose(1, 2) for gradient in found)
-    if group > 1:
-        dk, dv = (gradient.unflatten(2, (spec.kv_heads, group)).sum(3) for gradient in (dk, dv))
-    return dq, dk, dv
+    spec = AttentionSpec(key.shape[2], key.shape[1], key.shape[3], scale, is_causal, p)
+    return dropped_output(query, key, value, mask, spec, None if kernel < 0 else SDPBackend(kernel), enable_gqa)
 
 
-def _kernel_gradients(
-    y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    aten, tensors, causal, scale = torch.ops.aten, (query, key, value), spec.is_causal, spec.scale
-    choice = SDPBackend(aten._fused_sdp_choice(*tensors, bias, 0.0, causal, scale=scale))
-    if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        return None
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    fits_flash = is_half and bias is None and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-    fits_flash = fits_flash and not (causal and query.shape[2] != key.shape[2])  # it aligns the last tokens
-    if choice != SDPBackend.EFFICIENT_ATTENTION and fits_flash:
-        made = aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, False, scale=scale)
-        output, sums, *lengths, state, unused = made[:8]
-        return aten._scaled_dot_product_flash_attention_backward(
-            y, *tensors, output, sums, *lengths, 0.0, causal, state, unused, scale=scale
-        )
-    if query.shape[-1] % 8 or value.shape[-1] % 8:
-        return None
-    output, sums, *state = aten._scaled_dot_product_efficient_attention(*tensors, bias, True, 0.0, causal, scale=scale)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        y, *tensors, bias, output, sums, *state, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return dq, dk, dv
-
-
-def _by_head(rows: Tensor, batch: int, tokens: int, heads: int, index: Tensor | None) -> Tensor:
-    """(n, h · d) to (B, h, T, d), 0 for tokens that have no row."""
-    rows = rows.flatten(1)
-    if index is not None:
-        rows = rows.new_zeros(batch * tokens, rows.shape[1]).index_copy_(0, index, rows)
-    return rows.view(batch, tokens, heads, -1).transpose(1, 2)
-
-
-def _aligned(bias: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return the mask of all heads, as a view of memory in which every row begins at a multiple of 16 elements."""
-    keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % _ALIGNED))[..., :keys].expand(shape)
+@attention_with_dropout.register_fake
+def _(query, key, value, mask, scale, is_causal, p, enable_gqa, kernel=-1):
+    output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return output, query.new_empty(state_bytes(query.device), dtype=torch.uint8, device="cpu")

@@ -12,6 +12,7 @@ Both are enumerated, with samples of their arguments, and tests/contracts/test_o
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ _environment = getattr(os.environ, "_data", os.environ)
 _SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
 _stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+TAKES_TAGS = "tags" in inspect.signature(torch.library.custom_op).parameters  # not all versions of PyTorch do
 
 
 class Call(NamedTuple):
@@ -194,18 +198,22 @@ class Operator:
         flatten: Callable[..., tuple[Any, ...]] | None = None,
         registered: Callable[..., Any] | None = None,
         native: Callable[..., Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Register the operator; the attributes say what the arguments are.
 
         ``function`` changes none of its arguments and returns none of their memory. ``registered`` is what the operator
-        runs, with ``function`` and the flat arguments; None runs ``function``.
+        runs, with ``function`` and the flat arguments; None runs ``function``. ``tags`` are names of ``torch.Tag``, of
+        which compilers take those that the version of PyTorch knows.
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
         self.native = native
         self._settings: dict[Any, bool] = {}  # whether the C library runs on CPU, by the environment variable
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         run = function if registered is None else lambda *flat, **named: registered(function, *flat, **named)
-        self.definition = torch.library.custom_op(f"rmm_linear::{name}", run, mutates_args=(), schema=schema)
+        known = [getattr(torch.Tag, tag) for tag in tags if TAKES_TAGS and hasattr(torch.Tag, tag)]
+        named = {"tags": known} if known else {}
+        self.definition = torch.library.custom_op(f"rmm_linear::{name}", run, mutates_args=(), schema=schema, **named)
         self.register_fake = self.definition.register_fake
         if flops is not None:
             packet = self.definition._opoverload.overloadpacket

@@ -26,7 +26,8 @@ padding or not, and stay. Without a mask, all keys are seen.
 A NaN: groups of 64 columns are rotated and packed together, so a NaN of one head makes the group NaN, and reaches the
 gradients of all heads that have columns in it. Those of 64 features, or a multiple of 64, have groups of their own.
 
-Memory: 3 · (bits / 8 + 1/64) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout.
+Memory: 3 · (bits / 8 + 1/64) bytes for each element of Q, K, V, and ⌈T/8⌉ bytes for each row of scores with dropout;
+on CUDA 17 bytes in their place, see :mod:`rmm_linear.ops.fused_attention`.
 Time of the backward pass: five products of the size of Q Kᵀ, as for every attention that does not save P.
 
 Source: Dao et al. 2022 (FlashAttention), arXiv 2205.14135, section 3, for the recomputed P and for δ.

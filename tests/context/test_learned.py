@@ -9,6 +9,7 @@ from helpers import bytes_kept, tiny_model
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
+from rmm_linear.context import model_context
 from rmm_linear.context.learned import MOST_SPREAD, STEPS, GradientRows, ScoreSpread
 from rmm_linear.variance import gradient_noise
 
@@ -103,6 +104,21 @@ def test_a_gradient_in_rows_that_were_not_saved_is_an_error():
         run(model)
     run(model)  # the next step saves all rows
     assert report.rows == {}
+
+
+def test_on_a_device_it_is_an_error_after_the_next_forward_pass(monkeypatch):
+    """Which need not wait for it; and all is as after an error at once."""
+    monkeypatch.setattr(model_context, "waits", lambda device: True)
+    model, report = converted(first)
+    for _ in range(STEPS + 1):
+        run(model)
+    model.read = all_rows
+    run(model)
+    with pytest.raises(RuntimeError, match=r"had a gradient in the first or last rows.*mask_padding=False"):
+        model(torch.randn(20, 12, 16))
+    run(model)
+    assert report.rows == {}
+    run(model)
 
 
 def test_all_rows_are_saved_without_mask_padding():

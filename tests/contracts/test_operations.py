@@ -292,7 +292,8 @@ def test_no_accelerator_is_waited_for(one, taken, samples, monkeypatch):
         there = changed(call, lambda tensor: tensor.to("meta"))
         with pytest.raises(NotImplementedError, match="no data") if waits else nullcontext():
             made = tensors_of(run(*there.arguments, **there.named))
-            assert all(tensor.device.type == "meta" for tensor in made)
+            host = 1 if one.name == "attention_with_dropout" else 0  # the state of a generator, which the host has
+            assert sum(tensor.device.type != "meta" for tensor in made) == host
 
 
 def flat(operator, call):

@@ -4,24 +4,19 @@ import math
 
 import pytest
 import torch
-from attention_helpers import exact_rows, formula_gradients, packed_kept, relative, spec_of, tensors
+from attention_helpers import packed_kept, relative, spec_of, tensors
 from statistical import Z
 from torch.utils.flop_counter import FlopCounterMode
 
-from rmm_linear.ops import attention as operators
 from rmm_linear.ops.attention import (
     attention_backward,
     attention_parts,
-    fused_gradients,
     pack_attention,
 )
 from rmm_linear.ops.sketches import UNPACK
 from rmm_linear.packing.attention import attention_rows
 from rmm_linear.packing.attention_gradients import attention_gradients
 from rmm_linear.packing.stored import views
-
-INDEX = torch.tensor([0, 1, 2, 5, 9, 10, 11, 12, 13, 14])  # of two sequences of 9 tokens
-HIDING = (torch.zeros(18).index_fill_(0, INDEX, 1) > 0).view(2, 1, 1, 9).expand(2, 1, 9, 9)
 
 
 def backward(y, stored, spec, mask=None, kept=None, index=None, kv_index=None, bits=(4, 4, 4)):
@@ -59,26 +54,6 @@ def test_floating_point_operations():
     with FlopCounterMode(display=False) as counter:
         backward(y, stored, spec_of(q, k))
     assert counter.get_total_flops() == 5 * (2 * 2 * 4 * 9 * 9 * 16) + 2 * 64 * 3 * q.numel()
-
-
-def by_autograd(y, query, key, value, bias, spec):
-    """In place of the kernels of CUDA: the formula, for heads that are repeated already."""
-    found = formula_gradients(query, key, value, y.transpose(1, 2), spec, bias)
-    return [gradient.transpose(1, 2) for gradient in found]
-
-
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "padding"])
-def test_what_surrounds_the_kernels_of_cuda(kind, monkeypatch):
-    """Places of rows, heads that share keys, padding: with the formula in place of the kernels."""
-    monkeypatch.setattr(operators, "_kernel_gradients", by_autograd)
-    q, k, v, y = made(torch.float64)
-    spec = spec_of(q, k, is_causal=kind == "causal")
-    mask = torch.rand(2, 1, 9, 9) > 0.3 if kind == "mask" else HIDING if kind == "padding" else None
-    index = INDEX if kind == "padding" else None
-    rows = attention_rows(q, k, v, index, index)
-    found = fused_gradients(y, rows, spec, mask, index, index)
-    expected = attention_gradients(y, exact_rows(q, k, v, index, index), spec, mask, None, index, index)
-    assert relative(found, expected) < 1e-24
 
 
 @pytest.mark.gpu
