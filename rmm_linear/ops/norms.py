@@ -197,4 +197,3 @@ def _shape(shape: Sequence[int], dims: int) -> tuple[int, int]:
 def _matrix(x: Tensor, dims: int) -> Tensor:
     """Return the rows of an input, shape (N, H)."""
     return x.reshape(-1, math.prod(x.shape[-dims:])) if x.numel() else x.new_empty(_shape(x.shape, dims))
-

@@ -97,9 +97,7 @@ def unpacked_product(
     return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
-def pack(
-    matrix: Tensor, bits: int, seed: Tensor, *, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def pack(matrix: Tensor, bits: int, seed: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Pack as :func:`rmm_linear.packing.pack` does, into ``out`` where it is given."""
     return kernels().pack(matrix, packing.check_bits(bits), seed, out)
 

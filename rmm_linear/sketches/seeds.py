@@ -49,7 +49,7 @@ def seed_on(device: torch.device, seed: int | None) -> Tensor:
 
 
 def fill_seed(seeds: Tensor, seed: int | None) -> None:
-    """Write what :func:`seed_on` returns into a part of stored bytes of shape (1,), and 0 into the 8 bytes behind it."""
+    """Write what :func:`seed_on` returns into a part of stored bytes, shape (1,), and 0 into the 8 bytes behind it."""
     seed = draw_seed() if seed is None else seed
     if seeds.is_cpu:
         seeds.as_strided((2,), (1,)).copy_(torch.tensor((seed, 0)))

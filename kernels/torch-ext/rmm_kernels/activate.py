@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import code_of, normal_cdf, sigmoid
-from .launch import is_ieee, on_device, places
+from .launch import cdiv, is_ieee, on_device, places
 from .packing import (
     GROUP,
     ROWS,
@@ -170,7 +170,7 @@ def activate_and_pack(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (low, step), (rows, columns) = line, x.shape
     if out.numel():
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(x):
             _activate_kernel[grid](
                 x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
@@ -206,7 +206,7 @@ def square_and_pack(
     kept = rows if index is None else index.shape[0]
     codes, scales = empty_sketch(kept, columns, bits, x) if saved is None else saved
     if out.numel():
-        grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, GROUP),)
+        grid = (cdiv(rows, ROWS) * cdiv(columns, GROUP),)
         with on_device(x):
             _square_kernel[grid](
                 x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, normals, parity, signs, words
-from .launch import is_ieee, on_device, precision, upcast
+from .launch import cdiv, is_ieee, on_device, precision, upcast
 from .packing import GROUP, empty_sketch, store_tile
 
 KINDS = ("gaussian", "rademacher", "hadamard")
@@ -121,10 +121,10 @@ def dense_sketch(
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     tokens, columns = matrix.shape
-    blocks = triton.cdiv(tokens, block)
+    blocks = cdiv(tokens, block)
     z, scales = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
     if z.numel():
-        grid = (blocks, triton.cdiv(rows, 32), triton.cdiv(columns, 64))
+        grid = (blocks, cdiv(rows, 32), cdiv(columns, 64))
         with on_device(matrix):
             _dense_sketch_kernel[grid](
                 matrix, seed, order, count, index, z, scales,

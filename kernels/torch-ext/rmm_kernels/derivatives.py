@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device
 from .packing import GROUP, ROWS, dither, load_codes, store_codes, tile_words, tiles
 
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
@@ -178,7 +178,7 @@ def pack_derivative(
     x = x if x.stride(1) == 1 else x.contiguous()
     (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
     if codes.numel():
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(x):
             _pack_derivative_kernel[grid](
                 x, index, seed, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
@@ -216,7 +216,7 @@ def apply_derivative(
     out = (torch.empty if index is None else torch.zeros)(y.shape, dtype=y.dtype, device=y.device)
     (rows, row_bytes), columns = codes.shape, y.shape[1]
     if codes.numel():
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(y):
             _apply_derivative_kernel[grid](
                 y, index, seed, codes, out, rows, taken, columns, y.stride(0), row_bytes, float((*parameters, 0.0)[0]),

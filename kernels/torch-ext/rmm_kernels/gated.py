@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
-from .launch import is_ieee, on_device, places, product_type
+from .launch import cdiv, is_ieee, on_device, places, product_type
 from .packing import (
     GROUP,
     ROWS,
@@ -213,7 +213,7 @@ def pack_gated(
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = _empty(rows, columns, bits, wanted, a) if out is None else out
     if rows and columns:
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(a):
             _pack_gated_kernel[grid](
                 a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
@@ -254,11 +254,11 @@ def gate_and_pack(
     packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if out.numel():
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(a):
             _gate_kernel[grid](
-                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
-                columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
+                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
+                rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
                 BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], IEEE=is_ieee(),
                 TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
@@ -289,7 +289,7 @@ def apply_gated(
     make = torch.empty if index is None else torch.zeros
     found = [None if one is None else make(y.shape, dtype=y.dtype, device=y.device) for one in packed]
     if rows and columns:
-        taken, grid = tiles(rows, triton.cdiv(columns, GROUP))
+        taken, grid = tiles(rows, cdiv(columns, GROUP))
         with on_device(y):
             _apply_gated_kernel[grid](
                 y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,

@@ -9,6 +9,11 @@ import triton.language as tl
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+def cdiv(number: int, by: int) -> int:
+    """Divide and round up; Triton's own takes three microseconds."""
+    return -(-number // by)
+
+
 def precision() -> str:
     """How float32 tiles are multiplied: to float32's precision, on the matrix unit where it can."""
     return "tf32x3" if torch.version.cuda is not None else "ieee"

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device
 
 
 @triton.jit
@@ -64,9 +64,9 @@ def pack_mask(mask: torch.Tensor, index: torch.Tensor | None = None) -> torch.Te
     mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     mask = mask if mask.stride(1) == 1 else mask.contiguous()
     rows, columns = mask.shape[0] if index is None else index.shape[0], mask.shape[1]
-    bits = torch.empty(rows, triton.cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
+    bits = torch.empty(rows, cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
-        grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
+        grid = (cdiv(rows, 8), cdiv(columns, 512))
         with on_device(mask):
             _pack_mask_kernel[grid](
                 mask, index, bits, rows, columns, mask.stride(0),
@@ -91,7 +91,7 @@ def apply_mask(y: torch.Tensor, bits: torch.Tensor, scale: float, index: torch.T
     rows, columns = bits.shape[0], y.shape[1]
     out = (torch.empty if index is None else torch.zeros)(y.shape, dtype=y.dtype, device=y.device)
     if rows and columns:
-        grid = (triton.cdiv(rows, 16), triton.cdiv(columns, 128))
+        grid = (cdiv(rows, 16), cdiv(columns, 128))
         with on_device(y):
             _apply_mask_kernel[grid](
                 y, bits, index, out, rows, columns, y.stride(0), scale,

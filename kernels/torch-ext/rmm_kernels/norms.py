@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import is_ieee, on_device, places, product_type
+from .launch import cdiv, is_ieee, on_device, places, product_type
 from .packing import (
     GROUP,
     ROWS,
@@ -253,7 +253,7 @@ def pack_norm(
     codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
     if codes.numel():
         with on_device(x):
-            _pack_norm_kernel[(triton.cdiv(rows, _ROWS),)](
+            _pack_norm_kernel[(cdiv(rows, _ROWS),)](
                 x, index, seed, codes, scales, rstd, rows, columns, x.stride(0), codes.shape[1], eps,
                 CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
                 TAIL=columns % GROUP != 0, B_K=_ROWS, B_D=128, num_warps=4,
@@ -299,7 +299,7 @@ def normalize_and_pack(
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
     if out.numel():
         with on_device(x):
-            _normalize_kernel[(triton.cdiv(rows, _ROWS),)](
+            _normalize_kernel[(cdiv(rows, _ROWS),)](
                 x, places(index, rows), seed, affine, out, codes, scales, rstd, rows, columns, x.stride(0),
                 codes.shape[1], eps, CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
                 HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
@@ -344,7 +344,7 @@ def norm_gradients(
     rows, columns = rstd.shape[0], y.shape[1]
     gamma = None if gamma is None else gamma.to(torch.float32).contiguous()
     x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype, device=y.device)
-    programs = triton.cdiv(rows, _ROWS)
+    programs = cdiv(rows, _ROWS)
     partial = torch.empty(programs, 2, columns if sums else 0, dtype=torch.float32, device=y.device)
     if rows and columns:
         with on_device(y):

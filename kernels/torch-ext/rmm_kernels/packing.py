@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import is_ieee, on_device, product_type
+from .launch import cdiv, is_ieee, on_device, product_type
 
 GROUP = 64
 ROWS = 64  # of a tile: what the matrix unit takes at once
@@ -258,9 +258,7 @@ def store_packed(
     if TAIL:
         size = n_columns - i_g * 64
         if size < 64:
-            _store_short(
-                b_z, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED
-            )
+            _store_short(b_z, b_row, b_column, o_k, m_k, i_g, size, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
         else:
             b_whole = rotated(b_z, b_rotation, IEEE)
             _store_group(b_whole, b_row, b_column, o_k, m_k, i_g, row_bytes, n_groups, p_codes, p_scales, BITS, MIXED)
@@ -421,14 +419,14 @@ def empty_sketch(
     if bits is None:
         return torch.empty(rows, columns, dtype=dtype or like.dtype, device=like.device), None
     codes = torch.empty(rows, code_bytes(columns, bits), dtype=torch.uint8, device=like.device)
-    return codes, torch.empty(rows, triton.cdiv(columns, GROUP), dtype=torch.uint8, device=like.device)
+    return codes, torch.empty(rows, cdiv(columns, GROUP), dtype=torch.uint8, device=like.device)
 
 
 def tiles(rows: int, groups: int) -> tuple[int, tuple[int]]:
     """Tiles of 64 rows that a program takes, and the grid: several where enough programs are left for a device."""
-    count = triton.cdiv(rows, ROWS)
+    count = cdiv(rows, ROWS)
     taken = max(1, min(8, count * groups // _PROGRAMS))
-    return taken, (triton.cdiv(count, taken) * groups,)
+    return taken, (cdiv(count, taken) * groups,)
 
 
 def pack(
@@ -490,4 +488,3 @@ def unpack(
                 HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return matrix
-

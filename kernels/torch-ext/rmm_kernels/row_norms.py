@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
     tokens, columns = matrix.shape
     norms = torch.empty(tokens, dtype=torch.float32, device=matrix.device)
     if tokens:
-        grid = (triton.cdiv(tokens, 16),)
+        grid = (cdiv(tokens, 16),)
         with on_device(matrix):
             _row_norms_kernel[grid](matrix, norms, tokens, columns, matrix.stride(0), B_N=16, B_D=256, num_warps=4)
     return norms

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, words
-from .launch import is_ieee, on_device
+from .launch import cdiv, is_ieee, on_device
 from .packing import GROUP, empty_sketch, store_tile
 
 
@@ -63,10 +63,10 @@ def _sparse_sketch_kernel(
 
 
 def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    n_words, n_segments = triton.cdiv(tokens, 32), triton.cdiv(tokens, rows)
+    n_words, n_segments = cdiv(tokens, 32), cdiv(tokens, rows)
     words = torch.empty(n_words, dtype=torch.int32, device=seed.device)
     shifts = torch.empty(n_segments, dtype=torch.int64, device=seed.device)
-    grid = (triton.cdiv(max(n_words, n_segments), 256),)
+    grid = (cdiv(max(n_words, n_segments), 256),)
     _hash_kernel[grid](seed, words, shifts, n_words, n_segments, rows, B_N=256, num_warps=4)
     return words, shifts
 
@@ -104,7 +104,7 @@ def sparse_sketch(
     z, scales = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
     if z.numel():
-        grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]))
+        grid = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
         with on_device(matrix):
             signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
             _sparse_sketch_kernel[grid](
