@@ -258,9 +258,9 @@ def gate_and_pack(
         with on_device(a):
             _gate_kernel[grid](
                 a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
-                rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
-                BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
+                ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0],
+                HAS_S=wanted[1], IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return out, packed
 

@@ -14,10 +14,10 @@ from .packing import (
     row_words,
     store_packed,
     tile_words,
+    tiles,
 )
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_ROWS = ROWS
 
 
 @triton.jit
@@ -44,38 +44,62 @@ def _statistics(p_rows, m_k, n_columns, CENTERED: tl.constexpr, B_K: tl.constexp
     return b_mean, b_squares
 
 
-@triton.jit
-def _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL: tl.constexpr):
-    """The normalized rows h, one group of them, float32 (B_K, 64)."""
-    o_j = i_g * 64 + tl.arange(0, 64)
-    m_x = m_n[:, None] & (o_j < n_columns)[None, :] if TAIL else m_n[:, None]
-    b_x = tl.load(p_rows + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
-    return (b_x - b_mean[:, None]) * b_rstd[:, None]
-
-
 @triton.jit(do_not_specialize=["n_rows"])
-def _pack_norm_kernel(
-    p_x, p_index, p_seed, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, row_bytes, eps,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
-    TAIL: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
+def _row_statistics_kernel(
+    p_x, p_index, p_place, p_mean, p_rstd, p_saved, n_rows, n_columns, stride, eps,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_PLACE: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
-    """B_K rows: their statistics, merged over blocks of B_D columns, then their groups.
+    """B_K rows.
 
-    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_rstd: float32 (n,). HALF: the dtype
-    in which h, which is below √H, is multiplied. The others: see store_packed.
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,), the rows; all without. p_mean, p_rstd: float32, of every
+    row. p_place: int64 (N,), and p_saved: float32, where rstd is written as well, unless the place is −1.
     """
-    begin = tl.program_id(0).to(tl.int64) * B_K
-    o_k = begin + tl.arange(0, B_K)
+    o_k = tl.program_id(0).to(tl.int64) * B_K + tl.arange(0, B_K)
     m_k = o_k < n_rows
     o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-    p_rows = p_x + o_row[:, None] * stride
-    b_mean, b_squares = _statistics(p_rows, m_k, n_columns, CENTERED, B_K, B_D)
+    b_mean, b_squares = _statistics(p_x + o_row[:, None] * stride, m_k, n_columns, CENTERED, B_K, B_D)
     b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
+    if CENTERED:
+        tl.store(p_mean + o_k, b_mean, mask=m_k)
     tl.store(p_rstd + o_k, b_rstd, mask=m_k)
+    if HAS_PLACE:
+        o_place = tl.load(p_place + o_k, mask=m_k, other=-1)
+        tl.store(p_saved + o_place, b_rstd, mask=m_k & (o_place >= 0))
+
+
+@triton.jit
+def _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED: tl.constexpr):
+    """The normalized rows h, one group of them, float32 (B_K, 64)."""
+    b_x = tl.load(p_x + o_row[:, None] * stride + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
+    b_rstd = tl.load(p_rstd + o_k, mask=m_k, other=0.0)
+    if CENTERED:
+        b_x = tl.where(m_x, b_x - tl.load(p_mean + o_k, mask=m_k, other=0.0)[:, None], 0.0)
+    return b_x * b_rstd[:, None]
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _pack_norm_kernel(
+    p_x, p_index, p_seed, p_mean, p_rstd, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """n_tiles tiles of B_K rows and one group.
+
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_mean, p_rstd: float32 (n,). HALF: the
+    dtype in which h, which is below √H, is multiplied. The others: see store_packed.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
     b_rotation = rotation(p_seed, HALF)
-    # Where the matrix unit has no tf32, on AMD, masks that are made before the loop would not fit into its registers.
-    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=IEEE):
-        b_h = _normalized(p_rows, m_k, b_mean, b_rstd, i_g, n_columns, TAIL)
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        b_h = _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED)
         b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
         store_packed(
             b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
@@ -83,136 +107,160 @@ def _pack_norm_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _normalize_kernel(
-    p_x, p_place, p_seed, p_affine, p_out, p_codes, p_scales, p_rstd, n_rows, n_columns, stride, row_bytes, eps,
+    p_x, p_place, p_seed, p_mean, p_rstd, p_affine, p_out, p_codes, p_scales,
+    n_rows, n_tiles, n_columns, stride, row_bytes,
     CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
     ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr, B_D: tl.constexpr,
+    B_K: tl.constexpr,
 ):  # fmt: skip
-    """B_K rows: their statistics, then their groups, each read, written and packed.
+    """n_tiles tiles of B_K rows and one group, written and packed.
 
-    p_place: int64 (N,), the row of the packed copy, or −1. p_affine: float32, γ (H,), and behind it β (H,). p_out: (N,
-    H), contiguous. ROUND: the dtype that h is rounded to before γ, or None. The others: see _pack_norm_kernel.
+    p_place: int64 (N,), the row of the packed copy, or −1. p_mean, p_rstd: float32 (N,). p_affine: float32, γ (H,), and
+    behind it β (H,). p_out: (N, H), contiguous. ROUND: the dtype that h is rounded to before γ, or None. The others:
+    see _pack_norm_kernel.
     """
-    begin = tl.program_id(0).to(tl.int64) * B_K
-    o_n = begin + tl.arange(0, B_K)
-    m_n = o_n < n_rows
-    o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
-    m_k = (o_k >= 0) & m_n
-    o_k = tl.maximum(o_k, 0)
-    p_rows = p_x + o_n[:, None] * stride
-    b_mean, b_squares = _statistics(p_rows, m_n, n_columns, CENTERED, B_K, B_D)
-    b_rstd = 1.0 / tl.sqrt(b_squares / n_columns + eps)
-    tl.store(p_rstd + o_k, b_rstd, mask=m_k)
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    m_j = o_j < n_columns
     b_rotation = rotation(p_seed, HALF)
-    # On AMD, a loop that does both spills: the second one reads the rows from the cache again.
-    for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=IEEE):  # as in _pack_norm_kernel
-        b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL)
-        o_j = i_g * 64 + tl.arange(0, 64)
-        m_j = o_j < n_columns
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_n = begin + tl.arange(0, B_K)
+        m_n = o_n < n_rows
+        m_x = m_n[:, None] & m_j[None, :] if TAIL else m_n[:, None]
+        b_h = _normalized(p_x, p_mean, p_rstd, o_n, o_n, m_n, m_x, o_j, stride, CENTERED)
         b_out = b_h if ROUND is None else b_h.to(ROUND).to(tl.float32)
         if HAS_GAMMA:
             b_out *= tl.load(p_affine + o_j, mask=m_j, other=0.0)[None, :]
         if HAS_BETA:
             b_out += tl.load(p_affine + n_columns + o_j, mask=m_j, other=0.0)[None, :]
-        p_tile = p_out + o_n[:, None] * n_columns + o_j[None, :]
-        m_out = m_n[:, None] & m_j[None, :] if TAIL else m_n[:, None]
-        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_out)
-        if not IEEE:
-            _pack_normalized(
-                b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
-                HAS_PLACE, BITS, HALF, IEEE, TAIL, B_K,
-            )  # fmt: skip
-    if IEEE:
-        for i_g in tl.range(0, tl.cdiv(n_columns, 64), disable_licm=True):
-            b_h = _normalized(p_rows, m_n, b_mean, b_rstd, i_g, n_columns, TAIL)
-            _pack_normalized(
-                b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
-                HAS_PLACE, BITS, HALF, IEEE, TAIL, B_K,
-            )  # fmt: skip
-
-
-@triton.jit
-def _pack_normalized(
-    b_h, b_rotation, p_seed, begin, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
-    HAS_PLACE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
-):  # fmt: skip
-    b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
-    if HAS_PLACE:
-        b_row = row_words(p_seed, o_k)
-    store_packed(
-        b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
-        BITS, IEEE, TAIL, True,
-    )  # fmt: skip
+        tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_x)
+        o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
+        m_k = (o_k >= 0) & m_n
+        o_k = tl.maximum(o_k, 0)
+        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        if HAS_PLACE:
+            b_row = row_words(p_seed, o_k)
+        store_packed(
+            b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+            BITS, IEEE, TAIL, True,
+        )  # fmt: skip
 
 
 @triton.jit
 def _load_gradient(
-    p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA: tl.constexpr, TAIL: tl.constexpr
+    p_y, p_gamma, o_row, m_y, o_j, n_columns, stride, HAS_GAMMA: tl.constexpr
 ):  # fmt: skip
     """Y and γ ∘ y of one group, float32 (B_K, 64)."""
-    o_j = i_g * 64 + tl.arange(0, 64)
-    m_j = o_j < n_columns
-    m_y = m_k[:, None] & m_j[None, :] if TAIL else m_k[:, None]
     b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_y, other=0.0).to(tl.float32)
     if HAS_GAMMA:
-        return b_y, b_y * tl.load(p_gamma + o_j, mask=m_j, other=0.0)[None, :]
+        return b_y, b_y * tl.load(p_gamma + o_j, mask=o_j < n_columns, other=0.0)[None, :]
     else:
         return b_y, b_y
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _norm_backward_kernel(
-    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_out, p_sums, n_rows, n_columns, stride, row_bytes,
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _norm_sums_kernel(
+    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rows, p_sums, n_rows, n_tiles, n_columns, stride, row_bytes,
     CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, SUMS: tl.constexpr, BITS: tl.constexpr,
     HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
-    """B_K rows: their sums over columns, then their gradient; h is unpacked twice, not stored.
+    """n_tiles tiles of B_K rows and one group: the sums of γ ∘ y ∘ h and γ ∘ y over its columns, and over rows.
 
-    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_rstd: float32
-    (n,). p_out: (N, H), contiguous. p_sums: float32 (programs, 2, H). The others: see load_packed.
+    p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_rows: float32
+    (groups, 2, n), the sum of γ ∘ y only if CENTERED. p_sums: float32 (programs of a group, 2, H), of y ∘ h and y. The
+    others: see load_packed.
     """
-    i_k = tl.program_id(0).to(tl.int64)
-    begin = i_k * B_K
-    o_k = begin + tl.arange(0, B_K)
-    m_k = o_k < n_rows
-    o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    i_p = (tl.program_id(0) // n_groups).to(tl.int64)
+    o_j = i_g * 64 + tl.arange(0, 64)
     b_rotation = rotation(p_seed, HALF, True)
-    b_sum_g = tl.zeros((B_K,), dtype=tl.float32)
-    b_sum_gh = tl.zeros((B_K,), dtype=tl.float32)
-    for i_g in range(0, tl.cdiv(n_columns, 64)):
+    b_weight = tl.zeros((64,), dtype=tl.float32)
+    b_bias = tl.zeros((64,), dtype=tl.float32)
+    for i_t in range(n_tiles):
+        begin = (i_p * n_tiles + i_t) * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_y = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
         b_h, _ = load_packed(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
         )
-        b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA, TAIL)
+        b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_y, o_j, n_columns, stride, HAS_GAMMA)
+        p_row = p_rows + i_g.to(tl.int64) * 2 * n_rows + o_k
+        tl.store(p_row, tl.sum(b_g * b_h, axis=1), mask=m_k)
         if CENTERED:
-            b_sum_g += tl.sum(b_g, axis=1)
-        b_sum_gh += tl.sum(b_g * b_h, axis=1)
+            tl.store(p_row + n_rows, tl.sum(b_g, axis=1), mask=m_k)
         if SUMS:
-            o_j = i_g * 64 + tl.arange(0, 64)
-            p_sum = p_sums + i_k * 2 * n_columns + o_j
-            tl.store(p_sum, tl.sum(b_y * b_h, axis=0), mask=o_j < n_columns)
-            tl.store(p_sum + n_columns, tl.sum(b_y, axis=0), mask=o_j < n_columns)
-    b_rstd = tl.load(p_rstd + o_k, mask=m_k, other=0.0)
-    b_mean = b_sum_g / n_columns
-    b_slope = b_sum_gh / n_columns
-    for i_g in range(0, tl.cdiv(n_columns, 64)):
+            b_weight += tl.sum(b_y * b_h, axis=0)
+            b_bias += tl.sum(b_y, axis=0)
+    if SUMS:
+        p_sum = p_sums + i_p * 2 * n_columns + o_j
+        tl.store(p_sum, b_weight, mask=o_j < n_columns)
+        tl.store(p_sum + n_columns, b_bias, mask=o_j < n_columns)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def _norm_backward_kernel(
+    p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_rows, p_out,
+    n_rows, n_tiles, n_columns, stride, row_bytes,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, BITS: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+):  # fmt: skip
+    """n_tiles tiles of B_K rows and one group: their gradient.
+
+    p_rstd: float32 (n,). p_rows: float32 (2, n), sums over all groups. p_out: (N, H), contiguous. The others: see
+    _norm_sums_kernel.
+    """
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    o_j = i_g * 64 + tl.arange(0, 64)
+    b_rotation = rotation(p_seed, HALF, True)
+    share = 1.0 / n_columns
+    for i_t in range(n_tiles):
+        begin = first + i_t * B_K
+        o_k = begin + tl.arange(0, B_K)
+        m_k = o_k < n_rows
+        m_y = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
         b_h, b_scale = load_packed(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
         )
-        _, b_g = _load_gradient(p_y, p_gamma, o_row, m_k, i_g, n_columns, stride, HAS_GAMMA, TAIL)
-        b_kept = 1.0 + b_scale * b_scale / (12.0 * n_columns)
-        b_out = b_g * (b_kept * b_rstd)[:, None] - b_h * (b_slope * b_rstd)[:, None]
+        _, b_g = _load_gradient(p_y, p_gamma, o_row, m_y, o_j, n_columns, stride, HAS_GAMMA)
+        b_rstd = tl.load(p_rstd + o_k, mask=m_k, other=0.0)
+        b_slope = tl.load(p_rows + o_k, mask=m_k, other=0.0) * share * b_rstd
+        b_kept = (1.0 + b_scale * b_scale * (share / 12.0)) * b_rstd
+        b_out = b_g * b_kept[:, None] - b_h * b_slope[:, None]
         if CENTERED:
-            b_out -= (b_mean * b_rstd)[:, None]
-        o_j = i_g * 64 + tl.arange(0, 64)
-        m_out = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
-        p_tile = p_out + o_row[:, None] * n_columns + o_j[None, :]
-        tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=m_out)
+            b_out -= (tl.load(p_rows + n_rows + o_k, mask=m_k, other=0.0) * share * b_rstd)[:, None]
+        tl.store(p_out + o_row[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_y)
+
+
+def _row_statistics(
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    centered: bool,
+    index: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
+    saved: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write 1/σ of rows, and of those that have a place to ``saved``; return their means, or None if not centered."""
+    rows = rstd.shape[0]
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device) if centered else None
+    _row_statistics_kernel[(cdiv(rows, 4),)](
+        x, index, place, mean, rstd, saved, rows, x.shape[1], x.stride(0), eps,
+        CENTERED=centered, HAS_INDEX=index is not None, HAS_PLACE=place is not None, B_K=4, B_D=1024, num_warps=4,
+    )  # fmt: skip
+    return mean
 
 
 def _empty(rows: int, columns: int, bits: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -252,11 +300,13 @@ def pack_norm(
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
     if codes.numel():
+        taken, grid = tiles(rows, scales.shape[1])
         with on_device(x):
-            _pack_norm_kernel[(cdiv(rows, _ROWS),)](
-                x, index, seed, codes, scales, rstd, rows, columns, x.stride(0), codes.shape[1], eps,
+            mean = _row_statistics(x, rstd, eps, centered, index)
+            _pack_norm_kernel[grid](
+                x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
                 CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=_ROWS, B_D=128, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return codes, scales, rstd
 
@@ -298,12 +348,16 @@ def normalize_and_pack(
     codes, scales, rstd = _empty(kept, columns, bits, x) if saved is None else saved
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
     if out.numel():
+        place = places(index, rows)
+        of_all = rstd if index is None else torch.empty(rows, dtype=torch.float32, device=x.device)
+        taken, grid = tiles(rows, scales.shape[1])
         with on_device(x):
-            _normalize_kernel[(cdiv(rows, _ROWS),)](
-                x, places(index, rows), seed, affine, out, codes, scales, rstd, rows, columns, x.stride(0),
-                codes.shape[1], eps, CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
+            mean = _row_statistics(x, of_all, eps, centered, None, place, None if index is None else rstd)
+            _normalize_kernel[grid](
+                x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
+                codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
                 HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=_ROWS, B_D=128, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
             )  # fmt: skip
     return out, codes, scales, rstd
 
@@ -344,14 +398,22 @@ def norm_gradients(
     rows, columns = rstd.shape[0], y.shape[1]
     gamma = None if gamma is None else gamma.to(torch.float32).contiguous()
     x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype, device=y.device)
-    programs = cdiv(rows, _ROWS)
-    partial = torch.empty(programs, 2, columns if sums else 0, dtype=torch.float32, device=y.device)
+    groups = scales.shape[1]
+    taken, grid = tiles(rows, groups)
+    partial = torch.empty(grid[0] // max(groups, 1), 2, columns if sums else 0, dtype=torch.float32, device=y.device)
     if rows and columns:
+        of_rows = torch.empty(groups, 2, rows, dtype=torch.float32, device=y.device)
+        how = {
+            "CENTERED": centered, "HAS_INDEX": index is not None, "HAS_GAMMA": gamma is not None, "BITS": bits,
+            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": ROWS, "num_warps": 4,
+        }  # fmt: skip
+        shape = rows, taken, columns, y.stride(0), codes.shape[1]
         with on_device(y):
-            _norm_backward_kernel[(programs,)](
-                y, index, seed, gamma, codes, scales, rstd, x, partial if sums else None, rows, columns, y.stride(0),
-                codes.shape[1], CENTERED=centered, HAS_INDEX=index is not None, HAS_GAMMA=gamma is not None, SUMS=sums,
-                BITS=bits, HALF=_half(y.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=_ROWS, num_warps=4,
+            _norm_sums_kernel[grid](
+                y, index, seed, gamma, codes, scales, of_rows, partial if sums else None, *shape, SUMS=sums, **how
+            )
+            _norm_backward_kernel[grid](
+                y, index, seed, gamma, codes, scales, rstd, of_rows.sum(0), x, *shape, **how
             )  # fmt: skip
     weight, bias = partial.sum(0, dtype=torch.float64).unbind()
     return x, weight.float(), bias.float()
