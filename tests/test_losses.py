@@ -101,6 +101,49 @@ def test_half_types_have_the_softmax_in_float32(dtype):
     assert abs(found.item() - wide.item()) < 8 * torch.finfo(dtype).eps
 
 
+def testchunk_rows_follow_from_bytes_on_an_accelerator():
+    for classes, rows in ((128_256, 1024), (151_936, 768), (32_000, 4096), (50_257, 2560), (10**7, 256)):
+        assert losses.chunk_rows(classes, "cuda", 4) == rows
+        assert rows == 256 or rows * classes * 4 <= 2**29 < (rows + 128) * classes * 4
+        assert losses.chunk_rows(classes, "cpu", 4) == losses.chunk_rows(classes, "meta", 4) == 256
+    assert losses.chunk_rows(32_000, "cuda", 8) == 2048
+
+
+def test_a_chunk_that_is_not_given_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(losses, "chunk_rows", lambda *arguments: asked.append(arguments) or 5)
+    asked, (hidden, weight, _, labels) = [], inputs()
+    found = chunked_cross_entropy(hidden, weight, labels)
+    assert asked == [(CLASSES, "cpu", 8)]
+    assert found.item() == chunked_cross_entropy(hidden, weight, labels, chunk=5).item()
+    with pytest.raises(ValueError, match="chunk must be"):
+        chunked_cross_entropy(hidden, weight, labels, chunk=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_types_are_added_in_float32_where_pytorch_can(dtype, monkeypatch):
+    """As on CUDA: no product is rounded before it is added, so the gradient is that of half the logits' roundings."""
+    calls = []
+
+    def addmm(total, a, b, *, out_dtype, out):
+        calls.append(a.shape)
+        assert out is total
+        assert out_dtype == total.dtype == torch.float32
+        return out.addmm_(a.float(), b.float())
+
+    hidden, weight, _, labels = inputs(dtype)
+    rounded = losses._loss_and_gradients(hidden, weight, None, labels, 4, -100, 1.0, None, True, True, False)
+    monkeypatch.setattr(losses, "_adds_in_float32", lambda device: device == "cpu")
+    monkeypatch.setattr(torch, "addmm", addmm)
+    found = losses._loss_and_gradients(hidden, weight, None, labels, 4, -100, 1.0, None, True, True, False)
+    assert calls == [(CLASSES, 4)] * 3 + [(CLASSES, 1)]
+    logits = (hidden @ weight.T).detach().float()
+    y = (logits.softmax(1) - F.one_hot(labels, CLASSES)).to(dtype)  # what the products are given
+    expected = y.T.double() @ hidden.double()
+    errors = [(one[2].double() - expected).abs().max() / expected.abs().max() for one in (found, rounded)]
+    assert errors[0] < 2**-19 < torch.finfo(dtype).eps / 64 < errors[1]
+    assert all(map(torch.equal, found[:2], rounded[:2]))
+
+
 def test_autocast_casts_as_for_a_linear_layer():
     hidden, weight, bias, labels = inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -160,6 +160,34 @@ def rotary(n: int, columns: int) -> list[Work]:
     return [Work("rotary positions", is_forward, 2 * 2 * SIZE * n * columns) for is_forward in (True, False)]
 
 
+def head(n: int, width: int, classes: int, rows: int | None, *, adds_wide: bool = True) -> list[Work]:
+    """Output layer and loss of a language model: as transformers computes them, or in chunks of ``rows`` rows.
+
+    adds_wide: Whether the weight's products are added in float32 as they are made, or by a pass of its own.
+    """
+    wide, logits, weight = 4, n * classes, width * classes
+    if rows is None:
+        return [
+            replace(product(n, width, classes, is_forward=True), stored=SIZE * n * width),
+            # To float32, log-softmax; its gradient, which reads one of zeros but for the class, to the half type.
+            Work("loss", True, (SIZE + 3 * wide) * logits, stored=wide * logits),
+            Work("loss", False, (5 * wide + SIZE) * logits),
+            product(n, classes, width, is_forward=False),
+            product(width, n, classes, is_forward=False),
+        ]
+    of_weight, added = product(width, rows, classes, is_forward=True), 2 * wide * weight
+    chunk = [
+        product(rows, width, classes, is_forward=True),
+        # To float32, maximum, difference, exponential, sum, quotient, to the half type.
+        Work("loss", True, (2 * SIZE + 10 * wide) * rows * classes),
+        product(rows, classes, width, is_forward=True),
+        replace(of_weight, bytes=of_weight.bytes + added - SIZE * weight) if adds_wide else of_weight,
+        *([] if adds_wide else [Work("loss", True, SIZE * weight + added)]),
+    ]
+    scaled = Work("loss", False, (3 * wide + SIZE) * weight + 4 * SIZE * n * width)  # by the loss's own gradient
+    return [*chunk * math.ceil(n / rows), scaled]
+
+
 RATIO = 0.1  # K/N of 16-bit sketches, and bytes kept of packed ones
 
 
@@ -202,6 +230,8 @@ BLOCKS = (
     Block("RoBERTa-base, 32 x 512", 32, 512, 768, 3072, is_gated=False),
     Block("LLaMA-7B, 4 x 4096", 4, 4096, 4096, 11008, is_gated=True),
 )
+
+HEAD = (16384, 2048, 128_256)  # tokens, H and V of LLaMA-1B
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu import roofline
 from benchmarks.gpu import roofline as work
 from benchmarks.gpu.roofline import BLOCKS, EXACT, WAYS, works
+from rmm_linear.losses import _loss_and_gradients, chunk_rows
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
@@ -103,6 +104,27 @@ def test_flops_of_a_sketched_layer_are_those_that_its_operators_declare(bits: in
     ]
     expected += [] if bits is None else [work.unpack(rows, C, bits), work.unrotate(outputs, C)]
     assert flops(*expected) == declared
+
+
+def test_a_loss_in_chunks_takes_the_products_of_the_exact_one() -> None:
+    n, width, classes = 256, 16, 100
+    hidden, weight, labels = torch.randn(n, width), torch.randn(classes, width), torch.arange(n) % classes
+    declared = counted(_loss_and_gradients, hidden, weight, None, labels, 64, -100, 1.0, None, True, True, False)
+    assert flops(*work.head(n, width, classes, None)) == declared
+    assert flops(*work.head(n, width, classes, 64)) == declared
+
+
+def test_a_loss_in_chunks_takes_at_most_1_4_of_the_exact_time() -> None:
+    """Of a vocabulary of 128,256; 256 rows at a time, whose sums take a pass of their own, take above twice."""
+    rows = chunk_rows(work.HEAD[2], "cuda", 4)
+    h100 = next(machine for machine in work.MACHINES if machine.name.startswith("H100"))
+
+    def seconds(rows: int | None, machine: work.Machine, *, adds_wide: bool = True) -> float:
+        return sum(map(machine.seconds, work.head(*work.HEAD, rows, adds_wide=adds_wide)))
+
+    assert max(seconds(rows, machine) / seconds(None, machine) for machine in work.MACHINES) < 1.2
+    assert max(seconds(rows, machine, adds_wide=False) / seconds(None, machine) for machine in work.MACHINES) < 1.4
+    assert seconds(256, h100, adds_wide=False) / seconds(None, h100) > 2
 
 
 def test_bytes_stored_are_those_that_the_library_stores() -> None:
