@@ -78,7 +78,7 @@ def failure(device: str) -> str | None:
 def _launch(device: str) -> str | None:
     """Launch a kernel, on a device that is in use: the current one may be another process's."""
     count = torch.cuda.device_count() if device == "cuda" else 0
-    used = [index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)]
+    used = [index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)]  # pyright: ignore[reportAttributeAccessIssue]
     with _disable_current_modes():
         seed = torch.zeros(1, dtype=torch.int64, device=torch.device(device, used[0]) if used else device)
         try:
