@@ -120,9 +120,12 @@ def gated(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> 
     return [fused, apply] if is_fused else [replace(exact[0], stored=0), pack, apply]
 
 
-def dropout(n: int, columns: int, *, is_packed: bool) -> list[Work]:
-    """Dropout with a mask of one byte per element, or of one bit."""
+def dropout(n: int, columns: int, *, is_packed: bool, is_fused: bool = False) -> list[Work]:
+    """Dropout with a mask of one byte per element, of one bit, or of none where a kernel draws it again."""
     elements = n * columns
+    if is_fused:
+        name, moved = "dropout without a mask", 2 * SIZE * elements
+        return [Work(name, True, moved, elements, stored=8), Work(name, False, moved, elements)]
     forward = Work("dropout", True, (2 * SIZE + 1) * elements, stored=0 if is_packed else elements)
     if not is_packed:
         return [forward, Work("dropout", False, (2 * SIZE + 1) * elements)]
@@ -240,7 +243,7 @@ class Way:
     is_sketched: bool = False  # the linear layers' inputs
     bits: int | None = None  # of the sketches; None is the dtype
     is_packed: bool = False  # all other operations
-    is_fused: bool = False  # outputs of norms and activations in the pass that packs their stand-ins
+    is_fused: bool = False  # outputs of norms, activations and dropout in the pass that packs their stand-ins
     is_checkpointed: bool = False  # none, but the block's forward pass runs once more
 
 
@@ -265,7 +268,7 @@ def works(block: Block, way: Way) -> list[Work]:
     pointwise = gated if block.is_gated else activation
     found += pointwise(n, c, 4 if way.is_packed else None, is_fused=way.is_fused)
     found += 2 * addition(n, h)
-    found += rotary(n, h) if block.is_gated else 2 * dropout(n, h, is_packed=way.is_packed)
+    found += rotary(n, h) if block.is_gated else 2 * dropout(n, h, is_packed=way.is_packed, is_fused=way.is_fused)
     if way.is_checkpointed:
         found += [one for one in found if one.is_forward]
     return found

@@ -19,6 +19,7 @@ from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 from rmm_linear.ops.gated import stored_parts as gated_parts
 from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.masks import dropout as seeded_dropout
 from rmm_linear.ops.norms import norm_backward, norm_bytes, normalize_and_pack, pack_norm
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.sketches import weight_gradient
@@ -56,6 +57,7 @@ def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
     dropout, types = work.dropout(N, C, is_packed=True), (x.dtype, x.dtype)
     fused = [make(N, C, bits, is_fused=True) for make, bits in ((work.norm, 2), (work.gated, 4), (work.activation, 4))]
     copy, pair = pack_norm(x, None, 0, 2, 1e-5, True), keep_gated(x, x, "silu", 4, 0, None, True, True)
+    seed, (seeded, _) = torch.zeros(1, dtype=torch.int64), work.dropout(N, C, is_packed=True, is_fused=True)
     codes, bits = pack_derivative(x, None, 0, "gelu", (), 4), pack_mask(x > 0, None)
     for found, name, declared in (
         (norm, "norm copy", counted(pack_norm, x, None, 0, 2, 1e-5, True)),
@@ -67,6 +69,7 @@ def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
         (fused[0], "norm with copy", counted(normalize_and_pack, x, None, None, None, 0, 2, 1e-5, True, *types)),
         (fused[1], "gated with products", counted(gate_and_pack, x, x, "silu", 4, 0, None, True, True)),
         (fused[2], "activation with derivative", counted(activate_and_pack, x, None, 0, "gelu", (), 4)),
+        ([seeded], "dropout without a mask", counted(seeded_dropout, x, seed, 0.1)),
         (dropout, "mask, pack", counted(pack_mask, x > 0, None)),
         (dropout, "mask, apply", counted(apply_mask, x, bits, 1.0, None)),
     ):
@@ -157,6 +160,7 @@ def test_bytes_moved_are_those_of_the_kernels_contracts() -> None:
         (one(work.gated(N, C, 4), "gated, pack"), "pack_gated", {"BITS": 4}, 0),
         (one(work.gated(N, C, 4), "gated, apply"), "apply_gated", {"BITS": 4}, 0),
         (one(work.dropout(N, C, is_packed=True), "mask, apply"), "apply_mask", {}, 0),
+        (work.dropout(N, C, is_packed=True, is_fused=True)[1], "dropout", {}, 0),
         (one(work.norm(N, C, 2, is_fused=True), "norm with copy"), "normalize", {"BITS": 2}, 0),
         (one(work.activation(N, C, 4, is_fused=True), "activation with derivative"), "activate", {"BITS": 4}, 0),
         (one(work.gated(N, C, 4, is_fused=True), "gated with products"), "gate", {"BITS": 4}, 0),
