@@ -164,7 +164,17 @@ def _flops(hidden: Sequence[int], weight: Sequence[int], *arguments: Any) -> int
     return 2 * math.prod(hidden) * weight[0] * (1 + needs_hidden + needs_weight)
 
 
-@operator("chunked_cross_entropy", samples=_samples, flops=_flops)
+def _workspace(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, *arguments: Any) -> int:
+    """Bytes of a chunk: of its logits in both dtypes and of their slope, or of their gradient and a product with it."""
+    softcap, needs_hidden, needs_weight, _ = arguments[2:]
+    wide, size, rows = torch.promote_types(hidden.dtype, torch.float32), hidden.itemsize, min(chunk, len(hidden))
+    logits = rows * len(weight) * (size * (size < wide.itemsize) + wide.itemsize * (1 if softcap is None else 2))
+    is_added = size == wide.itemsize or _adds_in_float32(hidden.device.type)
+    products = rows * needs_hidden, len(weight) * (needs_weight and not is_added)
+    return max(logits, size * (rows * len(weight) + max(products) * weight.shape[1]))
+
+
+@operator("chunked_cross_entropy", samples=_samples, flops=_flops, workspace=_workspace)
 def _loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,

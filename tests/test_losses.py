@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import losses
 from rmm_linear.losses import chunked_cross_entropy
 from rmm_linear.memory import peak
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.step.follow import FollowedTensors, Place
 
 TOKENS, WIDTH, CLASSES = 13, 6, 50
 
@@ -142,6 +145,38 @@ def test_products_of_half_types_are_added_in_float32_where_pytorch_can(dtype, mo
     errors = [(one[2].double() - expected).abs().max() / expected.abs().max() for one in (found, rounded)]
     assert errors[0] < 2**-19 < torch.finfo(dtype).eps / 64 < errors[1]
     assert all(map(torch.equal, found[:2], rounded[:2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("adds", [False, True], ids=["sums in a pass of their own", "sums as they are made"])
+@pytest.mark.parametrize("sizes", [(300, 8, 4000), (300, 600, 1000), (100, 8, 4000)])
+def test_the_workspace_is_what_a_chunk_takes(sizes, adds, softcap, dtype, monkeypatch):
+    """Of all tensors inside of the operator; in float32 some numbers for each row in addition."""
+    hidden, weight, _, labels = (tensor.detach() for tensor in inputs(dtype, *sizes))
+    arguments = hidden, weight, None, labels, 256, -100, 1.0, softcap, True, True, False
+    monkeypatch.setattr(losses, "_adds_in_float32", lambda device: adds)
+    monkeypatch.setattr(torch, "addmm", lambda total, a, b, *, out_dtype, out: out)  # as it is on CUDA, without memory
+    operator = losses._loss_and_gradients
+    with torch.no_grad(), peak("cpu") as measured:
+        results = operator.function(*arguments)
+    found = measured.bytes - sum(result.nbytes for result in results)
+    assert 0 <= found - operator.workspace(*arguments) <= 32 * 256 * (dtype == torch.float32)
+
+
+def test_a_simulated_step_counts_the_workspace_on_cuda_alone():
+    for device in ("cuda", "cpu"):
+        result = Peak()
+        with FakeTensorMode(), torch.no_grad(), FollowedTensors(result, Place()) as live:
+            hidden, weight = (
+                torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((2000, 64), (32000, 64))
+            )
+            labels = torch.zeros(2000, dtype=torch.int64, device=device)
+            arguments = hidden, weight, None, labels, 1024, -100, 1.0, None, True, True, False
+            results = losses._loss_and_gradients(*arguments)
+            live.finish()
+        known = sum(tensor.nbytes for tensor in (hidden, weight, labels, *results))
+        assert result.bytes == known + (1024 * 32000 * 6 if device == "cuda" else 0)
 
 
 def test_autocast_casts_as_for_a_linear_layer():
