@@ -76,8 +76,9 @@ class RMMConfig(SavedSettings):
         norm_bits: Bits per element of a norm's input: 8, 4, 3 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that
             the gradient is biased.
-        fused: Whether outputs of activations, gated products and, without autocast, norms are made in the pass that
-            packs, where Triton's kernels run: a third fewer bytes move, and outputs differ in their last bits.
+        fused: Whether outputs of activations, gated products, dropout and, without autocast, norms are made in the pass
+            that packs, where Triton's kernels run: a third fewer bytes move, and outputs differ in their last bits.
+            Dropout saves a seed instead of bits, and its random numbers are not PyTorch's.
         target_modules: Linear layers to convert: "all-linear" (all but the output head), a regular expression that the
             whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
         exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.
@@ -122,8 +123,9 @@ class RMMConfig(SavedSettings):
     attention_bits: int = _field(4, "Bits per element of attention's query, key and value: 8 or 4.")
     fused: bool = _field(
         False,
-        "Where Triton kernels run, make outputs of activations, gated products and, without autocast, norms in the "
-        "pass that packs: fewer bytes move, but outputs differ from the exact model's in the last bits. true or false.",
+        "Where Triton kernels run, make outputs of activations, gated products, dropout and, without autocast, norms "
+        "in the pass that packs: fewer bytes move, but outputs differ from the exact model's in the last bits, and "
+        "dropout has its own random numbers. true or false.",
     )
     target_modules: str | Sequence[str] = _field(
         "all-linear",

@@ -7,6 +7,10 @@ products are made in the forward pass: the loss is a number, so its backward pas
 logits again in the backward pass instead would save the weight's gradient for a moment, and cost a fourth product of
 N · H · V in addition to the three that are needed anyway.
 
+Every chunk reads the weight twice, and reads and writes its gradient in float32. On a GPU a chunk has so many rows that
+its products take about as long as that; a CPU, whose products take far longer, gains nothing by more than its caches
+and pages hold.
+
 Loss and gradients are those of ``F.cross_entropy(hidden @ weight.T, labels)`` up to the order of summation. The
 logits are rounded to the dtype of the hidden states, as a linear layer does it; all else is computed in float32, or
 in float64 for float64.
@@ -16,6 +20,7 @@ Source: chunks of the sequence for the head and its loss: Luo et al. 2024 (Mini-
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,7 +34,8 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.dispatch import Call, Case, call, operator
 
-CHUNK = 256
+CHUNK = 256  # rows of logits at a time on CPU, and the least elsewhere
+_BYTES = 1 << 29  # of logits in float32 that an accelerator makes at a time
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -39,7 +45,7 @@ def chunked_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     num_items_in_batch: Tensor | float | None = None,
@@ -49,16 +55,17 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy of softmax(hidden · weightᵀ + bias), with ``chunk`` rows of logits at a time.
 
-    Exact up to the order of summation. Memory: chunk · V numbers, twice that with ``softcap`` or in half types; until
-    the backward pass the gradients with respect to ``hidden``, ``weight`` (in float32) and ``bias``. Time: the three
-    products that a linear layer needs. Ignored rows cost nothing on CPU.
+    Exact up to the order of summation. Memory: chunk · V numbers in float32, as many again with ``softcap`` and half
+    as many bytes in half types; until the backward pass the gradients with respect to ``hidden``, ``weight`` (in
+    float32) and ``bias``. Time: the three products that a linear layer needs. Ignored rows cost nothing on CPU.
 
     Args:
         hidden: Last hidden states, floating point, shape (*, H).
         weight: Of the output layer, shape (V, H). Where it needs no gradient, none is computed.
         labels: Class of every row, int64, shape (*).
         bias: Of the output layer, shape (V,), or None.
-        chunk: Rows of logits at a time.
+        chunk: Rows of logits at a time. None: 256 on CPU; elsewhere as many as 512 MiB of logits in float32 have, a
+            multiple of 128 and 256 at least.
         ignore_index: Label of rows that have no part in the loss.
         reduction: "mean" over the rows that are not ignored, or "sum".
         num_items_in_batch: If given, the sum is divided by it instead, as transformers does where a batch is split.
@@ -81,7 +88,8 @@ def chunked_cross_entropy(
         True
     """
     _check(hidden, weight, labels, bias, reduction, softcap)
-    check_integer("chunk", chunk)
+    if chunk is not None:
+        check_integer("chunk", chunk)
     if shift:
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
@@ -95,8 +103,16 @@ def chunked_cross_entropy(
     dtype = autocast_dtype(hidden.device.type, hidden.dtype)
     # Without gradients, a function's needs_input_grad says no more than what its inputs require.
     needs = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in (hidden, weight, bias)]
+    chunk = chunk or chunk_rows(weight.shape[0], hidden.device.type, wide.itemsize)
     options = (chunk, ignore_index, scale, softcap, *needs)
     return _ChunkedCrossEntropy.apply(rows, weight, bias, classes, count, dtype, options)
+
+
+def chunk_rows(classes: int, device: str, itemsize: int) -> int:
+    """Return how many rows of logits are made at a time, whose elements take ``itemsize`` bytes each."""
+    if device in ("cpu", "meta"):  # the latter stands for the former
+        return CHUNK
+    return max(CHUNK, _BYTES // (itemsize * classes) // 128 * 128)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -148,7 +164,17 @@ def _flops(hidden: Sequence[int], weight: Sequence[int], *arguments: Any) -> int
     return 2 * math.prod(hidden) * weight[0] * (1 + needs_hidden + needs_weight)
 
 
-@operator("chunked_cross_entropy", samples=_samples, flops=_flops)
+def _workspace(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, *arguments: Any) -> int:
+    """Bytes of a chunk: of its logits in both dtypes and of their slope, or of their gradient and a product with it."""
+    softcap, needs_hidden, needs_weight, _ = arguments[2:]
+    wide, size, rows = torch.promote_types(hidden.dtype, torch.float32), hidden.itemsize, min(chunk, len(hidden))
+    logits = rows * len(weight) * (size * (size < wide.itemsize) + wide.itemsize * (1 if softcap is None else 2))
+    is_added = size == wide.itemsize or _adds_in_float32(hidden.device.type)
+    products = rows * needs_hidden, len(weight) * (needs_weight and not is_added)
+    return max(logits, size * (rows * len(weight) + max(products) * weight.shape[1]))
+
+
+@operator("chunked_cross_entropy", samples=_samples, flops=_flops, workspace=_workspace)
 def _loss_and_gradients(
     hidden: Tensor,
     weight: Tensor,
@@ -185,10 +211,8 @@ def _loss_and_gradients(
         y = y.to(h.dtype)
         if needs_hidden:
             grad_hidden[place] = y @ weight
-        if needs_weight and h.dtype == grad_weight.dtype:
-            grad_weight.addmm_(y.T, h)
-        elif needs_weight:
-            grad_weight += y.T @ h  # sums over the chunks in float32
+        if needs_weight:
+            _add_product(grad_weight, y.T, h)
         del y  # before the next chunk is made
     return total, grad_hidden, grad_weight, grad_bias
 
@@ -208,6 +232,25 @@ def _empty_results(
         hidden.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
         hidden.new_empty(weight.shape[:1] if needs_bias else (0,), dtype=wide),
     )
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a · b to ``total``, in its dtype, which may be wider than theirs."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif _adds_in_float32(a.device.type):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # pyright: ignore[reportCallIssue]
+    else:
+        total += a @ b
+
+
+@functools.cache
+def _adds_in_float32(device: str) -> bool:
+    """Say whether a product of half types can be added to a sum in float32 without a copy of its own."""
+    # PyTorch 2.8 has it for CUDA alone; on ROCm, PyTorch's own tests leave it out.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_known = "dtype_out" in torch.ops.aten.addmm.overloads()
+    return device == "cuda" and torch.version.hip is None and is_known and has_kernel("aten::addmm.dtype_out", "CUDA")
 
 
 def _transform(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -4,12 +4,15 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear import losses
 from rmm_linear.losses import chunked_cross_entropy
 from rmm_linear.memory import peak
+from rmm_linear.memory.peak import Peak
+from rmm_linear.planning.step.follow import FollowedTensors, Place
 
 TOKENS, WIDTH, CLASSES = 13, 6, 50
 
@@ -99,6 +102,81 @@ def test_half_types_have_the_softmax_in_float32(dtype):
     assert_same(found, exact(hidden, weight, bias, labels), (hidden, weight, bias), 4 * torch.finfo(dtype).eps * 8)
     wide = exact(*(tensor.float() for tensor in (hidden, weight, bias)), labels)
     assert abs(found.item() - wide.item()) < 8 * torch.finfo(dtype).eps
+
+
+def testchunk_rows_follow_from_bytes_on_an_accelerator():
+    for classes, rows in ((128_256, 1024), (151_936, 768), (32_000, 4096), (50_257, 2560), (10**7, 256)):
+        assert losses.chunk_rows(classes, "cuda", 4) == rows
+        assert rows == 256 or rows * classes * 4 <= 2**29 < (rows + 128) * classes * 4
+        assert losses.chunk_rows(classes, "cpu", 4) == losses.chunk_rows(classes, "meta", 4) == 256
+    assert losses.chunk_rows(32_000, "cuda", 8) == 2048
+
+
+def test_a_chunk_that_is_not_given_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(losses, "chunk_rows", lambda *arguments: asked.append(arguments) or 5)
+    asked, (hidden, weight, _, labels) = [], inputs()
+    found = chunked_cross_entropy(hidden, weight, labels)
+    assert asked == [(CLASSES, "cpu", 8)]
+    assert found.item() == chunked_cross_entropy(hidden, weight, labels, chunk=5).item()
+    with pytest.raises(ValueError, match="chunk must be"):
+        chunked_cross_entropy(hidden, weight, labels, chunk=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_types_are_added_in_float32_where_pytorch_can(dtype, monkeypatch):
+    """As on CUDA: no product is rounded before it is added, so the gradient is that of half the logits' roundings."""
+    calls = []
+
+    def addmm(total, a, b, *, out_dtype, out):
+        calls.append(a.shape)
+        assert out is total
+        assert out_dtype == total.dtype == torch.float32
+        return out.addmm_(a.float(), b.float())
+
+    hidden, weight, _, labels = inputs(dtype)
+    rounded = losses._loss_and_gradients(hidden, weight, None, labels, 4, -100, 1.0, None, True, True, False)
+    monkeypatch.setattr(losses, "_adds_in_float32", lambda device: device == "cpu")
+    monkeypatch.setattr(torch, "addmm", addmm)
+    found = losses._loss_and_gradients(hidden, weight, None, labels, 4, -100, 1.0, None, True, True, False)
+    assert calls == [(CLASSES, 4)] * 3 + [(CLASSES, 1)]
+    logits = (hidden @ weight.T).detach().float()
+    y = (logits.softmax(1) - F.one_hot(labels, CLASSES)).to(dtype)  # what the products are given
+    expected = y.T.double() @ hidden.double()
+    errors = [(one[2].double() - expected).abs().max() / expected.abs().max() for one in (found, rounded)]
+    assert errors[0] < 2**-19 < torch.finfo(dtype).eps / 64 < errors[1]
+    assert all(map(torch.equal, found[:2], rounded[:2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("adds", [False, True], ids=["sums in a pass of their own", "sums as they are made"])
+@pytest.mark.parametrize("sizes", [(300, 8, 4000), (300, 600, 1000), (100, 8, 4000)])
+def test_the_workspace_is_what_a_chunk_takes(sizes, adds, softcap, dtype, monkeypatch):
+    """Of all tensors inside of the operator; in float32 some numbers for each row in addition."""
+    hidden, weight, _, labels = (tensor.detach() for tensor in inputs(dtype, *sizes))
+    arguments = hidden, weight, None, labels, 256, -100, 1.0, softcap, True, True, False
+    monkeypatch.setattr(losses, "_adds_in_float32", lambda device: adds)
+    monkeypatch.setattr(torch, "addmm", lambda total, a, b, *, out_dtype, out: out)  # as it is on CUDA, without memory
+    operator = losses._loss_and_gradients
+    with torch.no_grad(), peak("cpu") as measured:
+        results = operator.function(*arguments)
+    found = measured.bytes - sum(result.nbytes for result in results)
+    assert 0 <= found - operator.workspace(*arguments) <= 32 * 256 * (dtype == torch.float32)
+
+
+def test_a_simulated_step_counts_the_workspace_on_cuda_alone():
+    for device in ("cuda", "cpu"):
+        result = Peak()
+        with FakeTensorMode(), torch.no_grad(), FollowedTensors(result, Place()) as live:
+            hidden, weight = (
+                torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((2000, 64), (32000, 64))
+            )
+            labels = torch.zeros(2000, dtype=torch.int64, device=device)
+            arguments = hidden, weight, None, labels, 1024, -100, 1.0, None, True, True, False
+            results = losses._loss_and_gradients(*arguments)
+            live.finish()
+        known = sum(tensor.nbytes for tensor in (hidden, weight, labels, *results))
+        assert result.bytes == known + (1024 * 32000 * 6 if device == "cuda" else 0)
 
 
 def test_autocast_casts_as_for_a_linear_layer():

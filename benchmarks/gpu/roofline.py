@@ -120,9 +120,12 @@ def gated(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> 
     return [fused, apply] if is_fused else [replace(exact[0], stored=0), pack, apply]
 
 
-def dropout(n: int, columns: int, *, is_packed: bool) -> list[Work]:
-    """Dropout with a mask of one byte per element, or of one bit."""
+def dropout(n: int, columns: int, *, is_packed: bool, is_fused: bool = False) -> list[Work]:
+    """Dropout with a mask of one byte per element, of one bit, or of none where a kernel draws it again."""
     elements = n * columns
+    if is_fused:
+        name, moved = "dropout without a mask", 2 * SIZE * elements
+        return [Work(name, True, moved, elements, stored=8), Work(name, False, moved, elements)]
     forward = Work("dropout", True, (2 * SIZE + 1) * elements, stored=0 if is_packed else elements)
     if not is_packed:
         return [forward, Work("dropout", False, (2 * SIZE + 1) * elements)]
@@ -158,6 +161,34 @@ def addition(n: int, columns: int) -> list[Work]:
 def rotary(n: int, columns: int) -> list[Work]:
     """Rotary positions of queries and keys, in one kernel."""
     return [Work("rotary positions", is_forward, 2 * 2 * SIZE * n * columns) for is_forward in (True, False)]
+
+
+def head(n: int, width: int, classes: int, rows: int | None, *, adds_wide: bool = True) -> list[Work]:
+    """Output layer and loss of a language model: as transformers computes them, or in chunks of ``rows`` rows.
+
+    adds_wide: Whether the weight's products are added in float32 as they are made, or by a pass of its own.
+    """
+    wide, logits, weight = 4, n * classes, width * classes
+    if rows is None:
+        return [
+            replace(product(n, width, classes, is_forward=True), stored=SIZE * n * width),
+            # To float32, log-softmax; its gradient, which reads one of zeros but for the class, to the half type.
+            Work("loss", True, (SIZE + 3 * wide) * logits, stored=wide * logits),
+            Work("loss", False, (5 * wide + SIZE) * logits),
+            product(n, classes, width, is_forward=False),
+            product(width, n, classes, is_forward=False),
+        ]
+    of_weight, added = product(width, rows, classes, is_forward=True), 2 * wide * weight
+    chunk = [
+        product(rows, width, classes, is_forward=True),
+        # To float32, maximum, difference, exponential, sum, quotient, to the half type.
+        Work("loss", True, (2 * SIZE + 10 * wide) * rows * classes),
+        product(rows, classes, width, is_forward=True),
+        replace(of_weight, bytes=of_weight.bytes + added - SIZE * weight) if adds_wide else of_weight,
+        *([] if adds_wide else [Work("loss", True, SIZE * weight + added)]),
+    ]
+    scaled = Work("loss", False, (3 * wide + SIZE) * weight + 4 * SIZE * n * width)  # by the loss's own gradient
+    return [*chunk * math.ceil(n / rows), scaled]
 
 
 RATIO = 0.1  # K/N of 16-bit sketches, and bytes kept of packed ones
@@ -203,6 +234,8 @@ BLOCKS = (
     Block("LLaMA-7B, 4 x 4096", 4, 4096, 4096, 11008, is_gated=True),
 )
 
+HEAD = (16384, 2048, 128_256)  # tokens, H and V of LLaMA-1B
+
 
 @dataclass(frozen=True)
 class Way:
@@ -210,7 +243,7 @@ class Way:
     is_sketched: bool = False  # the linear layers' inputs
     bits: int | None = None  # of the sketches; None is the dtype
     is_packed: bool = False  # all other operations
-    is_fused: bool = False  # outputs of norms and activations in the pass that packs their stand-ins
+    is_fused: bool = False  # outputs of norms, activations and dropout in the pass that packs their stand-ins
     is_checkpointed: bool = False  # none, but the block's forward pass runs once more
 
 
@@ -235,7 +268,7 @@ def works(block: Block, way: Way) -> list[Work]:
     pointwise = gated if block.is_gated else activation
     found += pointwise(n, c, 4 if way.is_packed else None, is_fused=way.is_fused)
     found += 2 * addition(n, h)
-    found += rotary(n, h) if block.is_gated else 2 * dropout(n, h, is_packed=way.is_packed)
+    found += rotary(n, h) if block.is_gated else 2 * dropout(n, h, is_packed=way.is_packed, is_fused=way.is_fused)
     if way.is_checkpointed:
         found += [one for one in found if one.is_forward]
     return found

@@ -12,6 +12,7 @@ from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, B
 from benchmarks.library import table
 from benchmarks.pages.render import Table, columns, from_csv
 from benchmarks.records import RESULTS
+from rmm_linear.losses import CHUNK, chunk_rows
 
 
 def _compiled(rows: Sequence[CompiledRow]) -> str:
@@ -93,9 +94,32 @@ def _operators(block: Block) -> str:
     return columns(lines, spec)
 
 
+def _head() -> str:
+    """Lay out least times of an output layer with its loss, relative to the exact one."""
+    rows, exact = chunk_rows(roofline.HEAD[2], "cuda", 4), roofline.head(*roofline.HEAD, None)
+    ways = {
+        "exact": exact,
+        "chunks of 256 rows, sums in a pass of their own": roofline.head(*roofline.HEAD, CHUNK, adds_wide=False),
+        f"chunks of {rows:,} rows, sums in a pass of their own": roofline.head(*roofline.HEAD, rows, adds_wide=False),
+        f"chunks of {rows:,} rows": roofline.head(*roofline.HEAD, rows),
+    }
+
+    def time_on(machine: Machine, way: tuple[str, list[Work]]) -> str:
+        times = [sum(map(machine.seconds, which)) for which in (way[1], exact)]
+        return f"{times[0] * 1e3:.1f} ms ({times[0] / times[1]:.2f})"
+
+    spec = {
+        "least time of head and loss": lambda way: way[0],
+        "GB moved": lambda way: f"{sum(one.bytes for one in way[1]) / 1e9:.0f}",
+        **{machine.name: partial(time_on, machine) for machine in MACHINES},
+    }
+    return columns(list(ways.items()), spec)
+
+
 TABLES: dict[str, Table] = {
     "kernels-compiled": from_csv(NAME.removesuffix(".csv"), CompiledRow, _compiled),
     "roofline-machines": lambda results: _machines(),
+    "roofline-head": lambda results: _head(),
     **{
         f"roofline-{block.name.split('-')[0].lower()}{part}": lambda results, make=make, block=block: make(block)
         for block in BLOCKS

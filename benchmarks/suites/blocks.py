@@ -149,7 +149,7 @@ def _outcome(case: Case, model: nn.Module, provider: str, seed: int) -> Outcome:
     model.zero_grad()
     x = _input(case)
     torch.manual_seed(seed)
-    with _without_dropout_of_scores(model):
+    with _without_other_random_numbers(model, provider):
         loss, output = _loss(model, x)
         loss.backward()
     assert x.grad is not None  # noqa: S101
@@ -159,12 +159,17 @@ def _outcome(case: Case, model: nn.Module, provider: str, seed: int) -> Outcome:
 
 
 @contextlib.contextmanager
-def _without_dropout_of_scores(model: nn.Module) -> Iterator[None]:
-    """Fused kernels draw other numbers for the scores of attention than packed ones: the gate compares without."""
-    found = [module for name, module in model.named_modules() if name.endswith("attention.self.dropout")]
+def _without_other_random_numbers(model: nn.Module, provider: str) -> Iterator[None]:
+    """Fused kernels draw other numbers for dropout, of attention's scores always: the gate compares without."""
+    named, is_fused = model.named_modules(), provider == FUSED
+    found: list[Any] = [
+        module
+        for name, module in named
+        if name.endswith("attention.self.dropout") or (is_fused and isinstance(module, nn.Dropout))
+    ]
     before = [module.p for module in found]
     for module in found:
-        module.p = 0.0  # pyright: ignore[reportArgumentType]
+        module.p = 0.0
     try:
         yield
     finally:

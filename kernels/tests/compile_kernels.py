@@ -109,6 +109,9 @@ def cases() -> Any:
         yield f"pack_mask {dtype}", masks._pack_mask_kernel, dtype, {**index, "B_N": 8, "B_B": 64}
         if dtype != "*u8":
             yield f"apply_mask {dtype}", masks._apply_mask_kernel, dtype, {**index, "B_N": 16, "B_C": 128}
+    dropout = sys.modules["rmm_linear.kernels.dropout"]._dropout_kernel
+    for dtype in ("*bf16", "*fp32"):
+        yield f"dropout {dtype}", dropout, dtype, {"B_E": 1024}
     gated = sys.modules["rmm_linear.kernels.gated"]
     for activation, bits, dtype in (
         (0, 4, "*bf16"),
@@ -158,7 +161,9 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = made
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
-        if name not in constants and (name.startswith("p_") or name in ("n_columns", "stride", "stride_b")):
+        if name not in constants and (
+            name.startswith("p_") or name in ("n_columns", "n_elements", "stride", "stride_b")
+        ):
             aligned.append(place)
     source = ASTSource(
         fn=kernel,

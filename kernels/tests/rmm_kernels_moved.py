@@ -101,6 +101,7 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "apply_derivative": lambda read, made, c: [read, f"{c['BITS']}/8", made],
     "pack_mask": lambda read, made, c: [read, "1/8"],
     "apply_mask": lambda read, made, c: [read, "1/8", made],
+    "dropout": lambda read, made, c: [read, made],
     "pack_gated": lambda read, made, c: [read, read, *_packed(c["BITS"]) * 2],
     "apply_gated": lambda read, made, c: [read, *_packed(c["BITS"]) * 2, made, made],
     "activate": lambda read, made, c: [read, made, f"{c['BITS']}/8"],

@@ -134,3 +134,13 @@ def strided_masks(device: str, view: str) -> list[Check]:
         same("bits", kernels().pack_mask(y > 0), bits),
         same("applied", kernels().apply_mask(y, bits, 2.0), masks.apply_mask(y, bits, 2.0)),
     ]
+
+
+def seeded_dropout(device: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Check]:
+    """Compare dropout without a mask: which elements are kept, to the bit, and their scale; at the ends of p too."""
+    make, checks = Inputs(device), []
+    x = make.matrix(*shape, dtype)
+    for p, of in ((0.1, x), (0.5, x), (2**-40, x), (1 - 2**-40, x), (0.3, x.T.contiguous().T)):
+        found, expected = kernels().dropout(of, make.seed, p), masks.dropout(x, make.seed, p)
+        checks += [same(f"zeros, p = {p}", found == 0, expected == 0), close(f"p = {p}", found, expected, dtype)]
+    return checks

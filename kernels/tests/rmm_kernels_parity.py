@@ -92,6 +92,9 @@ def comparisons() -> dict[str, Comparison]:
                 add(packed.pack_and_apply_mask, shape, dtype, indexed)
     for view in VIEWS:
         add(packed.strided_masks, view)
+    for shape in ((1, 1), (17, 300), (3, 4096), (5, 1639)):  # of tiles of 4096 elements, whole ones and parts
+        for dtype in DTYPES:
+            add(packed.seeded_dropout, shape, dtype)
     for bits in packing.WIDTHS:
         for activation in ACTIVATIONS:
             add(packed.gated_products, activation, bits, (37, 130), torch.float32, activation == "silu")

@@ -30,7 +30,7 @@ def test_every_kernel_compiles_for_every_target(compiled, request):
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "random_keys", "hash"}
     names |= {"pack_norm", "norm_backward"}
     names |= {"pack_derivative", "apply_derivative"}
-    names |= {"pack_mask", "apply_mask", "pack_gated", "apply_gated"}
+    names |= {"pack_mask", "apply_mask", "dropout", "pack_gated", "apply_gated"}
     names |= {"activate", "square", "normalize", "gate"}
     assert found == {(name, target) for name in names for target in targets}
 

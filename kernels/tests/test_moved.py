@@ -71,6 +71,7 @@ LAUNCHES = {
     ),
     "pack_mask *u8": lambda make: make.pack_mask(matrix(HALF) > 0),
     "apply_mask *bf16": lambda make: make.apply_mask(matrix(HALF), _packed(1)[0], 2.0),
+    "dropout *bf16": lambda make: make.dropout(matrix(HALF), SEED, 0.1),
     "pack_gated 2 4 *bf16": lambda make: make.pack_gated(matrix(HALF), matrix(HALF), SEED, "silu", 4),
     "apply_gated 2 4 *bf16": lambda make: make.apply_gated(matrix(HALF), SEED, [_packed(4), _packed(4)], 4),
     "activate silu 4 *bf16": lambda make: make.activate_and_pack(

@@ -44,7 +44,7 @@ def test_every_kernel_is_compared():
     functions = "countsketch gathered gaussian rademacher hadamard pack_and_unpack row_norms derivative"
     functions += " random_keys layer scaled_rows sampled packed_as_made masked_rows_unread strides pack_norm"
     functions += " norm_gradients norm_strides pack_and_apply_mask strided_masks gated_products gated_halves activated"
-    functions += " normalized normalized_in_one_loop gated"
+    functions += " normalized normalized_in_one_loop gated seeded_dropout"
     settings = "all some few none 8 4 2 float32 float16 bfloat16 transposed"
     assert words >= {*functions.split(), *settings.split()}
 

@@ -1,4 +1,11 @@
-"""Dropout that saves one bit per element: exact, with the random numbers of nn.Dropout."""
+"""Dropout that saves one bit per element, with the random numbers of nn.Dropout; or a seed, with its own.
+
+Where a kernel makes the output (``RMMConfig.fused``), it draws from Philox which elements it keeps, in the pass that
+applies dropout, and draws them again in the backward pass. Its seed comes from the generator of the device, as the
+numbers of ``nn.Dropout`` do, whether gradients are needed or not: what repeats those repeats it, as checkpoints do in
+every form, and a graph's replays have others. Layer seeds would not do: which call of a module a checkpoint
+recomputes is unknown, and here the output depends on it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +19,18 @@ from torch.nn import functional as F
 
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction
-from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.dispatch import runs_fused
+from rmm_linear.ops.masks import apply_mask, dropout, pack_mask
 
 
 class PackedDropout(PackedModule):
     """``nn.Dropout`` that saves which elements it kept, one bit for each. Output and gradients are exact.
 
-    Memory: ⌈C/8⌉ bytes for each row of C elements, where ``nn.Dropout`` saves 1, 2 or 4 bytes per element.
+    With ``RMMConfig.fused``, where kernels run, it saves a seed and keeps other elements than ``nn.Dropout`` would: the
+    output is another draw of the same distribution, and the gradients are exact for it.
+
+    Memory: ⌈C/8⌉ bytes for each row of C elements, where ``nn.Dropout`` saves 1, 2 or 4 bytes per element; 8 bytes with
+    ``fused``.
     """
 
     rmm_operation = "dropout"
@@ -30,8 +42,12 @@ class PackedDropout(PackedModule):
         if not self.training:
             return input if not self.inplace else F.dropout(input, self.p, False, True)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
-        is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad and input.is_floating_point()
-        is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel()
+        is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel() or not input.is_floating_point()
+        # Of a checkpoint, all passes: a parameter is a tensor there.
+        if self.rmm_config.fused and not (is_plain or self.inplace) and runs_fused(input.detach(), is_composed=False):
+            seed = torch.randint(2**63 - 1, (1,), device=input.device)
+            return SeededDropoutFunction.run(input, seed, self.p, call)
+        is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad
         if not is_saving or is_plain or (self.inplace and torch.compiler.is_compiling()):
             return F.dropout(input, self.p, self.training, self.inplace)
         return DropoutFunction.run(input, self.p, self.inplace, call)
@@ -58,6 +74,25 @@ class DropoutFunction(SavingFunction):
         y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
         bits, index = ctx.saved_tensors
         return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None, None
+
+
+class SeededDropoutFunction(SavingFunction):
+    """Dropout that saves the seed of its random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, seed: Tensor, p: float, call: SavingCall) -> Tensor:
+        """Apply dropout."""
+        ctx.call, ctx.p = call, p
+        ctx.save_for_backward(seed)
+        return dropout(input, seed, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradient."""
+        (grad_output,) = grad_outputs
+        y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
+        (seed,) = ctx.saved_tensors
+        return dropout(y, seed, ctx.p).view(grad_output.shape), None, None, None
 
 
 def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, float]:

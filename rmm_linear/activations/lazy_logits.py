@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear._support.autocast import autocast_dtype
-from rmm_linear.losses import CHUNK, chunked_cross_entropy
+from rmm_linear.losses import chunked_cross_entropy
 
 _READ = "The logits are computed when they are read, and the weight of the output layer has changed since the forward "
 _READ += "pass, or FSDP has sharded it again. Read them before, or convert without the operation 'logits'."
@@ -239,7 +239,7 @@ def _loss(
             source.weight,
             target,
             bias=source.head.bias,
-            chunk=getattr(source.head, "rmm_chunk", CHUNK),
+            chunk=getattr(source.head, "rmm_chunk", None),
             ignore_index=ignore_index,
             reduction=reduction,
             scale=source.scale,

@@ -24,17 +24,20 @@ class ChunkedHead(PackedModule):
     they are read, which must happen before the optimizer's step. A loss that is no plain cross entropy of the logits,
     or of logits changed in another way than by views, casts to float, a factor or a cap, reads them.
 
-    In eval mode, without gradients, in compiled code, for as few rows as one chunk has, where it is sharded by itself,
-    where it has backward hooks, and under DDP with ``static_graph=True``, it is the original layer. A forward pass
-    without labels computes the logits at its end under FSDP2, which may shard the weight then, and under DDP with
+    In eval mode, without gradients, in compiled code, for 256 rows or fewer, where it is sharded by itself, where it
+    has backward hooks, and under DDP with ``static_graph=True``, it is the original layer. A forward pass without
+    labels computes the logits at its end under FSDP2, which may shard the weight then, and under DDP with
     ``find_unused_parameters=True``, which looks at the graph of the outputs.
+
+    Attributes:
+        rmm_chunk: Rows of logits at a time, None for as many as the device takes; as few have their logits at once.
     """
 
     rmm_operation = "logits"
     rmm_learns_rows = False
     weight: Tensor
     bias: Tensor | None
-    rmm_chunk: int = CHUNK
+    rmm_chunk: int | None = None
 
     def exact_forward(self, input: Tensor) -> Tensor:
         """Call the original layer."""
@@ -47,7 +50,8 @@ class ChunkedHead(PackedModule):
         # Where FSDP or ZeRO-3 shards this layer by itself, the weight is there during its own forward only.
         is_sharded = is_fsdp_module(self) or hasattr(self.weight, "ds_id")
         is_hooked = bool(self._backward_hooks or self._backward_pre_hooks)
-        if not is_lazy or is_sharded or is_hooked or input.numel() <= self.rmm_chunk * input.shape[-1]:
+        is_small = input.numel() <= (self.rmm_chunk or CHUNK) * input.shape[-1]
+        if not is_lazy or is_sharded or is_hooked or is_small:
             return self.exact_forward(input)
         used: list[None] = []
         if not self._can_wait(used):

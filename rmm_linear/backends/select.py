@@ -12,7 +12,7 @@ from rmm_linear.backends import native, triton
 BACKENDS = ("auto", "torch", "triton")
 Backend = Literal["plain", "native", "triton"]
 VARIABLE = "RMM_BACKEND"
-_ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
+ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 
 
 def requested_backend() -> str:
@@ -37,7 +37,13 @@ def backends_of(device: str) -> tuple[Backend, ...]:
         )
     if requested == "torch":
         return ("plain",)
-    has_kernels = requested == "triton" or (device in _ACCELERATORS and triton.is_installed())
+    is_tried = device in ACCELERATORS and triton.is_installed()
+    failure = triton.failure(device) if is_tried else None
+    if requested == "triton" and failure is not None:
+        raise RuntimeError(
+            f"RMM_BACKEND=triton needs kernels that can be launched on {device}, got {failure} Or use RMM_BACKEND=auto."
+        )
+    has_kernels = requested == "triton" or (is_tried and failure is None)
     has_library = device == "cpu" and native.is_available()
     return (*(("triton",) if has_kernels else ()), *(("native",) if has_library else ()), "plain")
 

@@ -12,7 +12,7 @@ from rmm_linear._support.provenance import machine, versions
 from rmm_linear._version import __version__
 from rmm_linear.backends import native, triton
 from rmm_linear.backends.native import library
-from rmm_linear.backends.select import requested_backend
+from rmm_linear.backends.select import ACCELERATORS, requested_backend
 
 _LEVELS = {4: "for AVX-512", 3: "for AVX2", 0: "for any processor"}
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "numpy")
@@ -23,7 +23,7 @@ def version() -> str:
     lines = {"rmm_linear": __version__, **versions(*_PACKAGES)}
     lines["system"] = f"{platform.system()} {platform.release()}, {machine()}, {torch.get_num_threads()} threads"
     lines["CPU backend"] = _cpu_backend()
-    lines["GPU backend"] = "Triton kernels" if triton.is_installed() else "plain PyTorch: Triton is not installed"
+    lines["GPU backend"] = _gpu_backend()
     lines["GPU"] = ", ".join(_devices()) or "none"
     lines["RMM_BACKEND"] = requested_backend() + ("" if "RMM_BACKEND" in os.environ else " (not set)")
     width = max(map(len, lines))
@@ -43,6 +43,13 @@ def _cpu_backend() -> str:
         library.logger.propagate = propagate
         library.logger.removeHandler(said)
     return f"plain PyTorch. {said.buffer[0].getMessage() if said.buffer else library.MISSING}"
+
+
+def _gpu_backend() -> str:
+    if not triton.is_installed():
+        return "plain PyTorch: Triton is not installed"
+    failures = [triton.failure(device) for device in ACCELERATORS if getattr(torch, device).is_available()]
+    return next((f"plain PyTorch. {failure}" for failure in failures if failure is not None), "Triton kernels")
 
 
 def _devices() -> list[str]:

@@ -111,7 +111,7 @@ _OPERATIONS = {
     "activation_bits": ("activation",),
     "norm_bits": ("norm",),
     "attention_bits": ("attention",),
-    "fused": ("activation", "norm"),
+    "fused": ("activation", "norm", "dropout"),
 }
 _ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketches
 

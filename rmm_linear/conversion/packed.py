@@ -102,7 +102,8 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
 
 def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> PackedChoice | None:
     if "dropout" in operations and is_dropout(module):
-        return PackedChoice("dropout", module, "1 bit per element", _change_class(module, PackedDropout))
+        saved = "its seed, or without kernels 1 bit per element" if config.fused else "1 bit per element"
+        return PackedChoice("dropout", module, saved, _change_class(module, PackedDropout))
     if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
@@ -176,8 +177,8 @@ def _is_fused(module: Any) -> bool:
 Places = set[tuple[str, torch.dtype]]  # types of devices, and dtypes
 
 NOWHERE = (
-    "fused=True has no effect on {}, where Triton's kernels do not run: activations, norms and gated MLPs compute "
-    "their outputs themselves there, as without it."
+    "fused=True has no effect on {}, where Triton's kernels do not run: activations, norms, gated MLPs and "
+    "dropout compute their outputs themselves there, as without it."
 )
 _SOME = "fused=True has no effect on {}{}."  # names, and one of the following
 _NO_KERNELS = ": on {}, Triton's kernels do not run"
@@ -189,7 +190,7 @@ _AUTOCAST = " under autocast, which chooses a dtype for each function"
 def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: RMMConfig) -> str | None:
     """Say where ``fused=True`` has no effect on a model, and why: a line for every reason, or None."""
     everywhere, found = _places(model), dict[str, list[str]]()
-    asked = {name: one for name, one in choices.items() if one.operation in ("activation", "norm")}
+    asked = {name: one for name, one in choices.items() if one.operation in ("activation", "norm", "dropout")}
     asked = {name: one for name, one in asked.items() if config.for_module(name).fused}
     without = {name: place for name, one in asked.items() if (place := _no_kernels(one.module, everywhere)) is not None}
     if asked and len(without) == len(asked):
@@ -210,6 +211,8 @@ def _reason(choice: PackedChoice) -> str | None:
         module = module.get_submodule(computes.act)
     elif getattr(module, "inplace", False):
         return _IN_PLACE
+    elif choice.operation == "dropout":
+        return None
     return _AUTOCAST if is_composed(module) else None
 
 

@@ -98,9 +98,7 @@ class Reasons:
         if "logits" not in self._report.config.operations:
             return f"{_LOSS}; {_named('logits')}"
         skipped = next((self._report.skipped[head] for head in heads if head in self._report.skipped), None)
-        few = (
-            f"the logits are taken in chunks of {CHUNK} rows where there are more, and nothing but the loss reads them"
-        )
+        few = f"the logits are taken in chunks above {CHUNK} rows, and nothing but the loss reads them"
         return f"{_LOSS}: {skipped or few}"
 
     def note_recomputed(self, inputs: Set[StorageKey]) -> None:

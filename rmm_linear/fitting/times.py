@@ -1,4 +1,10 @@
-"""Benchmark every option on one representative block per kind."""
+"""Benchmark every option on one representative block per kind.
+
+On CUDA the host issues a step's work while the device does it, so a step takes the longer of both times: of its blocks'
+host times, or of their device times, added up. Both are measured. An option counts by the time that binds a step in
+which all blocks have it, so the estimate is right for a plan of one option, and for a mixed one an upper bound, since
+the larger of two sums is convex.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +27,7 @@ from rmm_linear.planning.step.step import as_in_training, copied
 
 _ROUNDS, _MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
 _REPEATS, _LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often
+_CYCLES = 2e9  # per second, more than accelerators have
 
 Make = Callable[[PlannedBlock], BlockPlan]
 
@@ -38,27 +45,46 @@ class Times:
     extra: dict[tuple[str, str], float]
 
 
+class Seconds(NamedTuple):
+    """Of both passes of a block: to issue its work, and to do it; on a CPU, both are the time of a call."""
+
+    host: float
+    device: float
+
+
 def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[PlannedBlock]], make: Make) -> Times:
     """Time the forward and backward pass of one block of each kind, with each of its options in turn.
 
     Blocks are alike that have one class, one set of parameters' shapes, and inputs of one shape. All options of a block
     run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little;
     where the rounds disagree, there are more of them. ``make`` makes the plan in which one block alone has an option.
+    What does more than the exact block cannot be faster, whatever else the machine did meanwhile.
     """
     calls = _calls(model, example, list(options))
     kinds: dict[str, list[str]] = {}
     for name in options:
         kinds.setdefault(f"{alike(model, name)} {_shapes(calls.get(name))} {_names(options[name])}", []).append(name)
-    plain, extra = dict[str, float](), dict[tuple[str, str], float]()
+    found: dict[str, dict[str, Seconds]] = {}
     with as_in_training(model):
         for names in kinds.values():
             call = calls.get(names[0])
-            seconds = {} if call is None else _rounds(model, call, options[names[0]], make)
-            base = seconds.pop("", 0.0)
-            for name in names:
-                plain[name] = base
-                extra |= {(name, option): value - base for option, value in seconds.items()}
+            seconds = {"": Seconds(0.0, 0.0)} if call is None else _rounds(model, call, options[names[0]], make)
+            found |= dict.fromkeys(names, seconds)
+    binding = {option: _binding(found, option) for seconds in found.values() for option in seconds}
+    plain = {name: seconds[""][binding[""]] for name, seconds in found.items()}
+    extra = dict[tuple[str, str], float]()
+    for name, rows in options.items():
+        for row in rows:
+            if row.option in found[name]:
+                added = found[name][row.option][binding[row.option]] - plain[name]
+                extra[name, row.option] = added if row.choice == CONVERT else max(added, 0.0)
     return Times(plain, extra)
+
+
+def _binding(found: Mapping[str, Mapping[str, Seconds]], option: str) -> int:
+    """Return which of a block's seconds count in a step whose blocks have an option where they can: 0 or 1."""
+    host, device = map(sum, zip(*(seconds.get(option, seconds[""]) for seconds in found.values()), strict=True))
+    return 0 if host > device else 1
 
 
 @dataclass
@@ -99,24 +125,19 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make) -> dict[str, float]:
+def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make) -> dict[str, Seconds]:
     """Map options to seconds; "" to those of the block as it is."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found: dict[str, list[float]] = {"": [], **{option.option: [] for option in options}}
+    found: dict[str, list[Seconds]] = {"": [], **{option.option: [] for option in options}}
+    _once(call, device)  # what is made once
+    repeats = max(1, min(_REPEATS, int(_LONG / max(_once(call, device), 1e-6))))
 
-    def once() -> float:
-        _synchronize(device)
-        begin = time.perf_counter()
-        call.run()
-        _synchronize(device)
-        return time.perf_counter() - begin
-
-    once()  # what is made once
-    repeats = max(1, min(_REPEATS, int(_LONG / max(once(), 1e-6))))
-
-    def timed() -> float:
-        once()  # what a conversion makes in its first call
-        return min(once() for _ in range(repeats))
+    def timed() -> Seconds:
+        single = _once(call, device)  # what a conversion makes in its first call
+        if device.type == "cuda":
+            return _queued(call, device, repeats, hold=single * repeats)
+        seconds = min(_once(call, device) for _ in range(repeats))
+        return Seconds(seconds, seconds)
 
     for done in range(_ROUNDS + _MORE_ROUNDS):
         if done >= _ROUNDS and all(_agree(seconds, found[""]) for seconds in found.values()):
@@ -125,21 +146,56 @@ def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock],
         for option in options:
             with make(option).applied():
                 found[option.option].append(timed())
-    base = statistics.median(found[""])
-    by_plain = {name: statistics.median(_ratios(seconds, found[""])) for name, seconds in found.items()}
-    # What does more than the exact block cannot be faster, whatever else the machine did meanwhile.
-    known = {option.option for option in options if option.choice != CONVERT}
-    return {name: base * (max(ratio, 1.0) if name in known else ratio) for name, ratio in by_plain.items()}
+    base = [statistics.median(each) for each in zip(*found[""], strict=True)]
+    return {
+        name: Seconds(
+            *(one * statistics.median(each) for one, each in zip(base, _ratios(seconds, found[""]), strict=True))
+        )
+        for name, seconds in found.items()
+    }
 
 
-def _ratios(seconds: Sequence[float], plain: Sequence[float]) -> list[float]:
-    return [one / exact for one, exact in zip(seconds, plain, strict=True)]
+def _once(call: _TimedCall, device: torch.device) -> float:
+    """Return the seconds of one call, for whose end the host waits."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    call.run()
+    _synchronize(device)
+    return time.perf_counter() - begin
 
 
-def _agree(seconds: Sequence[float], plain: Sequence[float]) -> bool:
+def _queued(call: _TimedCall, device: torch.device, repeats: int, hold: float) -> Seconds:
+    """Return the seconds of a call in a queue of several on CUDA.
+
+    The host does not wait between them. While it issues those that the device is timed with, the device is busy for
+    ``hold`` seconds, so that it does not wait for the host.
+    """
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call.run()
+    host = time.perf_counter() - begin
+    _synchronize(device)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(hold * _CYCLES))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(repeats):
+            call.run()
+        last.record()
+    _synchronize(device)
+    return Seconds(host / repeats, first.elapsed_time(last) / 1000 / repeats)
+
+
+def _ratios(seconds: Sequence[Seconds], plain: Sequence[Seconds]) -> list[list[float]]:
+    """Return the rounds' ratios of host times, and of device times."""
+    pairs = list(zip(seconds, plain, strict=True))
+    return [[one[place] / max(exact[place], 1e-9) for one, exact in pairs] for place in range(2)]
+
+
+def _agree(seconds: Sequence[Seconds], plain: Sequence[Seconds]) -> bool:
     """Say whether the rounds agree on an option: nothing else took the machine's time in some of them."""
-    ratios = _ratios(seconds, plain)
-    return max(ratios) - min(ratios) <= _SPREAD * statistics.median(ratios)
+    return all(max(each) - min(each) <= _SPREAD * statistics.median(each) for each in _ratios(seconds, plain))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -183,6 +183,8 @@ class Operator:
         flatten: Converts the former to the latter; None if they are the same.
         samples: As for :class:`Operation`, arguments of the function.
         flops: Operations that a call takes, a function of the flat arguments with shapes in place of tensors.
+        workspace: Bytes that a call takes beyond its results on an accelerator, a function of the flat arguments; None
+            for operators that take little.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
             tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
     """
@@ -195,6 +197,7 @@ class Operator:
         *,
         samples: Samples = lambda case: iter(()),
         flops: Callable[..., int] | None = None,
+        workspace: Callable[..., int] | None = None,
         flatten: Callable[..., tuple[Any, ...]] | None = None,
         registered: Callable[..., Any] | None = None,
         native: Callable[..., Any] | None = None,
@@ -207,7 +210,7 @@ class Operator:
         which compilers take those that the version of PyTorch knows.
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
-        self.native = native
+        self.native, self.workspace = native, workspace
         self._settings: dict[Any, bool] = {}  # whether the C library runs on CPU, by the environment variable
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         run = function if registered is None else lambda *flat, **named: registered(function, *flat, **named)

@@ -1,4 +1,4 @@
-"""Masks of zeros in one bit per element, as dropout saves them, and the operators that make and apply them."""
+"""Masks of dropout, in one bit per element or drawn again from a seed, and the operators that make and apply them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def _apply_samples(case: Case) -> Iterator[Call]:
     yield call(y, plain.pack_mask(y > 0, case.index), 1.25, case.index)
 
 
+def _dropout_samples(case: Case) -> Iterator[Call]:
+    for p in (0.1, 0.75):
+        yield call(case.matrix(), case.seeds, p)
+
+
 PACK_MASK = operation(
     "PACK_MASK", plain.pack_mask, native.pack_mask, triton.pack_mask, _pack_samples, native_dtypes=FLOATS
 )
 APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton.apply_mask, _apply_samples)
+DROPOUT = operation("DROPOUT", plain.dropout, None, triton.dropout, _dropout_samples)
 
 
 @operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask), native=native.pack_mask)
@@ -52,3 +58,17 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> T
 @apply_mask.register_fake
 def _(y, bits, scale, index):
     return y.new_empty(y.shape)
+
+
+@operator("dropout", samples=_dropout_samples, flops=lambda x, *_: math.prod(x))
+def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Set elements to zero with probability p, 0 < p < 1, and scale the others; the same ones for the same seed.
+
+    seed: int64, shape (1,). Returns a contiguous tensor. It is linear in x, so a gradient is dropped by it as well.
+    """
+    return DROPOUT(x, seed, p)
+
+
+@dropout.register_fake
+def _(x, seed, p):
+    return x.new_empty(x.shape)

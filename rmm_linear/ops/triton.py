@@ -198,6 +198,11 @@ def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = Non
     return kernels().apply_mask(y, bits, scale, _listed(index))
 
 
+def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Return what :func:`rmm_linear.packing.masks.dropout` does."""
+    return kernels().dropout(x, seed, p)
+
+
 def pack_derivative(
     x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> None:

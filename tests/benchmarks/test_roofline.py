@@ -13,11 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu import roofline
 from benchmarks.gpu import roofline as work
 from benchmarks.gpu.roofline import BLOCKS, EXACT, WAYS, works
+from rmm_linear.losses import _loss_and_gradients, chunk_rows
 from rmm_linear.ops.attention import attention_backward, attention_parts, pack_attention
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative, stored_parts
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
 from rmm_linear.ops.gated import stored_parts as gated_parts
 from rmm_linear.ops.masks import apply_mask, pack_mask
+from rmm_linear.ops.masks import dropout as seeded_dropout
 from rmm_linear.ops.norms import norm_backward, norm_bytes, normalize_and_pack, pack_norm
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.sketches import weight_gradient
@@ -55,6 +57,7 @@ def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
     dropout, types = work.dropout(N, C, is_packed=True), (x.dtype, x.dtype)
     fused = [make(N, C, bits, is_fused=True) for make, bits in ((work.norm, 2), (work.gated, 4), (work.activation, 4))]
     copy, pair = pack_norm(x, None, 0, 2, 1e-5, True), keep_gated(x, x, "silu", 4, 0, None, True, True)
+    seed, (seeded, _) = torch.zeros(1, dtype=torch.int64), work.dropout(N, C, is_packed=True, is_fused=True)
     codes, bits = pack_derivative(x, None, 0, "gelu", (), 4), pack_mask(x > 0, None)
     for found, name, declared in (
         (norm, "norm copy", counted(pack_norm, x, None, 0, 2, 1e-5, True)),
@@ -66,6 +69,7 @@ def test_flops_are_those_that_the_operators_declare(x: torch.Tensor) -> None:
         (fused[0], "norm with copy", counted(normalize_and_pack, x, None, None, None, 0, 2, 1e-5, True, *types)),
         (fused[1], "gated with products", counted(gate_and_pack, x, x, "silu", 4, 0, None, True, True)),
         (fused[2], "activation with derivative", counted(activate_and_pack, x, None, 0, "gelu", (), 4)),
+        ([seeded], "dropout without a mask", counted(seeded_dropout, x, seed, 0.1)),
         (dropout, "mask, pack", counted(pack_mask, x > 0, None)),
         (dropout, "mask, apply", counted(apply_mask, x, bits, 1.0, None)),
     ):
@@ -105,6 +109,27 @@ def test_flops_of_a_sketched_layer_are_those_that_its_operators_declare(bits: in
     assert flops(*expected) == declared
 
 
+def test_a_loss_in_chunks_takes_the_products_of_the_exact_one() -> None:
+    n, width, classes = 256, 16, 100
+    hidden, weight, labels = torch.randn(n, width), torch.randn(classes, width), torch.arange(n) % classes
+    declared = counted(_loss_and_gradients, hidden, weight, None, labels, 64, -100, 1.0, None, True, True, False)
+    assert flops(*work.head(n, width, classes, None)) == declared
+    assert flops(*work.head(n, width, classes, 64)) == declared
+
+
+def test_a_loss_in_chunks_takes_at_most_1_4_of_the_exact_time() -> None:
+    """Of a vocabulary of 128,256; 256 rows at a time, whose sums take a pass of their own, take above twice."""
+    rows = chunk_rows(work.HEAD[2], "cuda", 4)
+    h100 = next(machine for machine in work.MACHINES if machine.name.startswith("H100"))
+
+    def seconds(rows: int | None, machine: work.Machine, *, adds_wide: bool = True) -> float:
+        return sum(map(machine.seconds, work.head(*work.HEAD, rows, adds_wide=adds_wide)))
+
+    assert max(seconds(rows, machine) / seconds(None, machine) for machine in work.MACHINES) < 1.2
+    assert max(seconds(rows, machine, adds_wide=False) / seconds(None, machine) for machine in work.MACHINES) < 1.4
+    assert seconds(256, h100, adds_wide=False) / seconds(None, h100) > 2
+
+
 def test_bytes_stored_are_those_that_the_library_stores() -> None:
     for rows, columns in ((256, 768), (37, 130)):
         for bits in (2, 3, 4, 8):
@@ -135,6 +160,7 @@ def test_bytes_moved_are_those_of_the_kernels_contracts() -> None:
         (one(work.gated(N, C, 4), "gated, pack"), "pack_gated", {"BITS": 4}, 0),
         (one(work.gated(N, C, 4), "gated, apply"), "apply_gated", {"BITS": 4}, 0),
         (one(work.dropout(N, C, is_packed=True), "mask, apply"), "apply_mask", {}, 0),
+        (work.dropout(N, C, is_packed=True, is_fused=True)[1], "dropout", {}, 0),
         (one(work.norm(N, C, 2, is_fused=True), "norm with copy"), "normalize", {"BITS": 2}, 0),
         (one(work.activation(N, C, 4, is_fused=True), "activation with derivative"), "activate", {"BITS": 4}, 0),
         (one(work.gated(N, C, 4, is_fused=True), "gated with products"), "gate", {"BITS": 4}, 0),

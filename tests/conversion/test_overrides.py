@@ -41,6 +41,6 @@ def test_fused_changes_activations_and_norms():
             name == "one.act",
         ]
     with pytest.raises(
-        ValueError, match="fused, which is a setting of the operation 'activation' or 'norm', and matches"
+        ValueError, match="fused, which is a setting of the operation 'activation' or 'norm' or 'dropout', and matches"
     ):
         check_overrides(RMMConfig(overrides={"query": {"fused": True}}), {"query": "linear"})

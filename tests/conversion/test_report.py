@@ -133,7 +133,7 @@ def test_fused_without_kernels_is_said_to_have_no_effect(monkeypatch):
     assert str(report).count(hint) == 1
     assert report.to_dict()["unfused"].startswith(hint)
     assert str(explain(tiny_model("roberta"), batch, fused=True)).count(hint) == 1
-    for fields in ({}, {"fused": True, "operations": ["linear", "dropout"]}):
+    for fields in ({}, {"fused": True, "operations": ["linear", "attention"]}):
         assert convert(tiny_model("roberta"), dry_run=True, **fields).unfused is None
         assert hint not in str(explain(tiny_model("roberta"), batch, **fields))
     monkeypatch.setattr("rmm_linear.conversion.packed.backend_of", lambda device, dtype: "triton")

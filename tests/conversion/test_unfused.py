@@ -26,7 +26,7 @@ class Sequences(nn.Module):
 
 
 def unfused(model, **fields):
-    return convert(model, dry_run=True, fused=True, operations=["norm", "activation"], **fields).unfused
+    return convert(model, dry_run=True, fused=True, **{"operations": ["norm", "activation"], **fields}).unfused
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,15 @@ def test_norms_and_composed_activations_are_off_under_autocast():
 def test_modules_in_place_are_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True), nn.GELU())
     assert unfused(model) == "fused=True has no effect on 1: modules that work in place stay as they are."
+
+
+def test_dropout_is_named_where_it_works_in_place_or_no_kernel_runs():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Dropout(0.1, inplace=True))
+    report = convert(model, dry_run=True, fused=True, operations=["dropout"])
+    assert report.unfused == "fused=True has no effect on 2: modules that work in place stay as they are."
+    assert report.packed["1"].saved == "its seed, or without kernels 1 bit per element"
+    model.double()
+    assert unfused(model[:2], operations="dropout").startswith("fused=True has no effect on cpu (float64)")
 
 
 def test_norms_that_round_in_an_unknown_way_are_named():

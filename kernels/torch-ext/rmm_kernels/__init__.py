@@ -3,6 +3,7 @@
 from .activate import activate_and_pack, square_and_pack
 from .dense_sketch import dense_sketch
 from .derivatives import apply_derivative, pack_derivative
+from .dropout import dropout
 from .gated import apply_gated, gate_and_pack, pack_gated
 from .masks import apply_mask, pack_mask
 from .norms import norm_gradients, normalize_and_pack, pack_norm
@@ -17,6 +18,7 @@ __all__ = [
     "apply_gated",
     "apply_mask",
     "dense_sketch",
+    "dropout",
     "gate_and_pack",
     "norm_gradients",
     "normalize_and_pack",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from rmm_linear.planning.offload.copies import Copy, FileCopy, Files, PinnedCopy, Returning, SizeCopy
+from rmm_linear.planning.offload.copies import Copy, FileCopy, Files, PinnedArena, PinnedCopy, Returning, SizeCopy
 from rmm_linear.planning.offload.pack import Packer, unpack
 
 
@@ -34,6 +34,7 @@ class OffloadChain:
         """
         self.folder = None if folder is None else Path(folder)
         self._files: Files | None = None
+        self._arenas: dict[torch.device, PinnedArena] = {}
         self._last: weakref.ref[_OffloadedCall] | None = None
         self._task = -1  # the backward pass that is running
         self._back: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -51,7 +52,8 @@ class OffloadChain:
         if isinstance(content, FakeTensor):
             return SizeCopy(content)
         if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
-            return PinnedCopy(content)
+            arena = self._arenas.setdefault(content.device, PinnedArena())
+            return PinnedCopy(content, arena)
         if self._files is None or self._files.owner != os.getpid():
             self._files = Files(self.folder)
         return FileCopy(content, self._files)

@@ -13,6 +13,8 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from rmm_linear.planning.stores.base import StoreError
 from rmm_linear.planning.stores.files import FileStore
-from rmm_linear.planning.stores.transfers import side_stream
+from rmm_linear.planning.stores.transfers import pinned_memory, side_stream
 
 _READER = "rmm_linear-offload"  # a thread's name begins so
 
@@ -120,12 +122,82 @@ def _drop(store: FileStore, key: str, owner: int) -> None:
             store.drop(key)
 
 
+_LEAST, _MOST = 64 << 20, 1 << 30  # bytes of a segment, but for blocks that are larger
+_ALIGNED = 512
+
+
+class PinnedArena:
+    """Pinned memory for the copies of one device: blocks of a few segments, which later steps take again.
+
+    PyTorch pins every block by itself, in a call that stalls the step, and rounds its bytes up to a power of two.
+    Segments are powers of two, so nothing is rounded; each is as large as all before it, between 64 MiB and 1 GiB. The
+    first step pins them, and later ones what they need in addition. Blocks that the system pins no memory for are
+    pageable.
+
+    A block that was given back can be taken at once, although a copy may still read it: all copies of a device run one
+    after the other on one stream. So a device has an arena of its own, and nothing but copies uses its blocks.
+    """
+
+    def __init__(self, pin: Callable[[int], Tensor | None] = pinned_memory) -> None:
+        """Begin without a segment; ``pin`` makes one, or returns None where the system refuses it."""
+        self._pin, self._is_refused = pin, False
+        self._segments: list[Tensor] = []
+        self._holes: list[tuple[int, int, int]] = []  # segment, begin and end, in order
+        self._returned: deque[tuple[int, int, int]] = deque()  # by finalizers, which run at any time on any thread
+        self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all segments."""
+        return sum(map(len, self._segments))
+
+    def take(self, size: int) -> tuple[Tensor, Callable[[], None]]:
+        """Return a block, uint8, shape (size,), and what gives it back."""
+        room = max(1, -(-size // _ALIGNED)) * _ALIGNED
+        with self._lock:
+            self._join_holes()
+            place = next((place for place, (_, begin, end) in enumerate(self._holes) if end - begin >= room), None)
+            if place is None:
+                place = self._grow(room)
+            if place is None:
+                return torch.empty(size, dtype=torch.uint8, device="cpu"), lambda: None
+            segment, begin, end = self._holes[place]
+            self._holes[place : place + 1] = [(segment, begin + room, end)] if begin + room < end else []
+        block = segment, begin, begin + room
+        return self._segments[segment][begin : begin + size], lambda: self._returned.append(block)
+
+    def _grow(self, room: int) -> int | None:
+        """Pin another segment, and return the place of its hole; None if the system refused one."""
+        grown = 1 << max(self.bytes, 1).bit_length() - 1
+        size = max(1 << (room - 1).bit_length(), min(max(grown, _LEAST), _MOST))
+        found = None if self._is_refused else self._pin(size)
+        if found is None:
+            self._is_refused = True
+            return None
+        self._holes.append((len(self._segments), 0, size))
+        self._segments.append(found)
+        return len(self._holes) - 1
+
+    def _join_holes(self) -> None:
+        if not self._returned:
+            return
+        while self._returned:
+            self._holes.append(self._returned.popleft())
+        joined: list[tuple[int, int, int]] = []
+        for segment, begin, end in sorted(self._holes):
+            if joined and joined[-1][0] == segment and joined[-1][2] == begin:
+                begin = joined.pop()[1]
+            joined.append((segment, begin, end))
+        self._holes = joined
+
+
 class PinnedCopy:
     """Pinned memory, filled on a stream of its own. Neither the host nor the stream that computes waits for that."""
 
-    def __init__(self, content: Tensor) -> None:
+    def __init__(self, content: Tensor, arena: PinnedArena) -> None:
         """Begin to copy bytes of an accelerator, uint8 of one dimension. They live until :meth:`let_go`."""
-        self._pinned = torch.empty(content.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._pinned, give_back = arena.take(content.numel())
+        weakref.finalize(self, give_back).atexit = False
         self._device = content.device
         self._held: _OnDevice | None = _OnDevice.copied(self._pinned, content, content)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.ops.dispatch import OPERATORS
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -125,6 +126,7 @@ class FollowedTensors(LiveTensors):
             self.random.add(self.place.now[1])
         output = super().__torch_dispatch__(func, types, args, kwargs)
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
+        beyond = beyond or _declared(func, args)
         if beyond:
             pass_, running = self.place.now
             self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
@@ -174,3 +176,11 @@ class FollowedTensors(LiveTensors):
             result.by_module[event.owner] = result.by_module.get(event.owner, 0) + event.change
         result.by_module = {name: count for name, count in result.by_module.items() if count}
         result.timeline = [(event.now, event.moment) for event in self.events]
+
+
+def _declared(func: Any, args: Any) -> int:
+    """Return the bytes that an operator of the library says it takes beyond its results, of which a CPU counts none."""
+    if func.namespace != "rmm_linear":
+        return 0
+    known = OPERATORS.get(func._opname)
+    return known.workspace(*args) if known is not None and known.workspace and args[0].is_cuda else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import queue
 import threading
@@ -241,6 +242,30 @@ def _leave_nothing(store: Any, owned: bool, held: dict[str, bool]) -> None:
 # Copies between an accelerator and the CPU, during the computation: on a stream of their own, by pinned memory.
 
 
+def pinned_memory(size: int) -> Tensor | None:
+    """Return pinned memory, uint8 of one dimension; None where the system refuses it, which a warning says once."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        _say_pageable((str(error).splitlines() or [""])[0].rstrip("."))
+        return None
+
+
+@functools.cache
+def _say_pageable(reason: str) -> None:
+    _logger.warning(
+        "The system pins no more host memory (%s), so copies go to pageable memory, and the step waits for them. "
+        "Raise the limit of the container or of WSL (ulimit -l, memory= in .wslconfig), or offload less.",
+        reason,
+    )
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return pinned memory for a tensor, or pageable memory where the system refuses that."""
+    found = pinned_memory(math.prod(shape) * dtype.itemsize)
+    return torch.empty(shape, dtype=dtype, device="cpu") if found is None else found.view(dtype).view(shape)
+
+
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
     """Begin to copy tensors to the CPU's memory; return them, and the events to wait for before they are read."""
     copies, events = [], []
@@ -251,8 +276,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
         stream = side_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            copy.copy_(tensor, non_blocking=True)
+            copy = host_memory(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)
             events.append(stream.record_event())
         copies.append(copy)
@@ -268,7 +292,7 @@ def to_device(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> lis
             continue
         stream = side_stream(device)
         with torch.cuda.stream(stream):
-            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            pinned = tensor if tensor.is_pinned() else host_memory(tensor.shape, tensor.dtype).copy_(tensor)
             copies.append(pinned.to(device, non_blocking=True))
         streams.add(stream)
     for stream in streams:
