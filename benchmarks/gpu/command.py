@@ -23,6 +23,7 @@ import torch
 from rmm_kernels_checks import poisoned_outputs
 
 from benchmarks.gpu.largest import Largest, has_failed, run_largest
+from benchmarks.gpu.steps import Step, run_steps
 from benchmarks.library import write_text
 from benchmarks.processes import ProcessError, call, first_line, last_line
 from benchmarks.records import RATIO, Parity, Row, add_choices, add_output, origin, read_rows, show, write_rows
@@ -69,7 +70,7 @@ def compare(device: str, titles: Sequence[str]) -> list[Parity]:
 
 SECONDS = 500.0  # and what the last processes need to end: under nine minutes
 SHARES = {
-    "parity": 3, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1,
+    "parity": 3, "steps": 4, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1,
     "largest": 6,
 }  # fmt: skip
 _MAIN = "16384 x 4096"  # the size that a GPU is judged by
@@ -102,6 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
                 rows = run_parity(path, device, tiny=tiny, timeout=timeout, commit=commit)
                 text = "parity: {0.comparison}, {0.what}: {0.status}, error {0.error:.3g}, limit {0.limit:.3g}"
                 failures += [text.format(row) for row in rows if row.status != "ok"]
+            elif name == "steps":
+                steps = run_steps(path, device, tiny=tiny, timeout=timeout, commit=commit)
+                failures += [f"steps: {r.case}, {r.method}: {r.status}" for r in steps if r.status != "ok"]
             elif name == "largest":
                 found = run_largest(path, device, tiny=tiny, timeout=timeout, commit=commit)
                 failures += [f"largest: {r.case}, {r.provider}: {r.status}" for r in found if has_failed(r)]
@@ -133,20 +137,23 @@ def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -
 
 
 def _summary(out: Path, device: str, failures: Sequence[str]) -> str:
-    parity, rows, batches = [], [], []
+    parity, rows, batches, steps = [], [], [], []
     for name in SHARES:
         path = out / f"{name}-{device}.csv"
         if path.is_file() and name == "parity":
             parity = [row.status for row in read_rows(path, Parity)]
+        elif path.is_file() and name == "steps":
+            steps = read_rows(path, Step)
         elif path.is_file() and name == "largest":
             batches = read_rows(path, Largest)
         elif path.is_file():
             rows += read_rows(path, Row)
     lines = [f"parity: {parity.count('ok')} of {len(parity)} within their limits"] if parity else []
     shown = [r for r in rows if r.ratio == RATIO and (r.suite != "kernels" or device == "cpu" or _MAIN in r.case)]
+    lines += [show(steps)] if steps else []
     lines += [show([row for row in shown if row.median is not None])] if shown else []
     lines += [show(batches)] if batches else []
-    last = [*rows, *batches][-1] if rows or batches else None
+    last = next(iter([*steps, *rows, *batches]), None)
     lines += [
         f"{last.machine}, torch {last.torch}, triton {last.triton}, commit {last.commit}" if last else torch.__version__
     ]

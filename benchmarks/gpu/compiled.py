@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rmm_kernels_moved
+import rmm_kernels_resources
 
 from benchmarks.records import RESULTS, ROOT, Origin, origin, write_rows
 
-NAME = "kernels-compiled.csv"
+TARGETS = ("sm_80", "sm_90", "gfx942")
 NOT_RUN = "compiled, not run"
 PROGRAM = ROOT / "kernels" / "tests" / "compile_kernels.py"
 # Variants whose integers are 1 show that constants can be cast; no call of a layer has them.
@@ -31,11 +32,18 @@ class CompiledRow(Origin):
 
     kernel: str  # name of the kernel
     variant: str  # what it was compiled for: kind, width, dtype
+    default_path: bool  # whether the default conversion of a model in bfloat16 launches it
+    instructions_per_element: float | None  # of lanes, in the loop over tiles; without a loop, all
+    limit: float | None  # what the tests hold the default path's to, on sm_90
+    bytes_allow: float  # what an H100 issues while its memory moves the bytes
+    outside_per_tile: float | None  # instructions outside of loops, by the elements of one tile
     target: str  # "sm_80", "sm_90" or "gfx942"
     registers: int  # registers of a thread, those of vectors on AMD
     shared: int  # bytes of shared memory of a block
     moved: str  # formula of the bytes that are read and written, per element of the matrix
     moved_per_element: float  # its value
+    loads: str = ""  # instructions that read global memory, by their width
+    stores: str = ""  # and that write it
     accumulators: int | None = None  # on AMD, accumulation registers of a thread
     scalars: int | None = None  # on AMD, scalar registers of a wavefront
     spilled_bytes: int | None = None  # on NVIDIA, bytes of a thread that go to memory and back
@@ -63,15 +71,31 @@ def compile_all(out: Path, *, commit: str = "") -> list[CompiledRow]:
     about = origin("cpu", commit) | {"device": NOT_RUN, "machine": "", "threads": 0}
     rows = [_row(json.loads(line), about) for line in done.stdout.splitlines()]
     rows = [row for row in rows if not row.variant.endswith(_OF_ONES)]
-    write_rows(out / NAME, rows)
+    for target in dict.fromkeys(row.target for row in rows):
+        write_rows(out / csv_name(target), [row for row in rows if row.target == target])
     return rows
 
 
+def csv_name(target: str) -> str:
+    """Name the file of a target."""
+    return f"compiled-{target}.csv"
+
+
 def _row(said: dict, about: dict) -> CompiledRow:
-    kernel, variant = split(said.pop("name"))
+    name = said.pop("name")
+    kernel, variant = split(name)
     del said["wide_loads"]  # what the tests alone look at
+    moved, limit = rmm_kernels_moved.value(said["moved"]), rmm_kernels_resources.LIMITS.get(name)
+    counted = {"instructions_per_element": None, "outside_per_tile": None}
     return CompiledRow(
-        kernel, variant, **said, moved_per_element=round(rmm_kernels_moved.value(said["moved"]), 6), **about
+        kernel,
+        variant,
+        **counted | said,
+        default_path=limit is not None,
+        limit=limit if said["target"] == "sm_90" else None,
+        bytes_allow=round(rmm_kernels_resources.PER_BYTE * moved, 1),
+        moved_per_element=round(moved, 6),
+        **about,
     )
 
 

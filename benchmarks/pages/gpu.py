@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from benchmarks.gpu import roofline
-from benchmarks.gpu.compiled import NAME, CompiledRow
+from benchmarks.gpu.compiled import TARGETS, CompiledRow, csv_name
 from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Machine, Way, Work
 from benchmarks.library import table
-from benchmarks.pages.render import Table, columns, from_csv
-from benchmarks.records import RESULTS
+from benchmarks.pages.render import Table, columns
+from benchmarks.records import RESULTS, read_rows
 from rmm_linear.losses import CHUNK, chunk_rows
 
 
@@ -27,6 +28,28 @@ def _compiled(rows: Sequence[CompiledRow]) -> str:
         bytes_of = f"{first.moved} = {first.moved_per_element:.3f}"
         lines.append((kernel, variant, bytes_of, *(_registers(here.get(target)) for target in targets)))
     return table(("kernel", "variant", "bytes per element", *targets), lines)
+
+
+def _default_path(results: Path) -> str:
+    """Lay out what the default path's kernels issue on sm_90, beside their limits and what memory allows."""
+    rows = [row for row in read_rows(results / csv_name("sm_90"), CompiledRow) if row.default_path]
+    spec = {
+        "kernel": lambda row: f"{row.kernel} {row.variant}",
+        "instructions per element": lambda row: f"{row.instructions_per_element:.1f}",
+        "outside of the loop, of a tile": lambda row: f"{row.outside_per_tile:.1f}",
+        "limit": lambda row: f"{row.limit:.0f}",
+        "bytes allow": lambda row: f"{row.bytes_allow:.0f}",
+        "registers": lambda row: f"{row.registers}",
+        "loads": lambda row: row.loads,
+        "stores": lambda row: row.stores,
+    }
+    return columns(rows, spec)
+
+
+def _of_all_targets(make: Callable[[Sequence[CompiledRow]], str]) -> Table:
+    return lambda results: make(
+        [row for target in TARGETS for row in read_rows(results / csv_name(target), CompiledRow)]
+    )
 
 
 def _registers(row: CompiledRow | None) -> str:
@@ -117,7 +140,8 @@ def _head() -> str:
 
 
 TABLES: dict[str, Table] = {
-    "kernels-compiled": from_csv(NAME.removesuffix(".csv"), CompiledRow, _compiled),
+    "kernels-compiled": _of_all_targets(_compiled),
+    "kernels-default-path": _default_path,
     "roofline-machines": lambda results: _machines(),
     "roofline-head": lambda results: _head(),
     **{

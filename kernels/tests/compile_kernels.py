@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_kernels_derivatives import variants as derivatives
 from rmm_kernels_fused import variants as fused
 from rmm_kernels_moved import moved
-from rmm_kernels_resources import resources
+from rmm_kernels_resources import LIMITS, instructions, resources
 
 from rmm_linear.backends.triton import kernels
 
@@ -43,7 +44,7 @@ TYPES |= {"p_s_codes": "*u8", "p_s_scales": "*u8"}
 TYPES |= {"p_shifts": "*i64", "p_scales": "*u8", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
-TYPES |= {"p_place": "*i64", "p_affine": "*fp32"}
+TYPES |= {"p_place": "*i64", "p_affine": "*fp32", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
 
 
 def cases() -> Any:
@@ -87,22 +88,32 @@ def cases() -> Any:
         absent |= {} if is_masked else gathered
         name = f"dense_sketch {kind} {bits} {dtype}{' masked' if is_masked else ''}"
         yield name, dense, dtype, {"KIND": kind, "BITS": bits, **tile, **absent}
-    for bits in (8, 4, 3, 2):
-        yield f"pack {bits}", module["packing"]._pack_kernel, "*fp32", {"BITS": bits, "B_K": 32}
-    yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
-    yield "unrotate", module["packing"]._unrotate_kernel, "*bf16", {"B_K": 32}
-    yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
-    for bits, dtype in ((8, "*fp32"), (4, "*bf16"), (3, "*bf16"), (2, "*fp16")):
-        yield f"unpack {bits}", module["packing"]._unpack_kernel, dtype, {"BITS": bits, "B_K": 32}
-    saved = sys.modules["rmm_linear.kernels.norms"]
-    for bits, dtype, centered in (
-        (3, "*bf16", True), (2, "*bf16", True), (4, "*fp32", False), (8, "*fp16", True),
+    pack, unpack = module["packing"]._pack_kernel, module["packing"]._unpack_kernel
+    for bits, dtype, *tail in (
+        (4, "*bf16"), (3, "*bf16"), (8, "*fp32"), (4, "*fp32"), (3, "*fp32"), (2, "*fp16"), (3, "*bf16", "tail")
     ):  # fmt: skip
-        shape = {"CENTERED": centered, "BITS": bits, "B_K": 16}
-        indexed = {"HAS_INDEX": True} if centered else {"HAS_INDEX": False, "p_index": None}
-        affine = {"HAS_GAMMA": centered, "SUMS": centered} | ({} if centered else {"p_gamma": None, "p_sums": None})
-        yield f"pack_norm {bits}", saved._pack_norm_kernel, dtype, {**shape, **indexed, "B_D": 256}
-        yield f"norm_backward {bits}", saved._norm_backward_kernel, dtype, {**shape, **indexed, **affine}
+        name, shape = " ".join((str(bits), dtype, *tail)), {"BITS": bits, "B_K": 64, "TAIL": bool(tail)}
+        yield f"pack {name}", pack, dtype, shape
+        yield f"unpack {name}", unpack, dtype, shape
+    yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
+    yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
+    saved = sys.modules["rmm_linear.kernels.norms"]
+    for bits, dtype, centered, is_indexed in (
+        (3, "*bf16", True, False), (3, "*bf16", False, False), (2, "*bf16", True, True), (4, "*fp32", False, False),
+        (8, "*fp16", True, True),
+    ):  # fmt: skip
+        shape = {"CENTERED": centered, "HAS_INDEX": is_indexed, "B_K": 64, "BITS": bits}
+        shape |= ({} if is_indexed else {"p_index": None}) | ({} if centered else {"p_mean": None})
+        affine = {"HAS_GAMMA": centered, **({} if centered else {"p_gamma": None})}
+        name = f"{bits} {dtype}{'' if centered else ' RMS'}{' index' if is_indexed else ''}"
+        statistics = {key: value for key, value in shape.items() if key != "BITS"} | {"B_K": 4, "B_D": 1024}
+        statistics |= {"HAS_PLACE": False, "p_place": None, "p_saved": None}
+        yield f"row_statistics {name}", saved._row_statistics_kernel, dtype, statistics
+        yield f"pack_norm {name}", saved._pack_norm_kernel, dtype, shape
+        shape.pop("p_mean", None)
+        sums = {**shape, **affine, "SUMS": centered, **({} if centered else {"p_sums": None})}
+        yield f"norm_sums {name}", saved._norm_sums_kernel, dtype, sums
+        yield f"norm_backward {name}", saved._norm_backward_kernel, dtype, {**shape, **affine}
     masks = sys.modules["rmm_linear.kernels.masks"]
     for dtype, absent in (("*u8", {"p_index": None}), ("*fp32", {}), ("*bf16", {"p_index": None})):
         index = {"HAS_INDEX": not absent, **absent}
@@ -120,7 +131,7 @@ def cases() -> Any:
         (2, 2, "*fp16"),
         (3, 4, "*fp32"),
     ):
-        both = {"BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 16}
+        both = {"BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 64}
         both |= {"HAS_INDEX": True} if bits == 2 else {"HAS_INDEX": False, "p_index": None}
         name = f"{activation} {bits} {dtype}"
         yield f"pack_gated {name}", gated._pack_gated_kernel, dtype, {**both, "ACTIVATION": activation}
@@ -147,8 +158,15 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
     """Compile one variant, with pointers and row lengths that are multiples of 16 as PyTorch's are."""
     names = kernel.arg_names
     dtype, made = (dtype.split() * 2)[:2]  # of the matrix, and of the sketch
-    if "PRECISION" in names:
-        constants = {**constants, "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee"}
+    is_cuda, half = target.backend == "cuda", {"*bf16": tl.bfloat16, "*fp16": tl.float16}.get(dtype, tl.float32)
+    if half != tl.float32 and kernel.__name__ != "_pack_kernel":
+        # What is packed is multiplied in its own dtype, what is unpacked and small in the more exact one.
+        half = tl.bfloat16 if kernel.__name__ in ("_pack_gated_kernel", "_gate_kernel") else tl.float16
+    defaults = {"PRECISION": "tf32x3" if is_cuda else "ieee", "IEEE": not is_cuda, "TAIL": False, "HALF": half}
+    constants = {name: value for name, value in (defaults | constants).items() if name in names}
+    if not is_cuda and "gate" in kernel.__name__:
+        constants["B_K"] //= 2  # as it is launched there
+    is_whole = not constants.get("TAIL")
     signature, aligned = {}, []
     for place, name in enumerate(names):
         if name in constants:
@@ -161,9 +179,10 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = made
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
-        if name not in constants and (
-            name.startswith("p_") or name in ("n_columns", "n_elements", "stride", "stride_b")
-        ):
+        lengths = (
+            ("n_columns", "n_elements", "row_bytes", "stride", "stride_b") if is_whole else ("n_elements", "stride")
+        )
+        if name not in constants and (name.startswith("p_") or name in lengths):
             aligned.append(place)
     source = ASTSource(
         fn=kernel,
@@ -180,6 +199,8 @@ def wanted(few: bool) -> Any:
     for case in cases():
         if not few or case[1] not in seen:
             yield from ((case, name) for name in TARGETS if not few or name in FEW)
+        elif case[0] in LIMITS:
+            yield case, "sm_90"
         seen.add(case[1])
     yield from ((case, "sm_90") for case in ones())
 
@@ -190,6 +211,7 @@ def main() -> None:
         target = TARGETS[target_name]
         compiled = compile_case(kernel, dtype, constants, target)
         row = {"name": name, "target": target_name, "moved": moved(name, dtype, constants), **resources(compiled)}
+        row |= instructions(compiled, name.split()[0], constants)
         row["wide_loads"] = len(re.findall(r"ld\.global\.\S*(?:v4\.b32|v2\.b64)", compiled.asm.get("ptx", "")))
         print(json.dumps(row), flush=True)
 

@@ -61,10 +61,8 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
         ("relu", 1, "*bf16", True), ("leaky_relu", 1, "*fp32", True),
     ):  # fmt: skip
         is_exact = name in ("relu", "leaky_relu")
-        absent = ({} if name == "gelu" else {"p_index": None}) | ({"p_seed": None} if is_exact else {})
-        shape = {"FUNCTION": name, "BITS": bits, "HAS_INDEX": name == "gelu", "B_N": 16, **absent}
-        tile = {"B_B": module.tile_bytes(bits)}
-        yield f"pack_derivative {name} {bits} {dtype}", module._pack_derivative_kernel, dtype, shape | tile
+        absent = ({} if name == "elu" else {"p_index": None}) | ({"p_seed": None} if is_exact else {})
+        shape = {"FUNCTION": name, "BITS": bits, "HAS_INDEX": name == "elu", "B_K": 64, **absent}
+        yield f"pack_derivative {name} {bits} {dtype}", module._pack_derivative_kernel, dtype, shape
         if is_applied:
-            kernel = module._apply_derivative_kernel
-            yield f"apply_derivative {name} {bits} {dtype}", kernel, dtype, shape | {"B_C": 128}
+            yield f"apply_derivative {name} {bits} {dtype}", module._apply_derivative_kernel, dtype, shape

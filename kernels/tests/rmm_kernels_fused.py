@@ -195,7 +195,7 @@ def cases() -> Iterator[tuple[Any, ...]]:
 def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
     """Name, kernel, dtype and constants of the variants that are compiled."""
     kernels()
-    module = {name: sys.modules[f"rmm_linear.kernels.{name}"] for name in ("activate", "norms", "gated", "derivatives")}
+    module = {name: sys.modules[f"rmm_linear.kernels.{name}"] for name in ("activate", "norms", "gated")}
     for name, bits, dtype, is_indexed in (
         ("gelu", 4, "*bf16", True), ("gelu", 2, "*fp32", False), ("gelu_tanh", 2, "*fp32", False),
         ("silu", 4, "*bf16", False), ("quick_gelu", 4, "*fp16", False), ("mish", 2, "*bf16", False),
@@ -203,12 +203,11 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
         ("elu", 1, "*bf16", False), ("relu", 1, "*bf16", True), ("leaky_relu", 1, "*fp32", False),
     ):  # fmt: skip
         absent = ({} if is_indexed else {"p_place": None}) | ({"p_seed": None} if name.endswith("relu") else {})
-        shape = {"FUNCTION": name, "BITS": bits, "HAS_PLACE": is_indexed, "B_N": 16, **absent}
-        tile = {"B_B": module["derivatives"].tile_bytes(bits)}
-        yield f"activate {name} {bits} {dtype}", module["activate"]._activate_kernel, dtype, shape | tile
+        shape = {"FUNCTION": name, "BITS": bits, "HAS_PLACE": is_indexed, "B_K": 64, **absent}
+        yield f"activate {name} {bits} {dtype}", module["activate"]._activate_kernel, dtype, shape
     for bits, dtype in ((4, "*bf16"), (2, "*fp32"), (8, "*fp16")):
         absent = {"HAS_PLACE": True} if bits == 8 else {"HAS_PLACE": False, "p_place": None}
-        yield f"square {bits} {dtype}", module["activate"]._square_kernel, dtype, {"BITS": bits, "B_K": 32, **absent}
+        yield f"square {bits} {dtype}", module["activate"]._square_kernel, dtype, {"BITS": bits, "B_K": 64, **absent}
     for bits, dtype, centered, is_indexed, before in (
         (2, "*bf16", True, True, None), (2, "*bf16", False, False, tl.bfloat16), (4, "*fp32", True, False, None),
         (8, "*fp16", False, False, tl.float16),
@@ -216,17 +215,17 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
         shape = {
             "CENTERED": centered,
             "BITS": bits,
-            "B_K": 16,
-            "B_D": 256,
+            "B_K": 64,
             "ROUND": before,
             "HAS_GAMMA": True,
             "HAS_BETA": centered,
         }
         shape |= {"HAS_PLACE": True} if is_indexed else {"HAS_PLACE": False, "p_place": None}
+        shape |= {} if centered else {"p_mean": None}
         yield f"normalize {bits} {dtype} {centered}", module["norms"]._normalize_kernel, dtype, shape
     for activation, bits, dtype in (
         (0, 4, "*bf16"), (1, 8, "*fp32"), (2, 4, "*bf16"), (2, 2, "*fp16"), (3, 4, "*fp32")
     ):  # fmt: skip
-        shape = {"ACTIVATION": activation, "BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 16}
+        shape = {"ACTIVATION": activation, "BITS": bits, "HAS_P": True, "HAS_S": True, "B_K": 64}
         shape |= {"HAS_PLACE": True} if bits == 2 else {"HAS_PLACE": False, "p_place": None}
         yield f"gate {activation} {bits} {dtype}", module["gated"]._gate_kernel, dtype, shape

@@ -82,8 +82,11 @@ def _dense_sketch(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
 
 
 def _norm_backward(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
-    sums = [f"8/{constants['B_K']}"] if constants["SUMS"] else []  # of dγ and dβ, float32, from every tile of rows
-    return [read, *_packed(constants["BITS"]), _ROW["rstd"], made, *sums]
+    return [read, *_packed(constants["BITS"]), _ROW["rstd"], made, f"{1 + constants['CENTERED']} · 4/{COLUMNS}"]
+
+
+def _norm_sums(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
+    return [read, *_packed(constants["BITS"]), f"{1 + constants['CENTERED']} · 4/64"]  # of every row and group
 
 
 # Of the bytes of an element read and written, and of the constants.
@@ -95,7 +98,9 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "row_norms": lambda read, made, c: [read, _ROW["norm"]],
     "pack": lambda read, made, c: [read, *_packed(c["BITS"])],
     "unpack": lambda read, made, c: [*_packed(c["BITS"]), made],
-    "pack_norm": lambda read, made, c: [read, *_packed(c["BITS"]), _ROW["rstd"]],
+    "row_statistics": lambda read, made, c: [read, f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
+    "pack_norm": lambda read, made, c: [read, *_packed(c["BITS"]), f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
+    "norm_sums": _norm_sums,
     "norm_backward": _norm_backward,
     "pack_derivative": lambda read, made, c: [read, f"{c['BITS']}/8"],
     "apply_derivative": lambda read, made, c: [read, f"{c['BITS']}/8", made],
@@ -107,5 +112,5 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "activate": lambda read, made, c: [read, made, f"{c['BITS']}/8"],
     "square": lambda read, made, c: [read, made, *_packed(c["BITS"])],
     "gate": lambda read, made, c: [read, read, made, *_packed(c["BITS"]) * 2],
-    "normalize": lambda read, made, c: [read, made, *_packed(c["BITS"]), _ROW["rstd"]],
+    "normalize": lambda read, made, c: [read, made, *_packed(c["BITS"]), f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
 }

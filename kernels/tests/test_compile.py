@@ -11,6 +11,8 @@ import pytest
 if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
     pytest.skip("Triton has no build for this platform", allow_module_level=True)
 
+from rmm_kernels_resources import LIMITS
+
 LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # shared memory of one block, bytes
 
 
@@ -28,7 +30,7 @@ def test_every_kernel_compiles_for_every_target(compiled, request):
     targets = LIMIT if request.node.callspec.params["compiled"] == "all" else ("sm_90", "gfx942")
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "random_keys", "hash"}
-    names |= {"pack_norm", "norm_backward"}
+    names |= {"row_statistics", "pack_norm", "norm_sums", "norm_backward"}
     names |= {"pack_derivative", "apply_derivative"}
     names |= {"pack_mask", "apply_mask", "dropout", "pack_gated", "apply_gated"}
     names |= {"activate", "square", "normalize", "gate"}
@@ -39,6 +41,31 @@ def test_no_register_is_spilled_and_shared_memory_suffices(compiled):
     for row in compiled:
         assert row.get("spilled_bytes", row.get("spilled_registers")) == 0, row
         assert row["shared"] <= LIMIT[row["target"]], row
+
+
+def test_the_default_path_issues_no_more_than_its_limits(compiled):
+    """Every kernel that the default conversion launches in bfloat16, on sm_90; and no limit is far above."""
+    found = {
+        row["name"]: row["instructions_per_element"]
+        for row in compiled
+        if row["target"] == "sm_90" and row["name"] in LIMITS
+    }
+    assert set(found) == set(LIMITS)
+    for name, count in found.items():
+        assert 0.4 * LIMITS[name] <= count <= LIMITS[name], (name, count)
+
+
+def test_the_default_path_reads_and_writes_sixteen_bytes_at_a_time(compiled):
+    """Matrices are; the codes of 4 bits too, and those of 3 bits, whose planes are 16 and 8 bytes, in 8 and 4 bytes."""
+    for row in compiled:
+        if row["target"] == "sm_90" and row["name"] in LIMITS:
+            kernel = row["name"].split()[0]
+            reads = "64 bit" if kernel == "pack_gated" else "128 bit"
+            assert reads in row["loads"], row
+            if kernel not in ("row_statistics", "norm_sums", "pack_mask"):
+                assert ("64 bit" if kernel in ("pack", "pack_norm") and "3" in row["name"] else "128 bit") in row[
+                    "stores"
+                ]
 
 
 def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled):

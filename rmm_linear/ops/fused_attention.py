@@ -7,10 +7,10 @@ Dropout: a kernel draws which scores it drops from the state of the device's gen
 tensor of them. So the state at the forward pass and the kernel are all that is saved, 17 bytes. In the backward pass,
 the generator goes back to this state for the second forward pass, and then to where it was.
 
-Memory of the backward pass: large tensors are handled in four parts, a few sequences or heads at a time, and the
-gradients of a part overwrite the rows that it has read: in all four times the bytes of the queries, where one call of a
-kernel takes seven, queries, keys, values, output and three gradients. With dropout, a part has to begin at its own
-random numbers. Those of two kernels follow from the number of scores, or heads, before it:
+Memory of the backward pass: one call of a kernel has queries, keys, values, output and three gradients, which is 3 + 4 r
+times the bytes of the queries where keys have r of them. Where that is more than five times, large tensors are handled
+in parts, a few sequences or heads at a time, and the gradients of a part overwrite the rows that it has read. That
+takes 8 % more time on an H200, in four parts. With dropout, a part has to begin at its own random numbers. Those of two kernels follow from the number of scores, or heads, before it:
 
     FLASH_ATTENTION       32 for each head                          (flash_attn/dropout.h)
     EFFICIENT_ATTENTION   one for each score                        (mem_eff_attention/kernel_forward.h)
@@ -38,7 +38,8 @@ _MULTIPLE = 8  # of features of a head, which all kernels take without padding
 _WIDEST = 256  # features of a head, of the flash kernel
 _ALIGNED = 16  # elements: of the rows of a mask, in memory
 _WHOLE = 1 << 23  # elements of the queries that are handled at once
-_PARTS = 4
+_MOST = 5  # times the queries' bytes, that a backward pass may take
+_SHARE, _PADDED_SHARE = 0.4, 0.25  # of the heads, handled at once; with padding, keys and masks are repeated as well
 _PER_HEAD = 32  # random numbers of the flash kernel
 _LOWEST = -65504.0  # what PyTorch gives cuDNN for −∞
 Part = tuple[tuple[int, int], tuple[int, int]]  # the first and the count: of sequences, and of heads of keys
@@ -182,7 +183,11 @@ def fused_gradients(
     group, skips = heads // spec.kv_heads, {FLASH: _PER_HEAD, EFFICIENT: queries * spec.keys}
     # With dropout, of a kernel whose random numbers are known, at a place where a generator can begin.
     is_split = kernel is None or (skips.get(kernel, 1) % 4 == 0 and torch.version.hip is None)
-    parts = list(_parts(batch, spec.kv_heads, is_split and found[0].numel() > _WHOLE))
+    share = _SHARE if mask is None and index is None else _PADDED_SHARE
+    shares = share == _SHARE and kernel != EFFICIENT and grad_output.dtype in _HALF  # heads of keys are not repeated
+    if not is_split or found[0].numel() <= _WHOLE or (shares and 3 + 4 / group <= _MOST):
+        share = 1.0
+    parts = list(_parts(batch, spec.kv_heads, share))
     for sequences, own in parts:
         head = own[0] * group, own[1] * group
         q, k, v = (_part(one, sequences, at).transpose(1, 2) for one, at in zip(found, (head, own, own), strict=True))
@@ -212,13 +217,13 @@ def _placed(rows: Tensor, batch: int, tokens: int, heads: int, index: Tensor | N
     return rows.view(batch, tokens, heads, -1)
 
 
-def _parts(batch: int, heads: int, is_split: bool) -> Iterator[Part]:
-    """Yield what is handled at once: some sequences, or some heads of one."""
-    if not is_split or batch >= _PARTS:
-        step = -(-batch // _PARTS) if is_split else batch
-        yield from (((first, min(step, batch - first)), (0, heads)) for first in range(0, batch, max(1, step)))
+def _parts(batch: int, heads: int, share: float) -> Iterator[Part]:
+    """Yield what is handled at once, at most a share: some sequences, or some heads of one."""
+    if share * batch >= 1 or not batch:
+        step = max(1, int(share * batch))
+        yield from (((first, min(step, batch - first)), (0, heads)) for first in range(0, batch, step))
         return
-    step = -(-heads * batch // _PARTS)
+    step = max(1, int(share * heads * batch))
     for sequence in range(batch):
         yield from (((sequence, 1), (first, min(step, heads - first))) for first in range(0, heads, step))
 

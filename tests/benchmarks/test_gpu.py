@@ -106,7 +106,7 @@ def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
         (*compiled.split(name), target): formula
         for name, target, formula in (line.split(";") for line in done.stdout.splitlines())
     }
-    rows = read_rows(RESULTS / compiled.NAME, CompiledRow)
+    rows = [row for target in compiled.TARGETS for row in read_rows(RESULTS / compiled.csv_name(target), CompiledRow)]
     assert {(row.kernel, row.variant, row.target): row.moved for row in rows} == variants
     for row in rows:
         assert (row.spilled_bytes is None) == (row.target == "gfx942") == (row.scalars is not None)
@@ -118,10 +118,11 @@ def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
 def test_what_compilers_say_becomes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variants whose integers are 1, which no layer has."""
     said = {"target": "sm_90", "moved": "2 + 4/8", "shared": 7, "registers": 9, "wide_loads": 1, "spilled_bytes": 0}
-    lines = [json.dumps({"name": name, **said}) for name in ("pack 4", "pack 4 of ones")]
+    lines = [json.dumps({"name": name, **said}) for name in ("pack 4 *bf16", "pack 4 *bf16 of ones")]
     program = tmp_path / "program.py"
     monkeypatch.setattr(compiled, "PROGRAM", program)
     program.write_text("".join(f"print({line!r})\n" for line in lines))
     assert main(["compile", "--out", str(tmp_path), "--commit", "abc"]) == 0
-    (row,) = read_rows(tmp_path / compiled.NAME, CompiledRow)
-    assert (row.kernel, row.variant, row.registers, row.shared, row.moved_per_element) == ("pack", "4", 9, 7, 2.5)
+    (row,) = read_rows(tmp_path / compiled.csv_name("sm_90"), CompiledRow)
+    assert (row.kernel, row.variant, row.registers, row.shared) == ("pack", "4 bf16", 9, 7)
+    assert (row.moved_per_element, row.bytes_allow, row.default_path, row.limit) == (2.5, 24.8, True, 30)

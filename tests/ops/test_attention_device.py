@@ -82,6 +82,8 @@ def _nothing_is_said(caplog):
 @every_dtype
 @every_kernel
 def test_the_output_is_that_of_pytorch_and_the_gradients_have_its_dropout(kernel, kind, dtype):
+    if kind == "shared heads" and dtype == torch.float32:
+        pytest.skip("PyTorch makes all scores there, and has no kernel to repeat")
     given = inputs(kind, dtype)
     with allowed(kernel, kind, given):
         expected, found = step(exact, kind, given), step(packed, kind, given)

@@ -45,38 +45,37 @@ def _pack_gated_kernel(
     p_a, p_b, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales,
     n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
-    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
     p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
-    p_codes, p_scales, p_s_codes, p_s_scales: see store_packed.
+    p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype of tiles' products, see rotated.
     """
     n_groups = tl.cdiv(n_columns, 64)
     i_g = tl.program_id(0) % n_groups
     first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_j = i_g * 64 + tl.arange(0, 64)
     if HAS_P:
-        b_rotation_p = rotation(p_seed, tl.float32)
+        b_rotation_p = rotation(p_seed, HALF)
     if HAS_S:
-        b_rotation_s = rotation(p_seed + 1, tl.float32)
+        b_rotation_s = rotation(p_seed + 1, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
         m_k = o_k < n_rows
         m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-        p_gate = p_a + o_row[:, None] * stride + o_j[None, :]
+        b_a = tl.load(p_a + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+        b_s, b_p = _activate(b_a, ACTIVATION)
         if HAS_P:
-            _, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
             b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
             b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
             store_packed(
                 b_p, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
             )  # fmt: skip
-        if HAS_S:  # from the cache: a tile that stays in registers meanwhile spills
-            b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        if HAS_S:
             b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
@@ -89,7 +88,7 @@ def _gate_kernel(
     p_a, p_b, p_place, p_seed, p_out, p_codes, p_scales, p_s_codes, p_s_scales,
     n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
-    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
@@ -100,9 +99,9 @@ def _gate_kernel(
     first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_j = i_g * 64 + tl.arange(0, 64)
     if HAS_P:
-        b_rotation_p = rotation(p_seed, tl.float32)
+        b_rotation_p = rotation(p_seed, HALF)
     if HAS_S:
-        b_rotation_s = rotation(p_seed + 1, tl.float32)
+        b_rotation_s = rotation(p_seed + 1, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -111,8 +110,8 @@ def _gate_kernel(
         o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
         m_k = (o_k >= 0) & m_n
         o_k = tl.maximum(o_k, 0)
-        p_gate = p_a + o_n[:, None] * stride + o_j[None, :]
-        b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        b_a = tl.load(p_a + o_n[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
+        b_s, b_p = _activate(b_a, ACTIVATION)
         b_b = tl.load(p_b + o_n[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
         b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
         tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
@@ -124,8 +123,7 @@ def _gate_kernel(
                 b_p * b_b, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
             )  # fmt: skip
-        if HAS_S:  # from the cache, as in _pack_gated_kernel
-            b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
+        if HAS_S:
             b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
             if HAS_PLACE:
                 b_row = row_words(p_seed + 1, o_k)
@@ -178,6 +176,16 @@ def _apply_gated_kernel(
             tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 
+def _tile_rows() -> int:
+    """Rows of a tile: on AMD, which multiplies in float32 itself, more would not fit into its registers."""
+    return ROWS // 2 if is_ieee() else ROWS
+
+
+def _half(dtype: torch.dtype) -> tl.dtype:
+    """What products are multiplied in: they may be larger than float16 holds, where their factors are in half types."""
+    return product_type(dtype if dtype == torch.float32 else torch.bfloat16)
+
+
 def _empty(
     rows: int, columns: int, bits: int, wanted: tuple[bool, bool], like: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -213,13 +221,14 @@ def pack_gated(
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = _empty(rows, columns, bits, wanted, a) if out is None else out
     if rows and columns:
-        taken, grid = tiles(rows, cdiv(columns, GROUP))
+        size = _tile_rows()
+        taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(a):
             _pack_gated_kernel[grid](
                 a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
                 columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
-                BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype),
+                IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return packed
 
@@ -254,13 +263,14 @@ def gate_and_pack(
     packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if out.numel():
-        taken, grid = tiles(rows, cdiv(columns, GROUP))
+        size = _tile_rows()
+        taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(a):
             _gate_kernel[grid](
                 a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
                 rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
                 ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0],
-                HAS_S=wanted[1], IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return out, packed
 
@@ -289,13 +299,14 @@ def apply_gated(
     make = torch.empty if index is None else torch.zeros
     found = [None if one is None else make(y.shape, dtype=y.dtype, device=y.device) for one in packed]
     if rows and columns:
-        taken, grid = tiles(rows, cdiv(columns, GROUP))
+        size = _tile_rows()
+        taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(y):
             _apply_gated_kernel[grid](
                 y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,
                 columns, y.stride(0), code_bytes(columns, bits), BITS=bits, HAS_INDEX=index is not None,
                 HAS_P=packed[0] is not None, HAS_S=packed[1] is not None,
                 HALF=product_type(y.dtype if y.dtype == torch.float32 else torch.float16), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return found

@@ -63,9 +63,20 @@ def rotation(p_seed, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
 
 @triton.jit
 def rotated(b_z, b_rotation, IEEE: tl.constexpr):
-    """A tile times :func:`rotation`, float32. Of float32, two products whose sum has 21 bits: the matrix is exact."""
-    if b_z.dtype != tl.float32 or IEEE:
-        return tl.dot(b_z.to(b_rotation.dtype), b_rotation, input_precision="ieee")
+    """A tile times :func:`rotation`, float32; the matrix is exact in every dtype.
+
+    A tile in the dtype of the matrix takes one product. One in float32 takes two, of what a number has in it and of the
+    rest: 21 bits of tf32, 16 of bfloat16.
+    """
+    if b_rotation.dtype != tl.float32:
+        if b_z.dtype == tl.float32:
+            b_part = b_z.to(b_rotation.dtype)
+            b_rest = (b_z - b_part.to(tl.float32)).to(b_rotation.dtype)
+            return tl.dot(b_rest, b_rotation, tl.dot(b_part, b_rotation))
+        else:
+            return tl.dot(b_z, b_rotation)
+    elif IEEE:
+        return tl.dot(b_z.to(tl.float32), b_rotation, input_precision="ieee")
     else:
         b_high = (b_z.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         b_sum = tl.dot(b_high, b_rotation, input_precision="tf32")
@@ -422,9 +433,9 @@ def empty_sketch(
     return codes, torch.empty(rows, cdiv(columns, GROUP), dtype=torch.uint8, device=like.device)
 
 
-def tiles(rows: int, groups: int) -> tuple[int, tuple[int]]:
-    """Tiles of 64 rows that a program takes, and the grid: several where enough programs are left for a device."""
-    count = cdiv(rows, ROWS)
+def tiles(rows: int, groups: int, size: int = ROWS) -> tuple[int, tuple[int]]:
+    """Tiles of rows that a program takes, and the grid: several where enough programs are left for a device."""
+    count = cdiv(rows, size)
     taken = max(1, min(8, count * groups // _PROGRAMS))
     return taken, (cdiv(count, taken) * groups,)
 
